@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from retouch.benchmarks.kinds import SUITES
-from retouch.benchmarks.suite import Suite
-from retouch.benchmarks.suites.row_suite import RowSuite
+from retouch_bench.kinds import SUITES
+from retouch_bench.suite import Suite
+from retouch_bench.suites.row_suite import RowSuite
 
 PAGE = Path(__file__).parent / "suites.md"
 _INTRODUCTION = """# Suites

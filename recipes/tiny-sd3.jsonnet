@@ -15,7 +15,7 @@ local sampling = import 'lib/sampling.libsonnet';
   microbatch: 16,
   policy: {
     kind: 'denoising',
-    model: { kind: 'import', class: 'retouch.models.playground.tiny_sd3:TinySD3', args: { seed: 0 } },
+    model: { kind: 'import', class: 'retouch_worlds.models.tiny_sd3:TinySD3', args: { seed: 0 } },
     train: {
       kind: 'lora',
       rank: 32,

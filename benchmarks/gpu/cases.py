@@ -23,9 +23,9 @@ from retouch.models.ip_adapter.image_encoder import vision_part
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sizes import image_encoder
 from retouch.recipe.recipe import Recipe, load
-from retouch.rehearsal.inputs import made_up_judge, made_up_sets, scores
-from retouch.rehearsal.loading import without_weights, write_folder, write_single
 from retouch.training.loop import Phase, Run
+from retouch_plan.rehearsal.inputs import made_up_judge, made_up_sets, scores
+from retouch_plan.rehearsal.loading import without_weights, write_folder, write_single
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 STD = 0.02

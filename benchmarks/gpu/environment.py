@@ -16,7 +16,7 @@ from findings import Finding, at_least, at_most
 from target import Target
 from torch.nn.functional import scaled_dot_product_attention
 
-from retouch.rehearsal.counting.machines import MACHINES, find_machine
+from retouch_plan.rehearsal.counting.machines import MACHINES, find_machine
 
 PACKAGES = (
     *("torch", "transformers", "diffusers", "accelerate", "peft", "pydantic", "rjsonnet", "safetensors", "tokenizers"),

@@ -27,7 +27,7 @@ from target import Target
 
 from retouch.policies.denoising.served import squared_deviations
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.policies.engines.base import ChainEngineSection
+from retouch.policies.engine import ChainEngineSection
 from retouch.types import Needs
 
 SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"

@@ -17,10 +17,10 @@ from retouch.distributed.placement import set_numerics
 from retouch.distributed.ranks import Ranks
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
-from retouch.models.playground.family import playground_weights
-from retouch.models.playground.tiny_sd3 import tiny_sd3_pipeline
 from retouch.recipe.recipe import Recipe, load
 from retouch.types import Batch, Task
+from retouch_worlds.models.tiny_sd3 import tiny_sd3_pipeline
+from retouch_worlds.playground import playground_weights
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LATENT_LIMIT = 1e-4

@@ -118,9 +118,9 @@ def _write_kernels(built: Built, target: Target) -> None:
 
 def rehearse_case(name: str) -> Rehearsed:
     """Rehearse a case for an H100, and return the figures of each stage of its last phase."""
-    from retouch.rehearsal.counting.machines import MACHINES
-    from retouch.rehearsal.report import seconds, stage_peak
-    from retouch.rehearsal.step import rehearse
+    from retouch_plan.rehearsal.counting.machines import MACHINES
+    from retouch_plan.rehearsal.report import seconds, stage_peak
+    from retouch_plan.rehearsal.step import rehearse
 
     machine = MACHINES["h100"]
     with tempfile.TemporaryDirectory() as folder:

@@ -18,8 +18,8 @@ from retouch.models.qwen_vl.family import QwenLanguageModel
 from retouch.models.train import Lora
 from retouch.policies.autoregressive.decoding import CHECK_EVERY, CachedDecoding
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.rehearsal.inputs import WORDS
 from retouch.types import Batch, Task
+from retouch_plan.rehearsal.inputs import WORDS
 
 ROWS, RANK = 8, 32
 PROFILED = 9

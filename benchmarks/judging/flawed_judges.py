@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from PIL import ImageStat
 
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Column, Sample, Scores
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 
 class Glow:

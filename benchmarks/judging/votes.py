@@ -20,10 +20,10 @@ from typing import Any
 
 from retouch.config import consent
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.rewards.playground.edit_judge import PlaygroundReward
-from retouch.rewards.votes.log import VoteLog
 from retouch.session.session import run
-from retouch.votes.export import export
+from retouch_view.votes.export import export
+from retouch_view.votes.log import VoteLog
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 sys.path.insert(0, str(Path(__file__).parent))  # DPO's reward is a class of this file
 KEPT = Path(__file__).with_name("votes.json")

@@ -15,9 +15,9 @@ import torch
 from retouch.config.section import NonNegative, Share
 from retouch.core.random import generator
 from retouch.rewards.base import RewardSection
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.text.ocr import OcrReward
 from retouch.types import Column, Sample, Scores
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 
 def judged(

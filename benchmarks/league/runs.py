@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from budget import spent
 from worlds import SPLIT, World, untrained
 
-import retouch.report.page
 import retouch.session.evaluations
 import retouch.training.recorder  # noqa: F401  (these three are imported once before the forks, not in each)
 from retouch.assembly.phases import build_sets

@@ -11,15 +11,15 @@ import argparse
 
 import torch
 
-from retouch.data.playground.tasks import PlaygroundData
-from retouch.models.playground.language import PlaygroundEmu3
-from retouch.playground.world.edits import KINDS
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.decoders import CodesDecoder
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Batch, Sample, Scores, Task
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.models.language import PlaygroundEmu3
+from retouch_worlds.playground.world.edits import KINDS
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 SAMPLES = 16
 ROWS = 256

@@ -80,7 +80,7 @@ def _row(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def _peak(name: str, found: dict[str, Any]) -> str:
-    from retouch.rehearsal.counting.machines import MACHINES, fits
+    from retouch_plan.rehearsal.counting.machines import MACHINES, fits
 
     size = f"{found['peak'] / 1e9:.1f}, {found['in']}"
     return size if fits(found["peak"], MACHINES[machine_of(name)].memory) else f"{size} (does not fit)"

@@ -36,9 +36,9 @@ def rehearse_without(names: Sequence[str]) -> dict[str, float]:
     Returns seconds per image: of the step, the rollout, the update, the ideal step, and each kind of work; and the peak in bytes.
     """
     from retouch.recipe.recipe import load
-    from retouch.rehearsal import report
-    from retouch.rehearsal.counting.machines import MACHINES
-    from retouch.rehearsal.step import rehearse
+    from retouch_plan.rehearsal import report
+    from retouch_plan.rehearsal.counting.machines import MACHINES
+    from retouch_plan.rehearsal.step import rehearse
 
     machine = MACHINES[MACHINE]
     with turned_off(load(RECIPE), names) as recipe:

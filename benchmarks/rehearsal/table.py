@@ -120,9 +120,9 @@ def recipe_of(name: str) -> "Recipe":
 
 def figures(recipe: "Recipe", machine_name: str) -> dict[str, Any]:
     """Rehearse a recipe. Returns bytes, FLOPs and seconds for the stages of its last phase, and figures of one step or token."""
-    from retouch.rehearsal import report
-    from retouch.rehearsal.counting.machines import MACHINES
-    from retouch.rehearsal.step import rehearse
+    from retouch_plan.rehearsal import report
+    from retouch_plan.rehearsal.counting.machines import MACHINES
+    from retouch_plan.rehearsal.step import rehearse
 
     machine, started = MACHINES[machine_name], time.process_time()
     found = rehearse(recipe, machine)
@@ -159,7 +159,7 @@ def in_own_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> 
     The process is a fork of a server that has already imported the libraries.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["retouch.rehearsal.step"])
+    context.set_forkserver_preload(["retouch_plan.rehearsal.step"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
 

@@ -15,9 +15,9 @@ from typing import Any
 from page import Entry
 
 from retouch.models.ip_adapter.section import IpAdapter
-from retouch.models.playground.language import PlaygroundEmu3
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import Recipe, load
+from retouch_worlds.models.language import PlaygroundEmu3
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).parent / "kept"
@@ -50,8 +50,8 @@ DENOISING = (
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",
-    "retouch.rewards.playground.edit_judge",
-    "retouch.data.playground.tasks",
+    "retouch_worlds.rewards.edit_judge",
+    "retouch_worlds.data.tasks",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
@@ -63,9 +63,9 @@ WRITING = (
     "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.data.playground.indirect",
-    "retouch.rewards.playground.edit_judge",
-    "retouch.data.playground.tasks",
+    "retouch_worlds.data.indirect",
+    "retouch_worlds.rewards.edit_judge",
+    "retouch_worlds.data.tasks",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.responses",
 )
@@ -76,8 +76,8 @@ REWRITING = (
     "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.rewards.playground.scene_judge",
-    "retouch.data.playground.text_to_image",
+    "retouch_worlds.rewards.scene_judge",
+    "retouch_worlds.data.text_to_image",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.prompts",
 )
@@ -87,8 +87,8 @@ IMAGE_TOKENS = (
     "retouch.models.emu3.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.rewards.playground.edit_judge",
-    "retouch.data.playground.tasks",
+    "retouch_worlds.rewards.edit_judge",
+    "retouch_worlds.data.tasks",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.decoders",
 )
@@ -102,7 +102,7 @@ WORDS = (
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",
-    "retouch.data.playground.words",
+    "retouch_worlds.data.words",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
     "retouch.rewards.text.ocr",
@@ -112,8 +112,8 @@ TEXT_TO_IMAGE = (
     "retouch.data.sampler",
     "retouch.models.qwen_image.model",
     "retouch.objectives.policy_gradient",
-    "retouch.rewards.playground.scene_judge",
-    "retouch.data.playground.text_to_image",
+    "retouch_worlds.rewards.scene_judge",
+    "retouch_worlds.data.text_to_image",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
@@ -122,7 +122,7 @@ REFERENCED = (
     "retouch.models.ip_adapter.image_encoder",
     "retouch.models.ip_adapter.adapter",
     "retouch.models.ip_adapter.reference_model",
-    "retouch.rewards.playground.sign_judge",
+    "retouch_worlds.rewards.sign_judge",
 )
 # By the kind of the model if it has an entry, else by the kind of the renderer; None if the policy renders its own images.
 DECIDING = {

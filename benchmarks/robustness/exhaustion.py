@@ -29,7 +29,7 @@ import httpx
 from counting import Counts, silence
 from PIL import Image
 
-from retouch.rewards.wire.bodies import encode_body
+from retouch_serve.wire.bodies import encode_body
 
 # These modules are in folders that ``counting`` adds to ``sys.path``.
 import test_hostile as hostile  # isort: skip

@@ -71,7 +71,7 @@ def place(run: Path, name: str, kind: str, outside: Path) -> None:
 def read(run: Path) -> str:
     """Read the run as the commands that read do; return everything that they show."""
     from retouch import cli
-    from retouch.view.catalogue import Catalogue
+    from retouch_view.live.catalogue import Catalogue
 
     shown = []
     with suppress(OSError, ValueError):
@@ -89,7 +89,7 @@ def write(run: Path, recipe: Path) -> str:
     from retouch import cli
     from retouch.records.control import make_request
     from retouch.records.folder import RunFolder
-    from retouch.rewards.votes.log import VoteLog
+    from retouch_view.votes.log import VoteLog
 
     for action in (lambda: VoteLog(run).undo("x", voter="me"), lambda: make_request(RunFolder(run), "stop", via="links")):
         with suppress(OSError, ValueError):

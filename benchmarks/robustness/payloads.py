@@ -20,7 +20,7 @@ import httpx
 from counting import Counts, silence
 
 import hostile_payloads as series
-from retouch.rewards.wire.bodies import encode_body
+from retouch_serve.wire.bodies import encode_body
 
 # These modules are in folders that ``counting`` adds to ``sys.path``.
 import test_connections as connections  # isort: skip

@@ -27,8 +27,8 @@ from scorers import digest_score
 from servers import HERE, Ours, ours
 
 from retouch.core.advantages import group_relative
-from retouch.rewards.client.remote import RemoteReward
 from retouch.types import Sample, Task
+from retouch_serve.client.remote import RemoteReward
 
 REPLICAS = 3
 EACH = 0.01
@@ -77,7 +77,7 @@ def _one(samples: Sequence[Sample], true: torch.Tensor, *, kill: bool, share: fl
     with ours("Digest", {"each": EACH}, replicas=REPLICAS) as server, ExitStack() as stack:
         urls = [stack.enter_context(_proxy(url, share, seed)) for seed, url in enumerate(server.urls)]
         reward = RemoteReward(
-            endpoints=tuple(urls), batch=8, concurrency=4, deadline=120.0, timeout=2.0, attempts=12, retry_share=0.2, hedge=True
+            endpoints=tuple(urls), batch=8, concurrency=4, deadline=120.0, timeout=2.0, attempts=12, retry_share=0.2
         ).build()
         reward(samples[:32])
         before = reward.stats()["calls"]

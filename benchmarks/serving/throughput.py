@@ -28,12 +28,12 @@ from PIL import Image
 from scorers import corner_score
 from servers import ours, plain
 
-from retouch.rewards.client.remote import RemoteReward
-from retouch.rewards.wire.bodies import encode_body
-from retouch.rewards.wire.packing import pack
-from retouch.serving.requests.decoding import decode
-from retouch.serving.requests.limits import Limits
 from retouch.types import Sample, Task
+from retouch_serve.client.remote import RemoteReward
+from retouch_serve.server.requests.decoding import decode
+from retouch_serve.server.requests.limits import Limits
+from retouch_serve.wire.bodies import encode_body
+from retouch_serve.wire.packing import pack
 
 CLIENTS, BATCH, TURNS = 4, 8, 3
 Ask: TypeAlias = Callable[[Sequence[Sample]], Sequence[float]]

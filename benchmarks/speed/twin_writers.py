@@ -15,13 +15,11 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.language import PretrainedLanguageModel
-from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.responses import writer_for
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.objectives.advantages import GroupAdvantage
@@ -29,12 +27,14 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.networks.writer import untrained_writer
 from retouch.recipe.policy import LanguageModelLora
 from retouch.rewards.judging import RewardScorer
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.types import Batch, Column, Sample, Scores, Task
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.models.family import PlaygroundModel
+from retouch_worlds.pretraining.networks.writer import untrained_writer
 
 TASKS_PER_STEP, GROUP_SIZE = 4, 8
 ROWS = TASKS_PER_STEP * GROUP_SIZE

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("shape_probe.py")
 RECIPE = "recipes/playground/grpo.jsonnet"
 QUICKSTART = "recipes/quickstart.jsonnet"
-OWN_FAMILY = ("playground", "qwen")
+OWN_FAMILY = ("retouch_worlds", "qwen")
 """Words in the paths of the modules of the recipe's model family (the playground's model is a small Qwen-Image-Edit) and, outside
 of ``models``, of the recipe's data, which are scenes of the playground."""
 OTHER_FAMILIES = ("sd3", "flux", "z_image", "emu3", "janus", "ip_adapter")
@@ -99,7 +99,7 @@ def cold_start_table(tree: Path) -> Iterator[str]:
 
 def _family(module: str) -> str:
     if any(word in module for word in OWN_FAMILY):
-        return "own data" if "playground" in module and ".models." not in module else "own family"
+        return "own data" if "retouch_worlds" in module and ".models." not in module else "own family"
     if any(word in module for word in OTHER_FAMILIES):
         return "other families"
     return "shared model code" if ".models." in module else "the rest"

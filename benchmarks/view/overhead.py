@@ -21,8 +21,8 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from retouch.records.folder import RunFolder
-from retouch.rewards.votes.queue import VoteQueue
 from retouch.types import Task
+from retouch_view.votes.queue import VoteQueue
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 SMALL = (

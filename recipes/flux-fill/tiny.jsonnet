@@ -20,7 +20,7 @@ local sampling = import '../lib/sampling.libsonnet';
   microbatch: 8,
   policy: {
     kind: 'denoising',
-    model: { kind: 'import', class: 'retouch.models.playground.tiny_fill:TinyFluxFill', args: { seed: 0, size: [64, 64] } },
+    model: { kind: 'import', class: 'retouch_worlds.models.tiny_fill:TinyFluxFill', args: { seed: 0, size: [64, 64] } },
     train: { kind: 'full' },
   },
   rollout: sampling.window(num_steps=4, size=2, high=3, transition=sampling.sde(0.9)),

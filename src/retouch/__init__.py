@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retouch.benchmarks.judges.audit import judge_audit as judge_audit
     from retouch.inference.opening import open_writer as open_writer
     from retouch.models.ip_adapter.section import IpAdapter as IpAdapter
     from retouch.models.train import FullWeights as FullWeights
@@ -37,12 +36,10 @@ if TYPE_CHECKING:
     from retouch.recipe.recipe import Recipe as Recipe
     from retouch.rewards.function import reward as reward
     from retouch.rewards.scoring import score as score
-    from retouch.serving.in_process import serve as serve
     from retouch.trainer.callbacks import Callback as Callback
     from retouch.trainer.loaded_run import load_run as load_run
     from retouch.trainer.sampling import sample as sample
     from retouch.trainer.trainer import Trainer as Trainer
-    from retouch.view.inline import view as view
 
 __version__ = "0.1.0"
 
@@ -74,17 +71,16 @@ _NAMES = {
     "SDETransition": "retouch.policies.denoising.transitions",
     "Supervised": "retouch.objectives.supervised",
     "Trainer": "retouch.trainer.trainer",
-    "judge_audit": "retouch.benchmarks.judges.audit",
     "load_run": "retouch.trainer.loaded_run",
     "open_writer": "retouch.inference.opening",
     "reward": "retouch.rewards.function",
     "sample": "retouch.trainer.sampling",
     "score": "retouch.rewards.scoring",
-    "serve": "retouch.serving.in_process",
 }
-_PACKAGES = ("benchmarks", "core", "models", "rewards", "testing", "view")
+_PACKAGES = ("core", "models", "rewards")
+_WINGS = ("benchmarks", "judge_audit", "serve", "testing")
 
-__all__ = [*sorted(_NAMES), *_PACKAGES]
+__all__ = [*sorted(_NAMES), *_PACKAGES, *_WINGS]
 
 
 def __getattr__(name: str) -> Any:
@@ -92,6 +88,10 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_NAMES[name]), name)
     if name in _PACKAGES:
         return import_module(f"retouch.{name}")
+    if name in _WINGS:
+        from retouch.config import wings
+
+        return wings.load(f"name.{name}")
     raise AttributeError(f"module 'retouch' has no attribute {name!r}")
 
 

@@ -13,9 +13,6 @@ from PIL import Image
 
 from retouch import cli
 from retouch.assembly.phases import build_phase, build_sets
-from retouch.audit.ledger_view import LedgerSample, LedgerView
-from retouch.audit.ratings import with_ratings
-from retouch.audit.tasks import RunTasks
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, load
@@ -25,10 +22,13 @@ from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
+from retouch_view.ledger.ledger_view import LedgerSample, LedgerView
+from retouch_view.ledger.ratings import with_ratings
+from retouch_view.ledger.tasks import RunTasks
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 STEPS = 3
 CALL = {"content": "c", "judge": "gpt, typed", "image": "p", "input_tokens": 1000, "output_tokens": 100, "seconds": 2.0}

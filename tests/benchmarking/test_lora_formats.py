@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import suite_rows
 import tiny_pipelines
 from retouch import cli
-from retouch.benchmarks.lora import load_lora
-from retouch.benchmarks.running import run
+from retouch_bench.lora import load_lora
+from retouch_bench.running import run
 
 TARGETS = ["attn.to_q", "attn.to_out.0", "img_mlp.net.0.proj"]
 CONVERTED = {

@@ -12,13 +12,13 @@ from PIL import Image
 
 import tiny_flux2
 import tiny_pipelines
-from retouch.benchmarks.running import run
-from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
 from retouch.core.random import generator
 from retouch.records.files import read_json, write_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column
+from retouch_bench.running import run
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem
 
 
 class TurnSuite(Suite):

@@ -15,12 +15,6 @@ from PIL import Image
 from judge_double import FAULTS, KEY, Double
 from rank_commands import on_two_ranks
 from retouch import cli
-from retouch.benchmarks.comparison import compare
-from retouch.benchmarks.kinds import find_suite
-from retouch.benchmarks.models import is_ours
-from retouch.benchmarks.results import BenchmarkResult
-from retouch.benchmarks.running import run
-from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch.inference.exporting import export_target
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
@@ -32,6 +26,12 @@ from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.models import Endpoint
 from retouch.session import session
 from retouch.types import Column
+from retouch_bench.comparison import compare
+from retouch_bench.kinds import find_suite
+from retouch_bench.models import is_ours
+from retouch_bench.results import BenchmarkResult
+from retouch_bench.running import run
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
 from tiny_recipes import SMALL
 from warm_python import python
 
@@ -154,9 +154,9 @@ def test_another_judge_scores_the_existing_images_without_generating_new_ones(
 
 KILLED = """
 import os, signal, sys
-from retouch.benchmarks.image_files import ImageFolder
+from retouch_bench.image_files import ImageFolder
 from retouch.rewards.ledger.journal import Journal
-from retouch.benchmarks.running import run
+from retouch_bench.running import run
 kind, at = {"images": (ImageFolder, "write"), "scores": (Journal, "record")}[sys.argv[2]]
 inner, calls = getattr(kind, at), []
 def counted(self, *arguments, **options):

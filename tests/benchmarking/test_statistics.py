@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from retouch.benchmarks.statistics import bootstrap_interval, resample_counts
 from retouch.core.intervals import cluster_numbers, t_quantile
+from retouch_bench.statistics import bootstrap_interval, resample_counts
 
 BENCHMARKS = 1000
 

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from retouch import cli
-from retouch.benchmarks.kinds import SUITES, find_suite
-from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column
+from retouch_bench.kinds import SUITES, find_suite
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
 
 
 class RedSuite(Suite):

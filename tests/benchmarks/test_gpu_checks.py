@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from retouch.core.transitions import transition
-from retouch.rehearsal.counting.machines import find_machine
+from retouch_plan.rehearsal.counting.machines import find_machine
 from warm_python import python
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"

@@ -14,7 +14,7 @@ SEARCHED = (ROOT / "tests" / "support", *sorted({path.parent for path in SCRIPTS
 
 def module_file(name: str, script: Path) -> Path | None:
     """The file of a module of this repository; None for other modules."""
-    if name.split(".")[0] == "retouch":
+    if name.split(".")[0].startswith("retouch"):
         path = ROOT / "src" / Path(*name.split("."))
         return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
     return next((folder / f"{name}.py" for folder in (script.parent, *SEARCHED) if (folder / f"{name}.py").is_file()), None)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.doctor.forecast import TARGETS
+from retouch_plan.doctor.forecast import TARGETS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "league"
 MODULES = ("budget", "contestants", "league_curves", "league_page", "noisy_judges", "ranking", "runs", "worlds")

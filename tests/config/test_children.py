@@ -11,22 +11,21 @@ from pathlib import Path
 
 import pytest
 
-import retouch
 from retouch.config import imports
 from retouch.distributed.guardian import guardian
 from retouch.recipe.jsonnet import evaluate_jsonnet
-from retouch.view.trying import TrialWorker
+from retouch_view.live.trying import TrialWorker
+from source_files import source_files
 
-SOURCE = Path(retouch.__file__).parent
 STARTERS = {
     "distributed/guardian.py": {"subprocess.Popen"},
     "distributed/launching.py": {"subprocess.Popen"},
     "recipe/jsonnet.py": {"subprocess.run"},
-    "view/trying.py": {"asyncio.create_subprocess_exec"},
+    "retouch_view/live/trying.py": {"asyncio.create_subprocess_exec"},
     # These fork, so they start no interpreter; `imports` starts those that do not fork.
     "config/imports.py": {"multiprocessing.get_context('spawn')"},
     "data/examination.py": {"multiprocessing.get_context('fork')"},
-    "serving/supervisor.py": {"multiprocessing.get_context('fork')"},
+    "retouch_serve/server/supervisor.py": {"multiprocessing.get_context('fork')"},
 }
 """The calls in the source that start a process."""
 NAMES = ("numpy", "torch", "struct", "pickle", "socket", "json", "sitecustomize", "usercustomize", "rjsonnet", "retouch")
@@ -54,8 +53,7 @@ def starts(call: ast.Call) -> bool:
 
 def test_point_3_2_no_process_is_started_around_the_launcher() -> None:
     found: dict[str, set[str]] = {}
-    for path in SOURCE.rglob("*.py"):
-        place = path.relative_to(SOURCE).as_posix()
+    for place, path in source_files().items():
         for call in filter(starts, calls(path)):
             name = ast.unparse(call.func)
             found.setdefault(place, set()).add(ast.unparse(call) if "get_context" in name else name)

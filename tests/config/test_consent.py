@@ -160,7 +160,7 @@ def test_commands_reject_code_named_by_a_recipe_or_run_without_consent(
 def test_the_report_and_the_ledger_of_a_received_run_are_read_without_its_reward(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from retouch.report.page import write_report
+    from retouch_view.report.page import write_report
 
     with consent.allowing(["stranger"]):
         assert cli.main(["train", str(project.recipe)]) == 0
@@ -331,7 +331,7 @@ def test_a_class_that_is_no_model_is_not_called(project: Project) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("path", ["retouch.cli.__main__:main", "retouch.types:Task", "retouch.rewards.client.client:RemoteClient"])
+@pytest.mark.parametrize("path", ["retouch.cli.__main__:main", "retouch.types:Task", "retouch_serve.client.client:RemoteClient"])
 def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project: Project, path: str) -> None:
     with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
         parse_reward(project.section(path))

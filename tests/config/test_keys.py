@@ -13,16 +13,16 @@ import pytest
 
 import loopback
 from retouch.config import keys
-from retouch.doctor.reward import check_key_addresses
-from retouch.policies.engines.base import TokenSampling
-from retouch.policies.engines.client import Client
-from retouch.policies.engines.vllm import VllmEngine
+from retouch.policies.engine import TokenSampling
 from retouch.recipe.recipe import load
-from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.rewards.vlm.forms import ChoiceForm
 from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import Question
+from retouch_plan.doctor.reward import check_key_addresses
+from retouch_serve.client.remote import RemoteReward
+from retouch_serve.engines.client import Client
+from retouch_serve.engines.vllm import VllmEngine
 
 GRPO = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 SECRET = "sk-0123456789abcdef"

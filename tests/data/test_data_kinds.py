@@ -13,13 +13,13 @@ from retouch.config.packaged import packaged_recipes
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.images import EncodedImage
 from retouch.data.kinds import DATA
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.rows import Row
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
-from retouch.testing import check_data_source
 from retouch.types import Task, TaskContents
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.testing import check_data_source
 
 
 class Numbers(DataSource):

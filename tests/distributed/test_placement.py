@@ -20,10 +20,10 @@ from retouch.assembly.phases import copies_in_cpu_memory
 from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
 from retouch.distributed.ranks import Ranks
 from retouch.models.offloading.on_device import on_device, parts_of
-from retouch.models.playground.family import playground_weights
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
 from retouch.renderers.wrappers import RendererInContext
+from retouch_worlds.playground import playground_weights
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -17,11 +17,11 @@ import tiny_writer_runs
 from rank_commands import SUPPORT, on_two_ranks
 from retouch.distributed import fsdp
 from retouch.distributed.ranks import Ranks
-from retouch.models.playground.family import playground_weights
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.training import checkpoint
+from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 from vllm_double import Double, serving
 

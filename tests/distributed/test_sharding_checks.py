@@ -13,9 +13,9 @@ import tiny_writer_runs
 from retouch.config.packaged import packaged_recipes
 from retouch.distributed.launching import rank_environments
 from retouch.distributed.placement import check_sharding
-from retouch.doctor.checks import check_sharding_settings
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
+from retouch_plan.doctor.checks import check_sharding_settings
 from tiny_recipes import SMALL
 
 SUPPORT = Path(__file__).parents[1] / "support"

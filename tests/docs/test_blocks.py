@@ -34,7 +34,6 @@ LANGUAGES = {"python", "sh", "jsonnet", "jsonl", "toml", "text"}
 RUN_ELSEWHERE = {"README.md", "docs/python.md", "docs/your-own.md", "docs/coming-from.md"}
 
 PARSED = {
-    "docs/guides/view.md": "it shows a run of the quickstart, whose training takes minutes",
     "docs/rewards.md": "it loads a published CLIP, which is not on this machine",
 }
 """Pages whose Python is only compiled, and why."""

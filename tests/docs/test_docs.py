@@ -31,8 +31,8 @@ from retouch.models.kinds import IMAGE_MODELS
 from retouch.recipe.derived.out_of_memory import OutOfMemory
 from retouch.recipe.recipe import Recipe, load
 from retouch.session.interruptions import explain_out_of_memory
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -253,7 +253,8 @@ def test_every_function_and_test_that_a_page_names_exists(page: str, least: int)
     named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs" / page).read_text())
     assert len(named) > least
     for file, name in named:
-        root = ROOT / "tests" if name.startswith("test_") else ROOT / "src" / "retouch"
+        source = ROOT / "src" if file.startswith("retouch_") else ROOT / "src" / "retouch"
+        root = ROOT / "tests" if name.startswith("test_") else source
         assert name in defined(root / file), f"{file}::{name}"
 
 
@@ -312,7 +313,7 @@ def test_every_key_that_troubleshooting_names_exists() -> None:
 
 
 def test_every_metric_that_troubleshooting_names_is_written() -> None:
-    source = "".join(file.read_text() for file in (ROOT / "src" / "retouch").rglob("*.py"))
+    source = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
     said = {span for span in CODE if re.fullmatch(r"[a-z]+/[a-z_]+", span)}
     assert len(said) > 8
     stages = set(re.findall(r'clock\("(\w+)"\)', source))
@@ -329,9 +330,10 @@ def test_the_out_of_memory_error_in_troubleshooting_matches_the_raised_one() -> 
 
 
 def packages() -> set[str]:
-    """Every package of the source tree, relative to ``retouch``."""
-    source = ROOT / "src" / "retouch"
-    return {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")} - {"."}
+    """Every package of the source tree, those of the core relative to ``retouch``."""
+    source = ROOT / "src"
+    found = {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")}
+    return {name.removeprefix("retouch/") for name in found} - {"retouch"}
 
 
 def test_the_tables_of_the_source_tree_list_every_package() -> None:

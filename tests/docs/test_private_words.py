@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "retouch"
+SOURCE = ROOT / "src"
 FORBIDDEN = {
     "askers": "clients",
     "awaited": "wait_for_rewards",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from retouch.benchmarks.kinds import SUITES
 from retouch.data.guard import find_test_sets
+from retouch_bench.kinds import SUITES
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {

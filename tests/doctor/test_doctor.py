@@ -23,26 +23,26 @@ from retouch.assembly.phases import build_sets, sets_of, steps_of
 from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
-from retouch.doctor import trial
-from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers, phase_steps
-from retouch.doctor.device import PlannedDevice, check_device, machine_of
-from retouch.doctor.findings import Finding, failed, note, ok
-from retouch.doctor.install import check_install, check_playground, check_versions
-from retouch.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
-from retouch.doctor.reward import check_scoring, check_watch
 from retouch.models.common.pretrained import fetch_weights, find_weights
-from retouch.models.playground.family import playground_weights
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records import libraries
 from retouch.records.folder import RunFolder
-from retouch.rehearsal.counting.machines import MACHINES
 from retouch.rewards.base import close
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.votes.calibration import Calibration
 from retouch.session.session import run
 from retouch.training.preflight import Check, preflight
 from retouch.types import Column
+from retouch_plan.doctor import trial
+from retouch_plan.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers, phase_steps
+from retouch_plan.doctor.device import PlannedDevice, check_device, machine_of
+from retouch_plan.doctor.findings import Finding, failed, note, ok
+from retouch_plan.doctor.install import check_install, check_playground, check_versions
+from retouch_plan.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
+from retouch_plan.doctor.reward import check_scoring, check_watch
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_view.votes.calibration import Calibration
+from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 from warm_python import python
 

@@ -4,9 +4,9 @@ import pytest
 from huggingface_hub import constants
 
 from retouch import cli
-from retouch.doctor.checks import check_data, check_engines
-from retouch.models.playground.family import playground_weights
 from retouch.recipe.recipe import load
+from retouch_plan.doctor.checks import check_data, check_engines
+from retouch_worlds.playground import playground_weights
 
 A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
 

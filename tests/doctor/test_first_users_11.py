@@ -13,19 +13,19 @@ from huggingface_hub import constants
 
 from retouch import cli
 from retouch.config.packaged import available
-from retouch.doctor.checks import check_data
-from retouch.doctor.doctor import DoctorOptions, next_steps
-from retouch.doctor.estimate import cost_of, time_of
-from retouch.doctor.exports import future_weights
-from retouch.doctor.findings import failed
-from retouch.doctor.reward import check_scoring
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
-from retouch.rehearsal.counting.machines import find_machine
-from retouch.rehearsal.counting.stages import Stage, Work
-from retouch.rehearsal.report import hours
-from retouch.rehearsal.step import RehearsedPhase
+from retouch_plan.doctor.checks import check_data
+from retouch_plan.doctor.doctor import DoctorOptions, next_steps
+from retouch_plan.doctor.estimate import cost_of, time_of
+from retouch_plan.doctor.exports import future_weights
+from retouch_plan.doctor.findings import failed
+from retouch_plan.doctor.reward import check_scoring
+from retouch_plan.rehearsal.counting.machines import find_machine
+from retouch_plan.rehearsal.counting.stages import Stage, Work
+from retouch_plan.rehearsal.report import hours
+from retouch_plan.rehearsal.step import RehearsedPhase
 from warm_python import python
 
 QWEN2 = "Qwen/Qwen2-VL-7B-Instruct"

@@ -1,7 +1,7 @@
 """The forecast of `retouch doctor --estimate`: which target applies to a recipe, and the calculation of its hours."""
 
-from retouch.doctor.forecast import TARGETS, forecast_of
 from retouch.recipe.recipe import load
+from retouch_plan.doctor.forecast import TARGETS, forecast_of
 
 OTHERS = ("playground/nft", "flux2/ocr-grpo", "sd3/prompt-enhancer")
 """Recipes of another model, task or algorithm."""

@@ -9,8 +9,8 @@ import served_models
 import tiny_writers
 import tiny_writing
 import vllm_server
-from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.server import query_sampling, query_server
+from retouch.policies.engine import EngineFault
+from retouch_serve.engines.server import query_sampling, query_server
 from vllm_double import Double
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]

@@ -13,15 +13,15 @@ import tiny_writer_runs
 import tiny_writers
 import tiny_writing
 import vllm_server
-from retouch.doctor.checks import check_engines
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.engines import full_weights
-from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.server import query_sampling, query_server
-from retouch.policies.engines.sleep_mode import frees_memory, is_asleep
+from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
+from retouch_plan.doctor.checks import check_engines
+from retouch_serve.engines import full_weights
+from retouch_serve.engines.server import query_sampling, query_server
+from retouch_serve.engines.sleep_mode import frees_memory, is_asleep
 from vllm_double import Double
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]

@@ -12,15 +12,15 @@ import tiny_writer_runs
 import tiny_writers
 import tiny_writing
 import vllm_server
-from retouch.doctor.checks import check_engines
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.engines import vllm_decoding
-from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.wire import data_url
+from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.types import Needs, Slice
+from retouch_plan.doctor.checks import check_engines
+from retouch_serve.engines import vllm_decoding
+from retouch_serve.engines.wire import data_url
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)

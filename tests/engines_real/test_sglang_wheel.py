@@ -16,10 +16,10 @@ import sglang_wheel
 import tiny_policies
 from retouch.core.transitions import transition
 from retouch.models.common.lora import write_lora
-from retouch.policies.engines.base import ChainRequest
-from retouch.policies.engines.sglang.msgpack import unpack
-from retouch.policies.engines.sglang.wire import RolloutRequest, parse_rollout
-from retouch.policies.engines.wire import InvalidResponse
+from retouch.policies.engine import ChainRequest
+from retouch_serve.engines.sglang.msgpack import unpack
+from retouch_serve.engines.sglang.wire import RolloutRequest, parse_rollout
+from retouch_serve.engines.wire import InvalidResponse
 
 pytestmark = [*sglang_wheel.MARKS]
 SHAPE = (4, 6, 6)

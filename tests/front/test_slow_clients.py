@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 
 from live_server import body_of, host, live, samples_of
-from retouch.front.connections import bounded_config
-from retouch.serving.requests.limits import Limits
-from retouch.view.app import LIMITS, build_app
+from retouch_serve.front.connections import bounded_config
+from retouch_serve.server.requests.limits import Limits
+from retouch_view.live.app import LIMITS, build_app
 from served_rewards import Digest
 from slow_clients import ATTACKS, attacking, honest
 

@@ -18,11 +18,11 @@ from retouch import cli
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.common.lora import write_lora
-from retouch.models.playground.family import playground_weights
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.session.session import run
 from retouch.trainer.trainer import Trainer
+from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 
 FULL = {"train": {"kind": "full"}, "ema": {"decay": 0.9}}

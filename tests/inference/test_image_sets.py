@@ -10,8 +10,8 @@ from PIL import Image
 import tiny_towers
 from retouch.cli.parser import main
 from retouch.core.set_distances import kernel_distance
-from retouch.inference.image_sets import ImageFiles, SetDistances, distances_of_folders
 from retouch.rewards.scorers.style import dinov2_features, distance_of_sets
+from retouch_bench.image_sets import ImageFiles, SetDistances, distances_of_folders
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from safetensors.torch import load
 import hub_double
 import retouch
 from hub_double import Hub
-from retouch.doctor.checks import check_push
 from retouch.inference import publishing
 from retouch.inference.exporting import export_target
 from retouch.inference.publishing import why_not_pushable
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
+from retouch_plan.doctor.checks import check_push
 from tiny_recipes import SMALL
 
 REPO = "someone/edits"

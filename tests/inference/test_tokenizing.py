@@ -9,8 +9,6 @@ from safetensors import safe_open
 
 import tiny_writer_runs
 from retouch.assembly.assembly import assemble
-from retouch.audit.ledger_view import LedgerSample
-from retouch.audit.tasks import RunTasks
 from retouch.cli import main
 from retouch.data.sources.features import read_feature
 from retouch.distributed.ranks import Ranks
@@ -19,6 +17,8 @@ from retouch.models.emu3.load import load_emu3
 from retouch.models.emu3.model import DRAW, THINK
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import parse
+from retouch_view.ledger.ledger_view import LedgerSample
+from retouch_view.ledger.tasks import RunTasks
 
 PLAYGROUND = {"kind": "playground", "complexity": [1, 2], "count": 12}
 

@@ -14,7 +14,7 @@ from retouch.core.weights import loss_weights
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.policies.engines.base import Generation
+from retouch.policies.engine import Generation
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
 

@@ -85,7 +85,7 @@ CONSENT = (
     ),
     Mutant(
         "the token is sent to any reward server",
-        "rewards/client/settings.py",
+        "retouch_serve/client/settings.py",
         "            keys.require_bound(variable, url)\n",
         "            keys.address_of(url)\n",
         f"{_KEYS}::test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresses",

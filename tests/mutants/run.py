@@ -114,7 +114,7 @@ def tested(copy: Path, tests: Sequence[str]) -> int:
 
 def outcome(mutant: Mutant, copy: Path, run: Callable[[Sequence[str]], int]) -> str:
     """Return ``noticed``, ``SURVIVED``, ``STALE`` (its old text is gone), or ``BROKEN`` (the test could not be run)."""
-    file = copy / "retouch" / mutant.file
+    file = copy / mutant.path
     text = file.read_text()
     if text.count(mutant.old) != 1:
         return "STALE"

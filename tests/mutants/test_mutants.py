@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_applies_to_the_source_and_its_test_exists(mutant):
-    text = (ROOT / "src" / "retouch" / mutant.file).read_text()
+    text = (ROOT / "src" / mutant.path).read_text()
     assert text.count(mutant.old) == 1
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
     file, _, function = mutant.test.partition("::")

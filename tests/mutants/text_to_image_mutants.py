@@ -9,28 +9,28 @@ USING = "tests/inference/test_writers.py"
 TEXT_TO_IMAGE = (
     Mutant(
         "extra objects in a scene cost nothing",
-        "rewards/playground/scene_judge.py",
+        "retouch_worlds/rewards/scene_judge.py",
         "(wanted.sum(-1) + extra)",
         "wanted.sum(-1)",
         f"{JUDGE}::test_missing_wrong_and_extra_things_lower_alignment_by_the_formula",
     ),
     Mutant(
         "objects are compared with templates on the requested instead of the actual background",
-        "rewards/playground/scene_judge.py",
+        "retouch_worlds/rewards/scene_judge.py",
         "CELL_TEMPLATES[seen.backgrounds[:, None], requested]",
         "CELL_TEMPLATES[background[:, None], requested]",
         f"{JUDGE}::test_missing_wrong_and_extra_things_lower_alignment_by_the_formula",
     ),
     Mutant(
         "the request names only the objects of an incomplete completion",
-        "data/playground/text_to_image.py",
+        "retouch_worlds/data/text_to_image.py",
         "else request(scene.background, things, random)",
         "else request(scene.background, named, random)",
         f"{TASKS}::test_incomplete_completions_are_truncated_and_nothing_else_changes",
     ),
     Mutant(
         "completions of held-out scenes are incomplete",
-        "data/playground/text_to_image.py",
+        "retouch_worlds/data/text_to_image.py",
         'demonstration_faults = ("incomplete",)',
         "demonstration_faults = ()",
         "tests/recipe/test_recipe_of_writers.py::test_held_out_tasks_of_playground_scenes_have_no_incomplete_completions",

@@ -38,7 +38,7 @@ WATCHING = (
     ),
     Mutant(
         "the state that raised an alarm is saved before the run is rolled back",
-        "session/training_session.py",
+        "session/session.py",
         "        back_to = None\n",
         "        self._save(stepper)\n        back_to = None\n",
         f"{_WATCH}::test_roll_back_alarm_returns_the_run_to_an_earlier_checkpoint",

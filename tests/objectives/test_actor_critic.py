@@ -13,8 +13,8 @@ from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.protocols import SupportsLosses
-from retouch.testing import check_policy
 from retouch.types import Needs, Slice
+from retouch_worlds.testing import check_policy
 
 ACTOR = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.01))
 WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01))

@@ -10,7 +10,7 @@ import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.dpo import DPO, HELDOUT_POINTS
 from retouch.protocols import SupportsLosses
-from retouch.testing import check_objective
+from retouch_worlds.testing import check_objective
 
 ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
 

@@ -17,8 +17,8 @@ from retouch.protocols import DecodesTensors, DifferentiableReward, ImageGradien
 from retouch.recipe.recipe import parse
 from retouch.rewards.combine.several import SeveralRewards
 from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward, TargetReward
-from retouch.testing import check_objective, playground_policy
 from retouch.types import Conditioning, Sample
+from retouch_worlds.testing import check_objective, playground_policy
 from slow_params import slow_after
 from tiny_recipes import SMALL
 

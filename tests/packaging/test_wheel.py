@@ -19,7 +19,7 @@ MOST_BYTES = 30_000_000
 # README.md's snippet, on a tiny pipeline and for two steps.
 TINY = """
 import retouch
-from retouch.models.playground.tiny_sd3 import tiny_sd3_pipeline
+from retouch_worlds.models.tiny_sd3 import tiny_sd3_pipeline
 
 real = retouch.Trainer.__init__
 small = {
@@ -80,12 +80,12 @@ def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(whe
         names = set(archive.namelist())
     data = {
         str(file.relative_to(ROOT / "src"))
-        for file in (ROOT / "src" / "retouch").rglob("*")
+        for file in (ROOT / "src").glob("retouch*/**/*")
         if file.is_file() and "__pycache__" not in file.parts
     }
     recipes = {f"retouch/recipes/{file.relative_to(ROOT / 'recipes')}" for file in (ROOT / "recipes").rglob("*") if file.is_file()}
     assert {"retouch/recipes/quickstart.jsonnet", "retouch/recipes/sd3/ocr-grpo-playground.jsonnet"} <= recipes
-    assert {"retouch/report/page.js", "retouch/rewards/judges/prompts/alignment.txt", "retouch/py.typed"} <= data
+    assert {"retouch_view/report/page.js", "retouch/rewards/judges/prompts/alignment.txt", "retouch/py.typed"} <= data
     assert {name for name in names if ".dist-info/" not in name} == data | recipes
 
 

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.data.playground.tasks import PlaygroundData
-from retouch.models.playground.family import PlaygroundModel, playground_weights
-from retouch.pretraining.build_editor import build_editor, build_large_editor, measure
-from retouch.pretraining.networks import qwen_parts
-from retouch.pretraining.networks.autoencoder import AutoencoderTraining
-from retouch.pretraining.networks.editor import EditorRound, EditorTraining, deepened
-from retouch.pretraining.networks.qwen_parts import SPECIAL_TOKENS
 from retouch.records.files import read_json
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.models.family import PlaygroundModel
+from retouch_worlds.playground import playground_weights
+from retouch_worlds.pretraining.build_editor import build_editor, build_large_editor, measure
+from retouch_worlds.pretraining.networks import qwen_parts
+from retouch_worlds.pretraining.networks.autoencoder import AutoencoderTraining
+from retouch_worlds.pretraining.networks.editor import EditorRound, EditorTraining, deepened
+from retouch_worlds.pretraining.networks.qwen_parts import SPECIAL_TOKENS
 
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
@@ -30,7 +31,7 @@ def load(path: Path):
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.pretraining.build_editor.HELD_OUT", 8)
+    monkeypatch.setattr("retouch_worlds.pretraining.build_editor.HELD_OUT", 8)
     for name in ("one", "two"):
         build_editor(tmp_path / name, seed=3, **TINY)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
@@ -56,7 +57,7 @@ def test_a_deepened_editor_equals_the_original_before_training() -> None:
 
 @pytest.mark.slow
 def test_the_large_editor_is_built_and_its_new_blocks_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.pretraining.build_editor.HELD_OUT", 8)
+    monkeypatch.setattr("retouch_worlds.pretraining.build_editor.HELD_OUT", 8)
     rounds = (EditorRound(steps=2, learning_rate=1e-3),)
     build_large_editor(tmp_path, seed=0, editor=EditorTraining(rounds=rounds, batch=4, warmup=1, average_decay=0.5))
     built = load(tmp_path)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.data.playground.text_to_image import TextToImageData
-from retouch.models.playground.family import PlaygroundTextToImage, playground_weights
-from retouch.models.playground.language import PlaygroundEnhancer
-from retouch.pretraining import build_text_to_image as building
-from retouch.pretraining.build_text_to_image import build_text_to_image, measure
-from retouch.pretraining.networks.enhancer import EnhancerTraining
-from retouch.pretraining.networks.text_to_image import TextToImageTraining, described
 from retouch.records.files import read_json
+from retouch_worlds.data.text_to_image import TextToImageData
+from retouch_worlds.models.family import PlaygroundTextToImage
+from retouch_worlds.models.language import PlaygroundEnhancer
+from retouch_worlds.playground import playground_weights
+from retouch_worlds.pretraining import build_text_to_image as building
+from retouch_worlds.pretraining.build_text_to_image import build_text_to_image, measure
+from retouch_worlds.pretraining.networks.enhancer import EnhancerTraining
+from retouch_worlds.pretraining.networks.text_to_image import TextToImageTraining, described
 from small_builds import build_three
 
 TINY = {

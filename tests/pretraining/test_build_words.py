@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from retouch.data.playground.words import WordData
 from retouch.models.flux.fill import FluxFill
-from retouch.models.playground.family import playground_weights
-from retouch.models.playground.flux_parts import text
-from retouch.models.playground.words import PlaygroundWords
-from retouch.pretraining import build_words as building
-from retouch.pretraining.build_words import build_words
-from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward
+from retouch_worlds.data.words import WordData
+from retouch_worlds.models.flux_parts import text
+from retouch_worlds.models.words import PlaygroundWords
+from retouch_worlds.playground import playground_weights
+from retouch_worlds.pretraining import build_words as building
+from retouch_worlds.pretraining.build_words import build_words
+from retouch_worlds.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
 from small_builds import build_three
 
 TINY = {

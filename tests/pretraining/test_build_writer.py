@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from retouch.pretraining import build_writer as building
-from retouch.pretraining.build_writer import build_writer
-from retouch.pretraining.networks.writer import WriterRound, WriterTraining
+from retouch_worlds.pretraining import build_writer as building
+from retouch_worlds.pretraining.build_writer import build_writer
+from retouch_worlds.pretraining.networks.writer import WriterRound, WriterTraining
 from small_builds import build_three
 
 ROUNDS = (WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=1.0))

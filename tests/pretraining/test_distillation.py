@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.data.playground.indirect import indirect
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.tasks import MappedTasks
-from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses
-from retouch.pretraining.distillation import HiddenStateDistillation
-from retouch.pretraining.networks.writer import untrained_writer
+from retouch_worlds.data.indirect import indirect
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.models.family import PlaygroundModel
+from retouch_worlds.pretraining.distillation import HiddenStateDistillation
+from retouch_worlds.pretraining.networks.writer import untrained_writer
 
 TASKS = tuple(MappedTasks(PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True), indirect)[:])
 

@@ -3,8 +3,8 @@
 import torch
 
 from retouch.core.random import generator
-from retouch.pretraining.networks import image_codes
-from retouch.pretraining.networks.image_codes import (
+from retouch_worlds.pretraining.networks import image_codes
+from retouch_worlds.pretraining.networks.image_codes import (
     CodesTraining,
     decoded,
     encoded,

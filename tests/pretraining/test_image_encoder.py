@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.data.playground.words import WordData
 from retouch.models.common.pretrained import fetch_encoder
 from retouch.models.ip_adapter.image_encoder import ImageEncoder
-from retouch.playground.world.words import INKS, PAPERS
-from retouch.rewards.playground.sign_judge import paper_and_ink
+from retouch_worlds.data.words import WordData
+from retouch_worlds.playground.world.words import INKS, PAPERS
+from retouch_worlds.rewards.sign_judge import paper_and_ink
 
 SIGNS = WordData(seed=0, count=900).tasks()
 HELD_OUT = 200

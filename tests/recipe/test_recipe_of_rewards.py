@@ -15,11 +15,11 @@ from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward_arguments import parse_reward, read_combined, read_reward
 from retouch.rewards.base import NoReward, RewardSection
-from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.imported import ImportedReward
 from retouch.rewards.kinds import KINDS as REWARDS
 from retouch.rewards.kinds import RunReward
 from retouch.rewards.parts import PARTS
+from retouch_serve.client.remote import RemoteReward
 
 ROOT = Path(__file__).parents[2]
 JUDGE = {"kind": "endpoint", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
@@ -73,7 +73,7 @@ def test_every_reward_of_the_package_is_a_kind():
     while left:
         left += (subclasses := left.pop().__subclasses__())
         found |= set(subclasses)
-    own = {one for one in found if one.__module__.startswith("retouch.") and "kind" in one.model_fields}
+    own = {one for one in found if one.__module__.startswith("retouch") and "kind" in one.model_fields}
     assert own == {*REWARDS.classes(), NoReward}
     of_runs = get_args(RunReward)[1]
     assert set(of_runs.classes()) == own

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from retouch.recipe.recipe import load, parse
-from retouch.rehearsal.changes import changes
+from retouch_plan.rehearsal.changes import changes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HELD = {"weights: transformer": 40, "weights: text_encoder_2": 20, "weights: vae": 20, "AdamW's moments": 20}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.rehearsal.depth import FEWEST, choose_depths, with_blocks
+from retouch_plan.rehearsal.depth import FEWEST, choose_depths, with_blocks
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"

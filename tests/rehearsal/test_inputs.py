@@ -3,7 +3,7 @@
 import pytest
 
 from retouch.recipe.recipe import load
-from retouch.rehearsal.inputs import MadeUpTasks
+from retouch_plan.rehearsal.inputs import MadeUpTasks
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES
+from retouch_plan.rehearsal.counting.machines import FREE_SHARE, MACHINES
 
 ROOT = Path(__file__).parents[2]
 KEPT: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks" / "rehearsal" / "rehearsed.json").read_text(encoding="utf-8"))

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from measured_memory import measured_peak
-from retouch.doctor import rehearsal as doctor
-from retouch.doctor.findings import Finding
 from retouch.recipe.recipe import load
-from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES, fits
-from retouch.rehearsal.counting.stages import Stage
-from retouch.rehearsal.report import holders, largest, needed
-from retouch.rehearsal.rewards import reward_weights, uncounted_rewards
-from retouch.rehearsal.step import Rehearsed
+from retouch_plan.doctor import rehearsal as doctor
+from retouch_plan.doctor.findings import Finding
+from retouch_plan.rehearsal.counting.machines import FREE_SHARE, MACHINES, fits
+from retouch_plan.rehearsal.counting.stages import Stage
+from retouch_plan.rehearsal.report import holders, largest, needed
+from retouch_plan.rehearsal.rewards import reward_weights, uncounted_rewards
+from retouch_plan.rehearsal.step import Rehearsed
 from warm_python import python
 
 GB = 10**9
@@ -29,9 +29,9 @@ COUNTED = """
 import json, sys
 import torch
 from torch import nn
-from retouch.rehearsal.fake.accelerator import Accelerator, register
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.counting.meter import Meter
+from retouch_plan.rehearsal.fake.accelerator import Accelerator, register
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.counting.meter import Meter
 import test_memory
 
 register()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from retouch.rehearsal.parallel import both, each_in_turn
+from retouch_plan.rehearsal.parallel import both, each_in_turn
 
 
 def test_a_second_process_gives_the_same_results(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retouch.recipe.recipe import load
-from retouch.rehearsal.command import explained
+from retouch_plan.rehearsal.command import explained
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ FULL_SIZE = sorted(
 )
 DECODED = """
 import torch
-from retouch.rehearsal.fake.accelerator import Accelerator, register
-from retouch.rehearsal.fake.tensors import DEVICE
+from retouch_plan.rehearsal.fake.accelerator import Accelerator, register
+from retouch_plan.rehearsal.fake.tensors import DEVICE
 import tiny_models
 from retouch.models.common.latents import Latents
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.counting.meter import Meter
-from retouch.rehearsal.repeats import Repeats
 from retouch.types import Slice
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.counting.meter import Meter
+from retouch_plan.rehearsal.repeats import Repeats
 
 
 def counted(sizes: list[int], *, calls: int = 1) -> tuple[list[int], float]:

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.counting.stages import Stage, Work
-from retouch.rehearsal.report import lines
-from retouch.rehearsal.step import Rehearsed, RehearsedPhase
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.counting.stages import Stage, Work
+from retouch_plan.rehearsal.report import lines
+from retouch_plan.rehearsal.step import Rehearsed, RehearsedPhase
 from warm_python import python
 
 GB = 10**9
 PROGRAM = """
 import json
 import torch
-from retouch.rehearsal.fake.accelerator import Accelerator, register
-from retouch.rehearsal.fake.tensors import DEVICE
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.counting.meter import Meter
+from retouch_plan.rehearsal.fake.accelerator import Accelerator, register
+from retouch_plan.rehearsal.fake.tensors import DEVICE
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.counting.meter import Meter
 
 register()
 meter = Meter(MACHINES["h100"])

@@ -8,7 +8,7 @@ import pytest
 
 from rehearsal_scripts import call_in_new_process, script
 from retouch.recipe.recipe import load
-from retouch.rehearsal.counting.machines import FREE_SHARE
+from retouch_plan.rehearsal.counting.machines import FREE_SHARE
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,9 @@ import json
 
 import torch
 from torch import nn
-from retouch.rehearsal.fake.accelerator import Accelerator
-from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES
-from retouch.rehearsal.counting.meter import Meter
+from retouch_plan.rehearsal.fake.accelerator import Accelerator
+from retouch_plan.rehearsal.counting.machines import FREE_SHARE, MACHINES
+from retouch_plan.rehearsal.counting.meter import Meter
 
 class Block(nn.Module):
     def __init__(self):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES, find_machine
+from retouch_plan.rehearsal.counting.machines import FREE_SHARE, MACHINES, find_machine
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]

@@ -15,15 +15,15 @@ import tiny_writing
 from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
-from retouch.models.playground.family import PlaygroundTextToImage
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
 from retouch.protocols import Renderer
 from retouch.renderers.prompts import PromptRenderer, TextToImage
 from retouch.renderers.sampling import noise_generators
 from retouch.renderers.wrappers import IgnoreCompletionsRenderer
-from retouch.testing import check_renderer
 from retouch.types import Completion
+from retouch_worlds.models.family import PlaygroundTextToImage
+from retouch_worlds.testing import check_renderer
 
 STEPS, SIZE = 4, (24, 40)
 SHIFT = {"shift": 3.0, "num_train_timesteps": 1000}

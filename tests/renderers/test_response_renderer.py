@@ -12,7 +12,6 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_m
 
 import tiny_editing
 import tiny_models
-from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEditPlus
 from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.model import QwenImage
@@ -20,8 +19,9 @@ from retouch.models.qwen_image.responses import QwenResponses
 from retouch.protocols import Renderer
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.renderers.sampling import OdeSampler, noise_generators
-from retouch.testing import check_renderer
 from retouch.types import Completion
+from retouch_worlds.models.family import PlaygroundModel
+from retouch_worlds.testing import check_renderer
 
 STEPS = 3
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from html_check import read
 from retouch.records.summary import Summary
-from retouch.report import curves, numbers
-from retouch.report.charts import Chart, Line, draw
-from retouch.report.headline import gap_bar
-from retouch.report.markup import join, tag, text
-from retouch.report.series import (
+from retouch_view.report import curves, numbers
+from retouch_view.report.charts import Chart, Line, draw
+from retouch_view.report.headline import gap_bar
+from retouch_view.report.markup import join, tag, text
+from retouch_view.report.series import (
     Point,
     average_points,
     average_with_envelope,

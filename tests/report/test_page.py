@@ -16,8 +16,8 @@ from html_check import Page, assert_self_contained, read
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
-from retouch.report.page import write_report
 from retouch.types import Sample, Task
+from retouch_view.report.page import write_report
 
 HOSTILE = [
     "</title><script>alert(1)</script>",

@@ -10,9 +10,9 @@ from fake_run import write_new_run
 from html_check import Page, read
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
-from retouch.report.page import write_report
 from retouch.rewards.text.prompt_quality import prompt_quality
 from retouch.types import Sample, Task
+from retouch_view.report.page import write_report
 
 INSTRUCTION = "a scarlet disc at twelve"
 BEFORE = "<answer>red circle</answer>"

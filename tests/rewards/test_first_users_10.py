@@ -15,14 +15,14 @@ from PIL import Image
 from retouch import cli
 from retouch.assembly.assembly import assemble
 from retouch.config.imports import import_class
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
-from retouch.doctor.reward import check_scoring
 from retouch.recipe.recipe import parse
 from retouch.rewards.imported import ImportedReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.kinds import KINDS
 from retouch.types import Sample, Task
+from retouch_plan.doctor.reward import check_scoring
+from retouch_worlds.data.tasks import PlaygroundData
 
 HERE = "test_first_users_10"
 MODULE = """

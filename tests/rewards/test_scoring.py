@@ -10,11 +10,11 @@ from PIL import Image
 
 from judge_double import KEY, Double, expected_score
 from retouch import cli
-from retouch.data.playground.tasks import PlaygroundData
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.pixels import CompressibilityReward
 from retouch.rewards.scoring import score
 from retouch.types import Sample
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 RED = Image.new("RGB", (8, 8), (200, 50, 0))
 

@@ -28,8 +28,8 @@ from retouch.rewards.judging import RewardScorer
 from retouch.rewards.loading import LoadedReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.scoring import call_reward, scores_of
-from retouch.rewards.votes.calibration import Calibration
 from retouch.types import Column, Sample, Scores, Task
+from retouch_view.votes.calibration import Calibration
 from small_trainer import SMALL
 
 

@@ -21,12 +21,12 @@ import pytest
 from PIL import Image
 
 from live_server import LIMITS, LiveServer, body_of, host, live, samples_of
-from retouch.front.connections import Connections
-from retouch.front.log_rate import BoundedRate
-from retouch.front.memory import MemoryBudget
-from retouch.rewards.wire.bodies import encode_body
-from retouch.rewards.wire.errors import RequestError
-from retouch.serving.requests.limits import Limits
+from retouch_serve.front.connections import Connections
+from retouch_serve.front.log_rate import BoundedRate
+from retouch_serve.front.memory import MemoryBudget
+from retouch_serve.server.requests.limits import Limits
+from retouch_serve.wire.bodies import encode_body
+from retouch_serve.wire.errors import RequestError
 from served_rewards import Digest, WaitsForFile
 
 STRICT_LIMITS = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
@@ -189,7 +189,7 @@ def test_oversized_headers_are_rejected_early(strict: LiveServer, name: str) -> 
 
 
 def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.front.connections._LINGER_SECONDS", 0.5)
+    monkeypatch.setattr("retouch_serve.front.connections._LINGER_SECONDS", 0.5)
     with connect(strict) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
@@ -208,7 +208,7 @@ def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: Live
 def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(
     strict: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retouch.front.connections._WRITE_SECONDS", 0.5)
+    monkeypatch.setattr("retouch_serve.front.connections._WRITE_SECONDS", 0.5)
     with connect(strict) as connection:
         try:
             for _ in range(2000):
@@ -302,7 +302,7 @@ def test_file_descriptors_are_kept_in_reserve_under_a_low_limit() -> None:
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        "from retouch.front.connections import _free_descriptors\n"
+        "from retouch_serve.front.connections import _free_descriptors\n"
         "print(_free_descriptors())"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})

@@ -22,9 +22,9 @@ import torch
 
 from live_server import body_of, remote, samples_of
 from retouch import cli
-from retouch.rewards.wire.hosts import is_loopback
-from retouch.serving.replica import bind
-from retouch.serving.supervisor import _reserved_ports
+from retouch_serve.server.replica import bind
+from retouch_serve.server.supervisor import _reserved_ports
+from retouch_serve.wire.hosts import is_loopback
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"

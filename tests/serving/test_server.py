@@ -20,20 +20,20 @@ from starlette.routing import Route
 import retouch
 from live_server import LIMITS, LiveServer, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.rewards.combine.calibrated import CalibratedScores
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scoring import scores_of as scores_in_process
-from retouch.rewards.votes.calibration import Calibration
-from retouch.rewards.wire.bodies import BodyForm
-from retouch.rewards.wire.replies import ExpectedReply, read_reply
-from retouch.rewards.wire.schema import ServerInfo
-from retouch.serving.batching import Batcher, RewardResult
-from retouch.serving.hosted_rewards import build, fingerprint, parse_specs, rebuild
-from retouch.serving.metrics import Metrics
-from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.single_score import SingleScore
 from retouch.types import Sample
+from retouch_serve.server.batching import Batcher, RewardResult
+from retouch_serve.server.hosted_rewards import build, fingerprint, parse_specs, rebuild
+from retouch_serve.server.metrics import Metrics
+from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.requests.single_score import SingleScore
+from retouch_serve.wire.bodies import BodyForm
+from retouch_serve.wire.replies import ExpectedReply, read_reply
+from retouch_serve.wire.schema import ServerInfo
+from retouch_view.votes.calibration import Calibration
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 from served_rewards import Digest, FailsOnText, digest_score
 
 TOKEN = "a-token-of-enough-characters"

@@ -10,7 +10,7 @@ from retouch.records.folder import RunFolder
 from retouch.session.evaluations import RunEvaluations
 from retouch.session.session import run
 from retouch.training.loop import TooManyMissing
-from retouch.view.live_run import LiveRun
+from retouch_view.live.live_run import LiveRun
 
 
 def of_steps(out: Path, steps: int) -> Recipe:

@@ -100,7 +100,7 @@ def test_fault_9_reward_code_can_be_corrected_only_before_the_first_step(tmp_pat
 
 def test_fault_9_name_of_a_run_with_a_missing_data_file_can_be_reused(tmp_path: Path) -> None:
     data = {"kind": "prompts", "path": str(tmp_path / "none.txt"), "held_out": 1}
-    model = {"kind": "import", "class": "retouch.models.playground.tiny_sd3:TinySD3", "args": {"seed": 0}}
+    model = {"kind": "import", "class": "retouch_worlds.models.tiny_sd3:TinySD3", "args": {"seed": 0}}
     policy = {"kind": "denoising", "model": model, "train": {"kind": "full"}}
     changes = {"data": data, "policy": policy, "reward": {"kind": "share", "channel": "red", "combine": {"share": 1}}}
     with pytest.raises(ValueError, match=r"none\.txt"):

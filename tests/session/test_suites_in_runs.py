@@ -14,17 +14,18 @@ from html_check import read
 from judge_double import KEY, Double
 from rank_commands import on_ranks
 from retouch.assembly.hooks import AlarmStop
-from retouch.benchmarks.results import BenchmarkResult, ImageRow, make_table
-from retouch.benchmarks.running import run as bench
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session import suites, training_session
+from retouch.session import session as training_session
 from retouch.session.session import run
-from retouch.session.suites import Fall, OpenSuite, RunSuites, fall, open_suites
 from retouch.training import checkpoint
+from retouch_bench import run_suites as suites
+from retouch_bench.results import BenchmarkResult, ImageRow, make_table
+from retouch_bench.run_suites import Fall, OpenSuite, RunSuites, fall, open_suites
+from retouch_bench.running import run as bench
+from retouch_view.report.page import write_report
 from tiny_recipes import SMALL
 
 ABOUT = {

@@ -10,10 +10,10 @@ from typing import Any
 
 import loopback
 from live_server import host
-from retouch.rewards.wire.schema import ServerInfo
-from retouch.serving.requests.decoding import decode
-from retouch.serving.requests.limits import Limits
 from retouch.types import Sample
+from retouch_serve.server.requests.decoding import decode
+from retouch_serve.server.requests.limits import Limits
+from retouch_serve.wire.schema import ServerInfo
 from served_rewards import Digest, digest_score
 
 Reply = dict[str, Any]

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from retouch.benchmarks.judges import ladders, variants
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
+from retouch_bench.judges import ladders, variants
 
 FAULTS = {
     "position": "order of images",

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.benchmarks.suite import Suite, SuiteItem
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.models import InProcess
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.types import Sample
+from retouch_bench.suite import Suite, SuiteItem
 
 JUDGE = InProcess(path="not loaded")
 

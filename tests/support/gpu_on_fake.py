@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from retouch.rehearsal.command import ERRORS
-from retouch.rehearsal.fake.accelerator import Accelerator, register
-from retouch.rehearsal.fake.attention import fused_attention
-from retouch.rehearsal.fake.tensors import DEVICE
-from retouch.rehearsal.report import error_line
+from retouch_plan.rehearsal.command import ERRORS
+from retouch_plan.rehearsal.fake.accelerator import Accelerator, register
+from retouch_plan.rehearsal.fake.attention import fused_attention
+from retouch_plan.rehearsal.fake.tensors import DEVICE
+from retouch_plan.rehearsal.report import error_line
 
 GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CHECKS = {

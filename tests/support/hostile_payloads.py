@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from PIL import Image
 
 from live_server import noise_image, png
-from retouch.rewards.wire.bodies import encode_body
+from retouch_serve.wire.bodies import encode_body
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BATCH = {

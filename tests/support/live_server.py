@@ -13,18 +13,18 @@ import uvicorn
 from PIL import Image
 
 from retouch.core.random import generator
-from retouch.front.connections import bounded_config
-from retouch.rewards.client.client import RemoteClient
-from retouch.rewards.client.remote import RemoteReward
-from retouch.rewards.wire.bodies import BodyForm, encode_body
-from retouch.rewards.wire.packing import ImageEncoding, pack
-from retouch.serving.app import build_app
-from retouch.serving.hosted_rewards import HostedReward, build, parse_specs
-from retouch.serving.metrics import Metrics
-from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.single_score import SingleScore
-from retouch.serving.service import Service
 from retouch.types import Sample, Task
+from retouch_serve.client.client import RemoteClient
+from retouch_serve.client.remote import RemoteReward
+from retouch_serve.front.connections import bounded_config
+from retouch_serve.server.app import build_app
+from retouch_serve.server.hosted_rewards import HostedReward, build, parse_specs
+from retouch_serve.server.metrics import Metrics
+from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.requests.single_score import SingleScore
+from retouch_serve.server.service import Service
+from retouch_serve.wire.bodies import BodyForm, encode_body
+from retouch_serve.wire.packing import ImageEncoding, pack
 
 LIMITS = Limits(window=0.001)
 

@@ -20,10 +20,10 @@ import tiny_pipelines
 from retouch.models.sd3.family import SD3Model
 from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
-from retouch.rehearsal.command import smallest_changes
-from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES
-from retouch.rehearsal.report import error_line, fits, peak
-from retouch.rehearsal.step import rehearse
+from retouch_plan.rehearsal.command import smallest_changes
+from retouch_plan.rehearsal.counting.machines import FREE_SHARE, MACHINES
+from retouch_plan.rehearsal.report import error_line, fits, peak
+from retouch_plan.rehearsal.step import rehearse
 
 EXTRA_BYTES = 2**30
 

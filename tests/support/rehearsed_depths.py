@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 from retouch.models.base import DiffusersModel
 from retouch.recipe.recipe import load
-from retouch.rehearsal import parallel
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.loading import write_folder, write_single
-from retouch.rehearsal.step import Rehearsed, rehearse
+from retouch_plan.rehearsal import parallel
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.loading import write_folder, write_single
+from retouch_plan.rehearsal.step import Rehearsed, rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__RUN_NAME", "APP__REWARD_FUNCTION_API_BASE")

@@ -14,10 +14,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from retouch.recipe.recipe import load
-from retouch.rehearsal import step
-from retouch.rehearsal.command import ERRORS
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.report import error_line
+from retouch_plan.rehearsal import step
+from retouch_plan.rehearsal.command import ERRORS
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.report import error_line
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__RUN_NAME", "APP__REWARD_FUNCTION_API_BASE")
@@ -25,7 +25,7 @@ SIDES, LARGE = (512, 768, 1024), 128
 
 
 def main(name: str) -> None:
-    os.environ.update(dict.fromkeys(VARIABLES, "http://localhost"))
+    os.environ.update(dict.fromkeys(VARIABLES, "http://localhost") | {"APP__RUN_NAME": "named"})
     file = ROOT / "recipes" / f"{name}.jsonnet"
     recipe = load(file)
     sized = next(

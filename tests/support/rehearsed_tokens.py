@@ -18,12 +18,12 @@ import tiny_writing
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.rehearsal.counting.machines import MACHINES
-from retouch.rehearsal.counting.meter import Meter
-from retouch.rehearsal.counting.stages import Stage, Work
-from retouch.rehearsal.fake.accelerator import Accelerator, register
-from retouch.rehearsal.fake.tensors import DEVICE
-from retouch.rehearsal.repeats import FewTokens
+from retouch_plan.rehearsal.counting.machines import MACHINES
+from retouch_plan.rehearsal.counting.meter import Meter
+from retouch_plan.rehearsal.counting.stages import Stage, Work
+from retouch_plan.rehearsal.fake.accelerator import Accelerator, register
+from retouch_plan.rehearsal.fake.tensors import DEVICE
+from retouch_plan.rehearsal.repeats import FewTokens
 
 GROUP = 4
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

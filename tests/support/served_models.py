@@ -15,15 +15,15 @@ import tiny_writing
 from retouch.models.common.lora import write_lora
 from retouch.models.emu3.load import load_emu3, save_for_vllm
 from retouch.models.emu3.model import DRAW
-from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_vl.load import load_writer
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
-from retouch.policies.engines.base import EngineContext
-from retouch.policies.engines.client import Client
-from retouch.policies.engines.full_weights import FullWeightPublisher
-from retouch.policies.engines.vllm import VllmEngine
-from retouch.pretraining.networks import qwen_parts
+from retouch.policies.engine import EngineContext
+from retouch_serve.engines.client import Client
+from retouch_serve.engines.full_weights import FullWeightPublisher
+from retouch_serve.engines.vllm import VllmEngine
+from retouch_worlds.models.family import PlaygroundModel
+from retouch_worlds.pretraining.networks import qwen_parts
 
 
 def save_writer(folder: Path) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from retouch.rewards.scorers.inception import inception_shapes
+from retouch_bench.inception import inception_shapes
 
 
 def weights() -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition
 from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow
 from retouch.policies.weights import WeightCopies
-from retouch.testing.assertions import relative_distance
 from retouch.types import Batch, Minibatch, Task
+from retouch_worlds.testing.assertions import relative_distance
 
 NUM_STEPS = 4
 WINDOWS = {

@@ -8,14 +8,14 @@ import torch
 
 import tiny_models
 import tiny_writers
-from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sd3.model import SD3
-from retouch.pretraining.networks import qwen_parts
-from retouch.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
-from retouch.pretraining.networks.image_codes import untrained_codes
-from retouch.pretraining.networks.writer import untrained_writer
 from retouch.recipe.document import apply
+from retouch_worlds.models.family import PlaygroundModel
+from retouch_worlds.pretraining.networks import qwen_parts
+from retouch_worlds.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
+from retouch_worlds.pretraining.networks.image_codes import untrained_codes
+from retouch_worlds.pretraining.networks.writer import untrained_writer
 
 
 def save_writer(folder: Path) -> None:

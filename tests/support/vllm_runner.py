@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-PLUGIN = "retouch.policies.engines.plugin"
+PLUGIN = "retouch_serve.engines.plugin"
 
 
 @dataclass(frozen=True)

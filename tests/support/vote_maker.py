@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from retouch.rewards.votes.log import Side, Vote
+from retouch_view.votes.log import Side, Vote
 
 
 class VoteMaker:

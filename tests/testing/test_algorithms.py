@@ -22,8 +22,8 @@ from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition, Transition
 from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow, Window
-from retouch.testing import check_advantage, check_objective, check_transition, check_window, playground_policy
 from retouch.types import Loss, Needs
+from retouch_worlds.testing import check_advantage, check_objective, check_transition, check_window, playground_policy
 
 OBJECTIVES = [
     PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.1)),

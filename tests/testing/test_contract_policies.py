@@ -7,8 +7,8 @@ import torch
 
 import tiny_policies as tiny
 from retouch.protocols import Policy
-from retouch.testing import check_policy
 from retouch.types import Evaluation, Needs, Slice
+from retouch_worlds.testing import check_policy
 from token_policy import LENGTH, TokenPolicy
 
 K3 = Needs(kl="k3")

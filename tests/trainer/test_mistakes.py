@@ -21,12 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retouch
 import tiny_pipelines
 import tiny_writers
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.sources.table import read_table
 from retouch.data.tasks import Tasks
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample, Task
+from retouch_worlds.data.tasks import PlaygroundData
 
 ROWS = [{"prompt": "a red circle" if number % 2 else "blue", "level": number} for number in range(8)]
 
@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no reward": ({"reward_funcs": []}, "reward_funcs: empty; give at least one reward"),
     "no reward for samples": ({"reward_funcs": None}, "reward: there is none, and policy_gradient learns from the rewards"),
     "a number as reward": ({"reward_funcs": 3}, "reward_funcs: 3 cannot be called; give a function"),
-    "a reward's name mistyped": ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'playground'"),
+    "a reward's name mistyped": ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'photos'"),
     "a lambda": ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; define the function with `def`"),
     "two rewards of one name": ({"reward_funcs": [red, red]}, "two rewards are called 'red'; rename one of the functions"),
     "a positional argument": ({"reward_funcs": positional}, "reward function positional: arguments are given by keyword"),

@@ -19,10 +19,10 @@ from retouch import cli
 from retouch.data.base import DataContext
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.table import TableData
-from retouch.doctor.reward import check_scoring
 from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
+from retouch_plan.doctor.reward import check_scoring
 from warm_python import python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"

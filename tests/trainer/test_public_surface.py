@@ -15,9 +15,10 @@ import torch
 from PIL import Image, ImageStat
 
 import retouch
+import retouch_worlds.testing
 import tiny_pipelines
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
-from retouch.rewards.parts import SINGLE
+from retouch.rewards.parts import PARTS
 from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {
@@ -25,7 +26,6 @@ NAMES = {
     "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GRPO", "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT",
     "ODETransition", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised", "Trainer", "benchmarks",
     "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score", "serve", "testing",
-    "view",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "best_of_group", "check_reward_range", "cispo", "clip_fraction",
@@ -39,9 +39,9 @@ def public() -> dict[str, Any]:
     """Every public function and class, by its name."""
     found = {f"retouch.{name}": getattr(retouch, name) for name in retouch.__all__}
     found |= {f"retouch.core.{name}": getattr(retouch.core, name) for name in retouch.core.__all__}
-    found |= {f"retouch.testing.{name}": getattr(retouch.testing, name) for name in retouch.testing.__all__}
+    found |= {f"retouch.testing.{name}": getattr(retouch_worlds.testing, name) for name in retouch_worlds.testing.__all__}
     found["retouch.rewards.load"] = retouch.rewards.load
-    for path in SINGLE.values():
+    for path in PARTS.paths.values():
         name = path.partition(":")[2]
         found[f"retouch.rewards.{name}"] = getattr(retouch.rewards, name)
     found["retouch.core.gae.gae"] = retouch.core.gae.gae
@@ -81,7 +81,7 @@ def test_the_import_is_fast_and_imports_no_torch() -> None:
 
 
 def test_every_public_package_has_a_docstring() -> None:
-    for name in ("benchmarks", "core", "models", "rewards", "testing", "view"):
+    for name in ("benchmarks", "core", "models", "rewards", "testing"):
         assert inspect.getdoc(pkgutil.resolve_name(f"retouch.{name}"))
 
 

@@ -22,13 +22,13 @@ from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.caching import CachedJudgeClient
 from retouch.rewards.ledger.database import Database
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.photos import PhotosReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.vlm.questions import Answer
 from retouch.training.ledger import Ledger
 from retouch.types import Batch, Sample, Task
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
 
 
 class Fixed:

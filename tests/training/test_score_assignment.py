@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw, ImageFont
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative
-from retouch.models.playground.tiny_fill import TinyFluxFill
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
@@ -18,6 +17,7 @@ from retouch.rewards.judging import RewardScorer
 from retouch.rewards.text.ocr import OcrReward
 from retouch.training.loop import train
 from retouch.types import Task
+from retouch_worlds.models.tiny_fill import TinyFluxFill
 
 pytest.importorskip("rapidocr")
 

@@ -12,13 +12,13 @@ import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
-from retouch.front.connections import bounded_config
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
 from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
-from retouch.view.app import LIMITS, build_app
+from retouch_serve.front.connections import bounded_config
+from retouch_view.live.app import LIMITS, build_app
 
 TOKEN = "a-token-of-the-tests"
 

@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 import tiny_sign_runs
 from retouch.inference.side_by_side import SideBySide
 from retouch.records.folder import RunFolder
-from retouch.view.app import build_app
-from retouch.view.trial_inputs import trial_inputs
+from retouch_view.live.app import build_app
+from retouch_view.live.trial_inputs import trial_inputs
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/signs"

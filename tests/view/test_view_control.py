@@ -9,7 +9,7 @@ from conftest import TOKEN
 from starlette.testclient import TestClient
 
 from retouch.records.control import answer_request, read_requests
-from retouch.view.app import build_app
+from retouch_view.live.app import build_app
 
 SAME_ORIGIN = {"Origin": "http://127.0.0.1:8765"}
 CONTROL_PATH = "/api/runs/one/control"

@@ -12,12 +12,14 @@ import pytest
 from conftest import TOKEN
 from PIL import Image
 
+from retouch import cli
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database, read_usage
-from retouch.view.live_run import LiveRun
-from retouch.view.tail import LineTail, UsageTail
+from retouch_view.live.live_run import LiveRun
+from retouch_view.live.tail import LineTail, UsageTail
+from retouch_view.report.page import run_page
 
 
 def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_total_steps_are_summed_over_phases_or_read_from_the_summary(write_run) 
 
 
 def test_catalogue_of_a_single_run_folder_lists_that_run(write_run) -> None:
-    from retouch.view.catalogue import Catalogue
+    from retouch_view.live.catalogue import Catalogue
 
     assert list(Catalogue(write_run("only").root).runs()) == ["only"]
 
@@ -154,9 +156,9 @@ def test_locked_ledger_is_read_again_at_the_next_update(tmp_path: Path, monkeypa
     def locked(*_: Any, **__: Any) -> Any:
         raise sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr("retouch.view.tail.read_usage", locked)
+    monkeypatch.setattr("retouch_view.live.tail.read_usage", locked)
     assert tail.update().requests == 0
-    monkeypatch.setattr("retouch.view.tail.read_usage", reading)
+    monkeypatch.setattr("retouch_view.live.tail.read_usage", reading)
     assert [tail.update().requests for _ in range(2)] == [1, 1]
 
 
@@ -247,3 +249,15 @@ def test_reading_a_run_does_not_modify_its_files(write_run, browser) -> None:
         assert browser.get(address).status_code == 200
     assert state() == before
     assert isinstance(RunFolder(folder.root).read_recipe(), dict)
+
+
+def test_export_writes_the_page_and_rejects_a_folder_that_is_no_run(
+    write_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run("one")
+    file = tmp_path / "new" / "page.html"
+    assert cli.main(["view", str(folder.root), "--export", str(file)]) == 0
+    assert capsys.readouterr().out.strip() == str(file)
+    assert file.read_text(encoding="utf-8") == run_page(folder.root)
+    assert cli.main(["view", str(tmp_path), "--export", str(file)]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err

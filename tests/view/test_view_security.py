@@ -11,8 +11,8 @@ import pytest
 from conftest import TOKEN
 from starlette.testclient import TestClient
 
-from retouch.view.app import build_app
-from retouch.view.command import view
+from retouch_view.live.app import build_app
+from retouch_view.live.command import view
 
 SECRET = "the secret"
 OUTSIDE = (
@@ -187,7 +187,7 @@ def test_text_from_runs_is_sent_as_json_and_never_inserted_as_html(write_run, br
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.json()["samples"][0]["instruction"] == hostile
-    static = Path(__file__).parents[2] / "src" / "retouch" / "view" / "static"
+    static = Path(__file__).parents[2] / "src" / "retouch_view" / "live" / "static"
     scripts = "".join(path.read_text() for path in static.glob("*.js"))
     assert not any(
         word in scripts for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")

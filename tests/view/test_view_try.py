@@ -21,8 +21,8 @@ from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.types import Task
-from retouch.view.app import build_app
-from retouch.view.trying import MOST_BYTES, MOST_CHARACTERS, TrialWorker
+from retouch_view.live.app import build_app
+from retouch_view.live.trying import MOST_BYTES, MOST_CHARACTERS, TrialWorker
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/small/try"

@@ -8,9 +8,9 @@ from PIL import Image
 
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
-from retouch.rewards.votes.log import VoteLog
-from retouch.rewards.votes.queue import VoteQueue
 from retouch.types import Sample, Task
+from retouch_view.votes.log import VoteLog
+from retouch_view.votes.queue import VoteQueue
 
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 

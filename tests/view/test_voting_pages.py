@@ -12,12 +12,12 @@ from starlette.testclient import TestClient
 
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
-from retouch.rewards.votes.log import VoteLog
-from retouch.rewards.votes.queue import VoteQueue
 from retouch.types import Sample, Task
-from retouch.view.app import build_app
-from retouch.votes.asking import REPEAT_EVERY
-from retouch.votes.shares import voters
+from retouch_view.live.app import build_app
+from retouch_view.votes.asking import REPEAT_EVERY
+from retouch_view.votes.log import VoteLog
+from retouch_view.votes.queue import VoteQueue
+from retouch_view.votes.shares import voters
 
 ORIGIN = {"Origin": "http://127.0.0.1:8765"}
 STEPS = {"run": "one", "step": "0", "other": "one", "other_step": "4"}

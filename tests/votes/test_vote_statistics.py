@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retouch.rewards.votes.bradley_terry import preferences, strengths, table
-from retouch.rewards.votes.calibration import Calibration, calibrate, isotonic
-from retouch.rewards.votes.log import Vote
-from retouch.votes.shares import judge_agreement, voter_agreement, voters, win_rates
-from retouch.votes.simulated import Preference
-from retouch.votes.summary import as_text, summarise
+from retouch_view.votes.bradley_terry import preferences, strengths, table
+from retouch_view.votes.calibration import Calibration, calibrate, isotonic
+from retouch_view.votes.log import Vote
+from retouch_view.votes.shares import judge_agreement, voter_agreement, voters, win_rates
+from retouch_view.votes.simulated import Preference
+from retouch_view.votes.summary import as_text, summarise
 from vote_maker import VoteMaker
 
 
@@ -228,7 +228,7 @@ def test_voter_agreement_matches_hand_computation(vote) -> None:
 
 
 def test_a_summary_has_all_tables(vote, tmp_path: Path) -> None:
-    from retouch.rewards.votes.log import VoteLog
+    from retouch_view.votes.log import VoteLog
 
     log = VoteLog(tmp_path)
     for number in range(12):

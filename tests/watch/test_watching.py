@@ -15,15 +15,15 @@ from retouch.assembly.hooks import AlarmStop
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session import training_session
+from retouch.session import session as training_session
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
 from retouch.training.loop import RewardFailed
 from retouch.watch.observations import ObservationStore
 from retouch.watch.watcher import Watcher
+from retouch_view.report.page import write_report
 from warm_python import python
 
 

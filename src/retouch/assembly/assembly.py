@@ -24,7 +24,7 @@ from retouch.models.common.parts import frozen_hashes
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import FirstGradientStep, PolicyContext
-from retouch.policies.engines.base import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
+from retouch.policies.engine import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer

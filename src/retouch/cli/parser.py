@@ -10,29 +10,18 @@ from importlib import import_module
 from typing import NoReturn
 
 from retouch import __version__
+from retouch.config import wings
 
 _COMMANDS = {
     "train": "retouch.cli.train:add_train",
-    "launch": "retouch.cli.launch:add_launch",
+    "launch": "retouch.cli.train:add_launch",
     "eval": "retouch.cli.eval:add_eval",
-    "sample": "retouch.cli.runs.sample:add_sample",
-    "score": "retouch.cli.rewards.score:add_score",
-    "fid": "retouch.cli.rewards.score:add_fid",
-    "export": "retouch.cli.runs.export:add_export",
-    "convert": "retouch.cli.runs.export:add_convert",
-    "doctor": "retouch.cli.doctor:add_doctor",
+    "sample": "retouch.cli.sample:add_sample",
+    "score": "retouch.cli.score:add_score",
+    "export": "retouch.cli.export:add_export",
+    "convert": "retouch.cli.export:add_convert",
     "recipes": "retouch.cli.recipes:add_recipes",
-    "playground": "retouch.cli.playground:add_playground",
     "data": "retouch.cli.data:add_data",
-    "report": "retouch.cli.runs.report:add_report",
-    "compare": "retouch.cli.runs.report:add_compare",
-    "view": "retouch.cli.runs.view:add_view",
-    "control": "retouch.cli.runs.view:add_control",
-    "ledger": "retouch.cli.rewards.ledger:add_ledger",
-    "votes": "retouch.cli.rewards.votes:add_votes",
-    "bench": "retouch.cli.bench:add_bench",
-    "judge": "retouch.cli.rewards.judge:add_judge",
-    "serve": "retouch.cli.rewards.serve:add_serve",
     "completion": "retouch.cli.completion:add_completion",
 }
 _USER_ERROR = 2
@@ -159,8 +148,9 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(prog="retouch", description="Reinforcement-learning post-training for image editing and generation.")
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in words[:1] if words and words[0] in _COMMANDS else _COMMANDS:
-        module, _, function = _COMMANDS[name].partition(":")
+    known = _COMMANDS | wings.of_set("command")
+    for name in words[:1] if words and words[0] in known else known:
+        module, _, function = known[name].partition(":")
         add = getattr(import_module(module), function)
         if name in ("launch", "completion"):
             add(commands, parser=build_parser)

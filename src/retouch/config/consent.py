@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch.config import wings
 from retouch.config.imports import CLASS_PATH, locate, module_of
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def require(path: str, *, own: Container[str] = ()) -> None:
     module = module_of(path)
     if path in own or current().allows(module) or path in {entry.value for entry in plugins()}:
         return
-    if _is_own(path):
+    if wings.is_own(path):
         raise ValueError(f"{path} is not a class of Retouch that a recipe can name; docs/recipes.md lists the kinds")
     _require_found(path)
     raise ValueError(_refusal([("", path)]))
@@ -226,16 +227,14 @@ def _not_allowed(document: object) -> Iterator[tuple[str, str]]:
     """Yield the key and path of each class that needs consent and has none. ``require`` checks Retouch's own classes, because it
     knows which of them have a kind."""
     policy = current()
-    unknown = [(key, path) for key, path in classes_named(document) if not _is_own(path) and not policy.allows(module_of(path))]
+    unknown = [
+        (key, path) for key, path in classes_named(document) if not wings.is_own(path) and not policy.allows(module_of(path))
+    ]
     declared = {entry.value for entry in plugins()} if unknown else set()
     for key, path in unknown:
         if path not in declared:
             _require_found(path, key)
             yield key, path
-
-
-def _is_own(path: str) -> bool:
-    return path.partition(":")[0].partition(".")[0] == __name__.partition(".")[0]
 
 
 def _require_found(path: str, key: str = "") -> None:

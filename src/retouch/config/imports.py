@@ -22,14 +22,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from retouch.config import wings
+
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnContext
 
     import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_PASSED_ON = ("retouch", "torch")
-"""Packages whose own exception classes are never the fault of the code that calls them: stopped runs, full devices."""
 _imported: set[str] = set()
 """Top-level packages from which classes were imported, without this package."""
 _SAFE, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
@@ -70,12 +69,12 @@ def locate(module: str) -> str | None:
 def is_user_error(error: BaseException) -> bool:
     """Whether this package raised a ValueError itself, and not a library in it: then the message is written for the user."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, ValueError) and str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] == "retouch"
+    return isinstance(error, ValueError) and wings.is_own(str(frames[-1].f_globals.get("__name__", "")))
 
 
 def is_foreign(made: object) -> bool:
     """Whether the object is of code from outside this package, or calls a function of such code."""
-    return getattr(made, "kind", None) == "function" or type(made).__module__.partition(".")[0] != "retouch"
+    return getattr(made, "kind", None) == "function" or not wings.is_own(type(made).__module__)
 
 
 def user_code_error(error: BaseException, what: str) -> ValueError | None:
@@ -86,10 +85,12 @@ def user_code_error(error: BaseException, what: str) -> ValueError | None:
     # Python raises KeyboardInterrupt for a signal only in the main thread.
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         return None
-    if isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] in _PASSED_ON:
+    made_by = type(error).__module__
+    # Classes of Retouch and of torch mean stopped runs and full devices, which the calling code did not cause.
+    if isinstance(error, MemoryError) or wings.is_own(made_by) or made_by.partition(".")[0] == "torch":
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, ValueError) and frames and _is_inside(frames[-1].filename, _PACKAGE):
+    if isinstance(error, ValueError) and frames and wings.is_own_file(frames[-1].filename):
         return None
     own = [frame for frame in frames if not is_library(frame.filename)]
     if isinstance(error, SyntaxError) and error.filename is not None:
@@ -106,8 +107,8 @@ def imported_code_error(error: BaseException) -> ValueError | None:
     """The message for the user about an error that an imported class, or a library that it called, raised; None if this package or
     a library that it called raised the error."""
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    known = [name for name in names if name.partition(".")[0] in {"retouch", *_imported}]
-    if not known or known[-1].partition(".")[0] == "retouch":
+    known = [name for name in names if wings.is_own(name) or name.partition(".")[0] in _imported]
+    if not known or wings.is_own(known[-1]):
         return None
     return user_code_error(error, known[-1])
 
@@ -128,11 +129,11 @@ def import_class(path: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        wrong = None if top == "retouch" else user_code_error(error, f"importing {module_name}")
+        wrong = None if wings.is_own(top) else user_code_error(error, f"importing {module_name}")
         if wrong is None:
             raise
         raise wrong from error
-    if top != "retouch":
+    if not wings.is_own(top):
         _imported.add(top)
     found = vars(module).get(name)
     if not isinstance(found, type):
@@ -224,14 +225,10 @@ def methods_of(protocol: type) -> list[str]:
     return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
 
 
-def _is_inside(file: str, folder: str) -> bool:
-    return os.path.abspath(file).startswith(folder + os.sep)
-
-
 def is_library(file: str) -> bool:
     """Whether a file of code belongs to Python, to this package or to an installed package. Text without a file counts too."""
-    folders = (_PACKAGE, os.path.dirname(os.__file__))
-    return file.startswith("<") or "-packages" in file or any(_is_inside(file, folder) for folder in folders)
+    standard = os.path.abspath(file).startswith(os.path.dirname(os.__file__) + os.sep)
+    return file.startswith("<") or "-packages" in file or standard or wings.is_own_file(file)
 
 
 def _defines(wanted: type, name: str) -> bool:

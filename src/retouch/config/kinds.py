@@ -3,12 +3,13 @@
 A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS`` is an instance of
 :class:`Kinds`. The alternatives come from three sources, in this order:
 
-* the table of the package itself (``{"nft": "retouch.objectives.nft:NFT"}``);
+* the table of the set (``{"nft": "retouch.objectives.nft:NFT"}``), and the entries of the wings (``wings.py``);
 * entry points of installed packages, group ``retouch.plugins``, named ``<set>.<kind>`` (``objective.theirs``);
 * ``{kind: 'import', class: 'my_module:MyClass', args: {...}}``, for any class on the Python path that derives from ``Base``, if the
   user has allowed its module (``retouch.config.consent``).
 """
 
+import functools
 import json
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, GetCoreSchemaHandler, JsonValue, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from retouch.config import consent
+from retouch.config import consent, wings
 from retouch.config.consent import IMPORT
 from retouch.config.imports import CLASS_PATH, import_class
 from retouch.config.section import ClassPath, Section
@@ -42,7 +43,7 @@ class Kinds:
     kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but
     that recipes may import by name. ``renamed``: former kind to present kind; a former kind is an error that states the
     present one. ``other_names``: a name that is not a kind, in lower case with underscores, to what a recipe has in its place; such
-    a name is an error that states it.
+    a name is an error that states it. ``with_wings``: the set has the kinds that the wings add under its name.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
@@ -58,13 +59,23 @@ class Kinds:
         named: Collection[str] = (),
         renamed: Mapping[str, str] | None = None,
         other_names: Mapping[str, str] | None = None,
+        with_wings: bool = False,
     ) -> None:
         self.name = name
         self.tag = tag
         self.renamed = dict(renamed or {})
         self.other_names = dict(other_names or {})
-        self._table = dict(table)
-        self._own = frozenset([*table.values(), *named])
+        self._core = dict(table)
+        self._with_wings = with_wings
+        self._named = named
+
+    @functools.cached_property
+    def _table(self) -> dict[str, str]:
+        return self._core | (wings.of_set(self.name) if self._with_wings else {})
+
+    @property
+    def _own(self) -> set[str]:
+        return {*self._table.values(), *self._named, *wings.of_set(f"named.{self.name}").values()}
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -120,9 +131,9 @@ class Kinds:
 
     def document(self, section: Section) -> dict[str, Any]:
         """The section as JSON, with its kind or its class path, so that a recipe that contains it can be read back."""
-        return self._named(section, lambda each: each.model_dump(mode="json"))
+        return self._tagged(section, lambda each: each.model_dump(mode="json"))
 
-    def _named(self, section: Section, dump: Callable[[Section], dict[str, Any]]) -> dict[str, Any]:
+    def _tagged(self, section: Section, dump: Callable[[Section], dict[str, Any]]) -> dict[str, Any]:
         own, dumped = type(section), dump(section)
         kind = getattr(section, self.tag, None)
         if own is Imported or (kind is not None and self.load(kind) is own):
@@ -141,7 +152,7 @@ class Kinds:
         def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
             return value if isinstance(value, base) else self._parse(value, base, json_input=info.mode == "json")
 
-        dumped = core_schema.wrap_serializer_function_ser_schema(self._named, schema=core_schema.any_schema())
+        dumped = core_schema.wrap_serializer_function_ser_schema(self._tagged, schema=core_schema.any_schema())
         return core_schema.with_info_plain_validator_function(validate, serialization=dumped)
 
     def _parse(self, value: Any, base: type[Section], *, json_input: bool) -> Any:

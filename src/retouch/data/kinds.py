@@ -5,10 +5,6 @@ from retouch.config.kinds import Kinds
 DATA = Kinds(
     "data",
     {
-        "playground": "retouch.data.playground.tasks:PlaygroundData",
-        "playground-indirect": "retouch.data.playground.indirect:IndirectPlaygroundData",
-        "playground-scenes": "retouch.data.playground.text_to_image:TextToImageData",
-        "playground-words": "retouch.data.playground.words:WordData",
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",
         "stream": "retouch.data.sources.stream:StreamData",
@@ -20,4 +16,5 @@ DATA = Kinds(
         "tokens": "retouch.data.sources.tokens:TokenData",
     },
     renamed={"playground-paintings": "playground-scenes"},
+    with_wings=True,
 )

@@ -16,7 +16,6 @@ from retouch.core.intervals import MeanEstimate
 from retouch.inference.before_and_after import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
 from retouch.models.common.parts import frozen_hashes
-from retouch.models.playground.family import PlaygroundFamily
 from retouch.records.heldout import paired_change, read_scores, read_sources
 from retouch.records.summary import split_label
 
@@ -75,7 +74,7 @@ def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> No
         text += ["## Samples", f"![Held-out samples before and after training]({IMAGE})"]
     module, dtype = type(parts.model.module).__name__, getattr(policy.model, "dtype", None)
     text += ["## Use", *_use(to, _pipeline(policy.model), module, base=base if is_hub_id else _BASE, dtype=dtype)]
-    if isinstance(policy.model, PlaygroundFamily):
+    if getattr(policy.model, "packaged", False):
         text.append(
             f"The base model is a playground model of Retouch ({base}). The pipelines of diffusers do not make its images as in "
             "training. `retouch sample RUN`, with the folder of the run, makes images with the trained weights."
@@ -124,7 +123,7 @@ def _named_weights(policy: Any) -> dict[str, str]:
 def _pipeline(model: Any) -> str | None:
     """The diffusers pipeline that makes images with the model as in training, by its name; None if there is none."""
     pipeline: str | None = model.pipeline
-    return None if isinstance(model, PlaygroundFamily) else pipeline
+    return None if getattr(model, "packaged", False) else pipeline
 
 
 def _metadata(to: Path, base: str | None, model: Any) -> dict[str, Any]:

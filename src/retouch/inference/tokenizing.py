@@ -21,7 +21,7 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor
 
-from retouch.config import consent, imports
+from retouch.config import consent, imports, wings
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
@@ -35,7 +35,6 @@ from retouch.distributed.ranks import find_device
 from retouch.models.common.pretrained import fetch_language_model
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
-from retouch.models.playground.family import playground_weights
 from retouch.recipe.document import evaluate
 from retouch.records.files import read_json, write_atomic, write_json, write_png
 from retouch.types import Codes, Task
@@ -164,7 +163,11 @@ def _autoencoder(job: Job, shard: int) -> Emu3ImageTokenizer:
     device = find_device(job.device)
     if job.device == "auto" and device.type == "cuda":
         device = torch.device("cuda", shard % torch.cuda.device_count())
-    path = playground_weights("emu3") / "autoencoder" if job.model == "playground" else fetch_language_model(job.model)
+    path = (
+        wings.load("part.playground_weights")("emu3") / "autoencoder"
+        if job.model == "playground"
+        else fetch_language_model(job.model)
+    )
     return Emu3ImageTokenizer(load_autoencoder(path).to(device), job.size)
 
 

@@ -172,6 +172,8 @@ class DiffusersModel(ImageModel):
 
     takes: ClassVar[TaskInputs] = TaskInputs(images=(0, 0))
     uses_image_tokens = False
+    packaged: ClassVar[bool] = False
+    """Whether Retouch contains the weights, in a layout of their own that no pipeline of diffusers reads."""
     adapter: ClassVar[str]
     """The class that runs the model, as ``package.module:Class``; it has a method ``from_pretrained``."""
     pipeline: ClassVar[str]

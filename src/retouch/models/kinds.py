@@ -5,9 +5,6 @@ from retouch.config.kinds import Kinds
 IMAGE_MODELS = Kinds(
     "image_model",
     {
-        "playground": "retouch.models.playground.family:PlaygroundModel",
-        "playground-text-to-image": "retouch.models.playground.family:PlaygroundTextToImage",
-        "playground-words": "retouch.models.playground.words:PlaygroundWords",
         "qwen-image": "retouch.models.qwen_image.family:QwenImageModel",
         "qwen-image-edit": "retouch.models.qwen_image.family:QwenImageEditModel",
         "qwen-image-edit-plus": "retouch.models.qwen_image.family:QwenImageEditPlusModel",
@@ -20,8 +17,8 @@ IMAGE_MODELS = Kinds(
         "qwen-image-2": "retouch.models.qwen_image_2.family:QwenImage2Model",
         "import": "retouch.models.base:ImportedModel",
     },
-    named=["retouch.models.playground.tiny_fill:TinyFluxFill", "retouch.models.playground.tiny_sd3:TinySD3"],
     renamed={"playground-painter": "playground-text-to-image"},
+    with_wings=True,
 )
 
 LANGUAGE_MODELS = Kinds(
@@ -29,11 +26,9 @@ LANGUAGE_MODELS = Kinds(
     {
         "qwen-vl": "retouch.models.qwen_vl.family:QwenLanguageModel",
         "qwen": "retouch.models.qwen_vl.family:QwenLanguageModel",
-        "playground-writer": "retouch.models.playground.language:PlaygroundWriter",
-        "playground-enhancer": "retouch.models.playground.language:PlaygroundEnhancer",
         "emu3": "retouch.models.emu3.family:Emu3Model",
-        "playground-emu3": "retouch.models.playground.language:PlaygroundEmu3",
         "janus": "retouch.models.janus.family:JanusModel",
         "import": "retouch.models.language:ImportedLanguageModel",
     },
+    with_wings=True,
 )

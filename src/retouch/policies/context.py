@@ -16,7 +16,7 @@ from pydantic import Field
 from retouch.config.section import Count, Section
 
 if TYPE_CHECKING:
-    from retouch.policies.engines.base import DenoisingEngine, Engine
+    from retouch.policies.engine import DenoisingEngine, Engine
     from retouch.policies.value_heads import LatentValues, TokenValues
     from retouch.policies.weights import WeightCopies
 

@@ -16,7 +16,7 @@ from retouch.models.language import LanguageModel
 from retouch.models.train import FullWeights, Lora
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.policies.engines.base import DenoisingEngine
+from retouch.policies.engine import DenoisingEngine
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ _MOST_BYTES = 64 * 2**20
 def require_trackers(names: Iterable[str]) -> None:
     """Raise ValueError, with the package to install, if one of these trackers is not installed. Call it before expensive work.
 
-    ``names``: the ``trackers`` of a recipe; TensorBoard is always installed.
+    ``names``: the ``trackers`` of a recipe; a run goes on without TensorBoard.
     """
     for name in names:
         if name != "tensorboard" and find_spec(name) is None:

@@ -4,16 +4,20 @@ Trackers only display metrics. Everything that the run itself needs is in its fo
 tracker is opened.
 """
 
+import logging
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
+
+log = logging.getLogger("retouch")
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -153,7 +157,10 @@ def open_trackers(
     opened: list[Tracker] = []
     for name in names:
         if name == "tensorboard":
-            opened.append(TensorBoard(folder, first_step=first_step))
+            if find_spec("tensorboard") is not None:
+                opened.append(TensorBoard(folder, first_step=first_step))
+            else:  # it is a default, so its absence stops no run
+                log.info("no curves for TensorBoard, which is not installed (retouch[tensorboard]); the report has the same curves")
         elif name == "wandb":
             opened.append(Wandb(folder, project=project, recipe=recipe))
         elif name == "trackio":

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import Any, Protocol, runtime_checkable
 
+from retouch.config import wings
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection
 from retouch.types import Json
@@ -43,7 +44,7 @@ def describe(reward: Reward) -> dict[str, Json]:
     while isinstance(reward, Wrapper):
         reward = reward.wrapped
     made_by, kind = type(reward), getattr(reward, "kind", None)
-    packaged = made_by.__module__.partition(".")[0] == "retouch"
+    packaged = wings.is_own(made_by.__module__)
     code: dict[str, Json]
     if packaged and kind is not None:
         code = {"kind": kind, "version": getattr(made_by, "version", 1)}
@@ -98,7 +99,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     Earlier releases described the rewards of this package by class and source, and without arguments, and had no ``inputs``; these
     are not compared.
     """
-    earlier = str(before.get("class", "")).startswith("retouch.") and "kind" in now
+    earlier = wings.is_own(str(before.get("class", ""))) and "kind" in now
     for key in ("columns", "own") if earlier else now:
         was, new = before.get(key), now[key]
         if was == new or (earlier and key == "own" and was is None) or key == "unknown" or (key == "inputs" and was is None):

@@ -26,6 +26,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePath
 from typing import Any
 
+from retouch.config import wings
 from retouch.config.imports import is_library
 from retouch.rewards.base import RewardSection
 
@@ -148,7 +149,7 @@ class _Inputs:
             return f"{kind} {array.dtype.str} {array.shape} {content}"
         if isinstance(value, RewardSection):
             return f"{self._class(type(value))} {value.version} {value.arguments()} {getattr(value, 'fingerprint', '')}"
-        plain = isinstance(value, types.SimpleNamespace) or hasattr(value, "__dataclass_fields__") or kind.startswith("retouch.")
+        plain = isinstance(value, types.SimpleNamespace) or hasattr(value, "__dataclass_fields__") or wings.is_own(kind)
         if _is_packaged(type(value)) and not plain:
             if not hasattr(value, "__name__") and not isinstance(value, logging.Logger):
                 self.unknown.add(f"{name} ({kind})")

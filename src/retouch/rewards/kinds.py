@@ -16,12 +16,12 @@ _TABLE = {
     "calibrated": "retouch.rewards.combine.calibrated:CalibratedReward",
 }
 
-KINDS = Kinds("reward", _TABLE, renamed=RENAMED)
+KINDS = Kinds("reward", _TABLE, renamed=RENAMED, with_wings=True)
 
 AnyReward: TypeAlias = Annotated[RewardSection, KINDS]
 """Type of a field that contains a reward of any kind."""
 
 RunReward: TypeAlias = Annotated[
-    RewardSection, Kinds("reward", {**_TABLE, "none": "retouch.rewards.base:NoReward"}, renamed=RENAMED)
+    RewardSection, Kinds("reward", {**_TABLE, "none": "retouch.rewards.base:NoReward"}, renamed=RENAMED, with_wings=True)
 ]
 """Type of the ``reward`` field of a run: a reward of any kind, or ``none``."""

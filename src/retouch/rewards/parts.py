@@ -6,9 +6,6 @@ The class of a kind is imported when a recipe names the kind.
 from retouch.config.kinds import Kinds
 
 SINGLE = {
-    "playground": "retouch.rewards.playground.edit_judge:PlaygroundReward",
-    "playground-scenes": "retouch.rewards.playground.scene_judge:SceneReward",
-    "playground-signs": "retouch.rewards.playground.sign_judge:SignReward",
     "photos": "retouch.rewards.scorers.photos:PhotosReward",
     "grade": "retouch.rewards.scorers.grade:GradeReward",
     "share": "retouch.rewards.scorers.pixels:ShareReward",
@@ -41,11 +38,9 @@ SINGLE = {
     "yes": "retouch.rewards.judges.one_token:YesReward",
     "digit": "retouch.rewards.judges.one_token:DigitReward",
     "win_rate": "retouch.rewards.judges.win_rate:WinRateReward",
-    "votes": "retouch.rewards.votes.reward:VotesReward",
-    "remote": "retouch.rewards.client.remote:RemoteReward",
 }
 
 RENAMED = {"painted_text": "unrequested_text", "playground-paintings": "playground-scenes"}
 
-PARTS = Kinds("reward", SINGLE, renamed=RENAMED)
+PARTS = Kinds("reward", SINGLE, renamed=RENAMED, with_wings=True)
 """The rewards that ``calibrated`` may contain."""

@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from retouch.config import consent
+from retouch.config import consent, wings
 from retouch.config.imports import module_of
 from retouch.config.live import LIVE, live_objects
 from retouch.models.base import DiffusersModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel
-from retouch.models.playground.family import PlaygroundFamily
 from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
@@ -141,7 +140,7 @@ class LoadedRun:
             raise ValueError(
                 "the policy of this run is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
             )
-        if isinstance(section, PlaygroundFamily):
+        if getattr(section, "packaged", False):
             raise ValueError("a built-in model of the playground is not opened as a pipeline; use run.policy.sample(...)")
         if not isinstance(section, DiffusersModel) or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
@@ -191,9 +190,7 @@ class LoadedRun:
         """
         from dataclasses import asdict
 
-        from retouch.audit.ledger_view import LedgerView
-
-        rows = [asdict(sample) for sample in LedgerView.open(self.folder).samples]
+        rows = [asdict(sample) for sample in wings.load("part.ledger").open(self.folder).samples]
         scores = [row.pop("scores") for row in rows]
         return _frame([{**row, **given} for row, given in zip(rows, scores, strict=True)])
 

@@ -9,7 +9,6 @@ from retouch.config.live import LIVE
 from retouch.models.base import MEGAPIXEL, DiffusersModel, Dtype, ImageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import Attention, LanguageModel
-from retouch.models.playground.family import PlaygroundFamily
 from retouch.records.files import read_json
 
 _WRITERS = {
@@ -128,7 +127,7 @@ def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
         family.pipeline: family
         for family in IMAGE_MODELS.classes()
         # The playground's models are tiny versions of published families, with a layout of their own.
-        if issubclass(family, DiffusersModel) and family.pipeline and not issubclass(family, PlaygroundFamily)
+        if issubclass(family, DiffusersModel) and family.pipeline and not family.packaged
     }
     if pipeline in families:
         return families[pipeline]

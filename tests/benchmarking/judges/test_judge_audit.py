@@ -10,11 +10,11 @@ import retouch
 from biased_judge import FAULTS, SIDE, BiasedJudge
 from html_check import read
 from retouch import cli
-from retouch.benchmarks.judges import audit, measures
-from retouch.benchmarks.judges.asking import AuditAnswers, JudgeAnswer, ProbeScores, Spending
-from retouch.benchmarks.judges.findings import alarms, findings
-from retouch.benchmarks.judges.ladders import Item, playground_ladders
-from retouch.benchmarks.judges.measures import Estimate
+from retouch_bench.judges import audit, measures
+from retouch_bench.judges.asking import AuditAnswers, JudgeAnswer, ProbeScores, Spending
+from retouch_bench.judges.findings import alarms, findings
+from retouch_bench.judges.ladders import Item, playground_ladders
+from retouch_bench.judges.measures import Estimate
 from slow_params import slow_except
 
 

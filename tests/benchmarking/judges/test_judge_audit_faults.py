@@ -14,14 +14,14 @@ import pytest
 
 from faulty_judge import SCORES, _json, faulty_judge
 from judge_double import FAULTS, KEY, Double
-from retouch.benchmarks.judges import audit
-from retouch.benchmarks.judges.audit import judge_audit
-from retouch.benchmarks.judges.ladders import playground_ladders
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.ledger.database import decode_scores, open_read_only
 from retouch.rewards.vlm.endpoint_settings import Prices
 from retouch.rewards.vlm.models import Endpoint
+from retouch_bench.judges import audit
+from retouch_bench.judges.audit import judge_audit
+from retouch_bench.judges.ladders import playground_ladders
 from slow_params import slow_after
 from warm_python import python
 
@@ -162,7 +162,7 @@ def test_audit_costs_include_answers_from_the_ledger(tmp_path) -> None:
 
 KILLED = """
 import sys
-from retouch.benchmarks.judges import audit, ladders
+from retouch_bench.judges import audit, ladders
 from test_judge_audit_faults import judged
 items = ladders.playground_ladders(3, side=72)
 audit.playground_ladders = lambda count, **_: items

@@ -13,11 +13,6 @@ from PIL import Image
 from canned_judge import CannedClient
 from judge_double import KEY, Double
 from retouch import cli
-from retouch.benchmarks.judges import short_audit
-from retouch.benchmarks.judges.asking import AuditAnswers, Spending, ask
-from retouch.benchmarks.judges.ladders import playground_ladders
-from retouch.benchmarks.judges.short_audit import ITEMS, audit_judges, judge_models
-from retouch.benchmarks.kinds import find_suite
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
@@ -30,6 +25,11 @@ from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.models import Endpoint, InProcess
 from retouch.rewards.vlm.questions import Question
 from retouch.session.session import run
+from retouch_bench.judges import short_audit
+from retouch_bench.judges.asking import AuditAnswers, Spending, ask
+from retouch_bench.judges.ladders import playground_ladders
+from retouch_bench.judges.short_audit import ITEMS, audit_judges, judge_models
+from retouch_bench.kinds import find_suite
 from tiny_recipes import SMALL
 
 MODEL = InProcess(path="not loaded")

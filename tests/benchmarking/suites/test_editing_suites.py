@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from canned_judge import JUDGE, headline, number_of, numbered_image, save_numbered_image, scored
-from retouch.benchmarks.suites.editing.complex_edit import ComplexEditSuite
-from retouch.benchmarks.suites.editing.earl import EarlSuite
-from retouch.benchmarks.suites.editing.gedit import GEditSuite
-from retouch.benchmarks.suites.editing.imgedit import ImgEditHardSuite, ImgEditMultiTurnSuite, ImgEditSuite
-from retouch.benchmarks.suites.editing.preservation import PreservationSuite
 from retouch.types import Sample
+from retouch_bench.suites.editing.complex_edit import ComplexEditSuite
+from retouch_bench.suites.editing.earl import EarlSuite
+from retouch_bench.suites.editing.gedit import GEditSuite
+from retouch_bench.suites.editing.imgedit import ImgEditHardSuite, ImgEditMultiTurnSuite, ImgEditSuite
+from retouch_bench.suites.editing.preservation import PreservationSuite
 from suite_rows import encoded, parquet
 
 

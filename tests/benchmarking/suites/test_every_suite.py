@@ -12,16 +12,16 @@ import torch
 
 import suite_rows
 from canned_judge import JUDGE, headline, number_of, numbered_image
-from retouch.benchmarks.image_files import ImageFolder, image_keys
-from retouch.benchmarks.kinds import SUITES, find_suite
-from retouch.benchmarks.running import run
-from retouch.benchmarks.suite import Suite
-from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, HpsSuite
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.aesthetic import AestheticModel
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Sample, Scores
+from retouch_bench.image_files import ImageFolder, image_keys
+from retouch_bench.kinds import SUITES, find_suite
+from retouch_bench.running import run
+from retouch_bench.suite import Suite
+from retouch_bench.suites.text_to_image.preference import AestheticSuite, HpsSuite
 
 NAN = math.nan
 VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall": 2.0})

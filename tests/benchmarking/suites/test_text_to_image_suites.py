@@ -11,17 +11,17 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from canned_judge import JUDGE, headline, scored
-from retouch.benchmarks.suites.text_to_image.dpg import DpgSuite
-from retouch.benchmarks.suites.text_to_image.geneval import GenEvalSuite
-from retouch.benchmarks.suites.text_to_image.geneval2 import GenEval2Suite
-from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, HpsSuite, PickScoreSuite
-from retouch.benchmarks.suites.text_to_image.unigenbench import UniGenSuite
-from retouch.benchmarks.suites.text_to_image.visible_text import LongTextSuite, OcrSuite, ReadTextReward, accuracy, word_share
 from retouch.rewards.scorers.detectors import Detection
 from retouch.rewards.scorers.geneval import GenEvalModels
 from retouch.rewards.text.readers import TextLine
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_bench.suites.text_to_image.dpg import DpgSuite
+from retouch_bench.suites.text_to_image.geneval import GenEvalSuite
+from retouch_bench.suites.text_to_image.geneval2 import GenEval2Suite
+from retouch_bench.suites.text_to_image.preference import AestheticSuite, HpsSuite, PickScoreSuite
+from retouch_bench.suites.text_to_image.unigenbench import UniGenSuite
+from retouch_bench.suites.text_to_image.visible_text import LongTextSuite, OcrSuite, ReadTextReward, accuracy, word_share
+from retouch_worlds.testing import check_reward
 from suite_rows import DPG_COLUMNS, dpg_row, lines, table
 
 PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-from retouch.data.playground.indirect import indirect, names
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.tasks import MappedTasks
-from retouch.playground.world.edits import Edit
-from retouch.playground.world.instructions import JOINS, PHRASES, completion, content, phrase, vocabulary
-from retouch.playground.world.scenes import COLOURS, Scene, Thing
+from retouch_worlds.data.indirect import indirect, names
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.playground.world.edits import Edit
+from retouch_worlds.playground.world.instructions import JOINS, PHRASES, completion, content, phrase, vocabulary
+from retouch_worlds.playground.world.scenes import COLOURS, Scene, Thing
 
 TASKS = PlaygroundData(seed=2, count=150, complexity=[1, 2, 3]).tasks(in_turn=True)[:]
 

@@ -9,12 +9,12 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from retouch.data.playground.tasks import PlaygroundData, canonical, split_of
-from retouch.playground.world.edits import KINDS, Edit, apply
-from retouch.playground.world.instructions import content
-from retouch.playground.world.rendering import render
-from retouch.playground.world.scenes import Scene, Thing
 from retouch.types import SplitName, Task
+from retouch_worlds.data.tasks import PlaygroundData, canonical, split_of
+from retouch_worlds.playground.world.edits import KINDS, Edit, apply
+from retouch_worlds.playground.world.instructions import content
+from retouch_worlds.playground.world.rendering import render
+from retouch_worlds.playground.world.scenes import Scene, Thing
 from scene_reader import all_single_edits, meaning, read
 
 LEVELS = [1, 2, 3, 4]

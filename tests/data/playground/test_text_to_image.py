@@ -10,14 +10,14 @@ from typing import get_args
 import pytest
 
 from retouch.core.random import generator
-from retouch.data.playground.tasks import canonical
-from retouch.data.playground.text_to_image import TextToImageData
-from retouch.playground.world import descriptions, requests
-from retouch.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
-from retouch.playground.world.rendering import render
-from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
 from retouch.recipe.recipe import load
 from retouch.types import SplitName, Task
+from retouch_worlds.data.tasks import canonical
+from retouch_worlds.data.text_to_image import TextToImageData
+from retouch_worlds.playground.world import descriptions, requests
+from retouch_worlds.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
+from retouch_worlds.playground.world.rendering import render
+from retouch_worlds.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
 
 LEVELS = [1, 2, 3, 4]
 ONE = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")

@@ -17,7 +17,7 @@ from retouch.data.base import DataContext
 from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import UnindexedTasks, examples
 from retouch.data.sources.stream import IterableData, StreamData
-from retouch.testing import check_data_source
+from retouch_worlds.testing import check_data_source
 from slow_params import slow_except
 
 

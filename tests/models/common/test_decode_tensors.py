@@ -7,8 +7,8 @@ import torch
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.models.common.wrappers import Guided
-from retouch.models.playground.family import PlaygroundModel
 from retouch.protocols import DecodesTensors
+from retouch_worlds.models.family import PlaygroundModel
 
 
 def playground():

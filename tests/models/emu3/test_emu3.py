@@ -13,8 +13,8 @@ from retouch.models.emu3.model import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
 from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.decoders import CodesDecoder, DecodesCodes
-from retouch.testing import check_policy, check_renderer
 from retouch.types import Completion, Kind, Needs, Task
+from retouch_worlds.testing import check_policy, check_renderer
 from slow_params import slow_except
 
 

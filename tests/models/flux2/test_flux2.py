@@ -5,7 +5,7 @@ import torch
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-import retouch.testing
+import retouch
 import tiny_flux2
 import tiny_models
 from family_runs import check_gradient_checkpointing

@@ -32,8 +32,8 @@ from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import read_description
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sizes import build_meta, image_encoder, parameter_count
-from retouch.testing.models import check_model
 from retouch.types import Conditioning, Task
+from retouch_worlds.testing.models import check_model
 
 SMALL = IpAdapter(encoder="playground", tokens=4, projection="linear", blocks="double")
 LARGE = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="all")

@@ -13,7 +13,6 @@ import tiny_encoders
 import tiny_models
 from rank_commands import on_two_ranks
 from retouch.assembly.assembly import Assembly, assemble
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.inference.exporting import export_target, write_export
 from retouch.inference.opening import open_recipe, read_target
@@ -26,6 +25,7 @@ from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.types import Batch, Conditioning
+from retouch_worlds.data.tasks import PlaygroundData
 from tiny_recipes import SMALL
 
 RL = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "velocity", "weight": 0.1}}

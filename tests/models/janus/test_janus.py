@@ -17,8 +17,8 @@ from retouch.models.janus.model import BEGIN, TEMPLATE, JanusImageModel, JanusIm
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.decoders import CodesDecoder, DecodesCodes
-from retouch.testing import check_policy, check_renderer
 from retouch.types import Kind, Minibatch, Needs, Slice, Task
+from retouch_worlds.testing import check_policy, check_renderer
 from slow_params import slow_except
 from tiny_janus import CODES, SIDE
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL.Image import Image, new
 
-import retouch.testing
+import retouch
 import tiny_models
 import tiny_policies as tiny
 import tiny_qwen_image_2

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch.playground.world.edits import KINDS, Edit, apply, edits_of_kinds, random_kinds, things_needed
-from retouch.playground.world.scenes import Scene, Thing, random_scene
+from retouch_worlds.playground.world.edits import KINDS, Edit, apply, edits_of_kinds, random_kinds, things_needed
+from retouch_worlds.playground.world.scenes import Scene, Thing, random_scene
 from scene_reader import random_edits
 
 RED, BLUE, GREEN = Thing("red", "circle"), Thing("blue", "circle"), Thing("green", "triangle")

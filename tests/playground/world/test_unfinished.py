@@ -3,12 +3,12 @@
 from contextlib import suppress
 from functools import partial
 
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.tasks import MappedTasks
-from retouch.playground.world.demonstrations import with_unfinished_target as unfinished
-from retouch.playground.world.edits import Edit, apply
-from retouch.playground.world.rendering import render
-from retouch.playground.world.scenes import Scene
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.playground.world.demonstrations import with_unfinished_target as unfinished
+from retouch_worlds.playground.world.edits import Edit, apply
+from retouch_worlds.playground.world.rendering import render
+from retouch_worlds.playground.world.scenes import Scene
 
 TASKS = PlaygroundData(seed=0, count=120, complexity=[1, 2, 3]).tasks(in_turn=True)
 

@@ -13,10 +13,10 @@ from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import CachedEngine
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
-from retouch.policies.engines.base import Generation
+from retouch.policies.engine import Generation
 from retouch.protocols import AutoregressiveModel, Policy
-from retouch.testing import check_policy
 from retouch.types import Completion, Kind, Needs, Slice
+from retouch_worlds.testing import check_policy
 
 TRUNCATED = {"top_k": 40, "top_p": 0.9, "temperature": 0.8}
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.1))

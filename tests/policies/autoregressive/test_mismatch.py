@@ -16,7 +16,7 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.mismatch import check_mismatch
 from retouch.policies.autoregressive.rollout import CachedEngine
-from retouch.policies.engines.base import EngineFault
+from retouch.policies.engine import EngineFault
 from retouch.training.completions import completion_metrics
 from retouch.types import Needs, Slice
 

@@ -16,7 +16,7 @@ from retouch.models.emu3.model import DRAW, THINK
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
-from retouch.policies.engines.base import EngineContext
+from retouch.policies.engine import EngineContext
 from retouch.types import Task
 from slow_params import slow_after
 

@@ -13,8 +13,8 @@ from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.protocols import VelocityPolicy
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.testing import check_model, check_policy, check_renderer
 from retouch.types import Batch, Kind, Needs, Slice
+from retouch_worlds.testing import check_model, check_policy, check_renderer
 from slow_params import slow_except
 
 COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.0, 3.0]))

@@ -16,16 +16,16 @@ import vllm_runner
 from retouch import cli
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
-from retouch.doctor.checks import check_engines
 from retouch.models.emu3.load import language_model
-from retouch.policies.engines import server_section
-from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.wire import PLUGIN
+from retouch.policies.engine import EngineFault
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.training import checkpoint
+from retouch_plan.doctor.checks import check_engines
+from retouch_serve.engines import server_section
+from retouch_serve.engines.wire import PLUGIN
 from vllm_double import Double, always, at_first, serving
 
 Make = Callable[..., dict[str, Any]]

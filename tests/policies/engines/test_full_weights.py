@@ -15,10 +15,10 @@ import tiny_writing
 import vllm_runner
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
-from retouch.doctor.checks import check_engines
-from retouch.policies.engines.base import EngineContext, EngineFault
-from retouch.policies.engines.vllm import VllmEngine
+from retouch.policies.engine import EngineContext, EngineFault
 from retouch.recipe.recipe import load, parse
+from retouch_plan.doctor.checks import check_engines
+from retouch_serve.engines.vllm import VllmEngine
 from vllm_double import GENERATE, Double, at_first, serving
 
 

@@ -23,15 +23,15 @@ from retouch.models.train import FullWeights, Lora
 from retouch.models.z_image.family import ZImageModel
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.policies.engines.base import EngineContext, EngineFault
-from retouch.policies.engines.sglang.msgpack import unpack
-from retouch.policies.engines.sglang.section import SglangEngine
+from retouch.policies.engine import EngineContext, EngineFault
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
 from retouch.session.session import run
-from retouch.testing import check_policy
 from retouch.training.completions import completion_metrics
 from retouch.types import Needs, Slice
+from retouch_serve.engines.sglang.msgpack import unpack
+from retouch_serve.engines.sglang.section import SglangEngine
+from retouch_worlds.testing import check_policy
 from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE, pack
 
 

@@ -9,11 +9,11 @@ import pytest
 import served_models
 import tiny_writers
 import tiny_writing
-from retouch.doctor.checks import check_engines
-from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.client import Client
-from retouch.policies.engines.sleep_mode import SLEEP, WAKE, SleepMode
+from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
+from retouch_plan.doctor.checks import check_engines
+from retouch_serve.engines.client import Client
+from retouch_serve.engines.sleep_mode import SLEEP, WAKE, SleepMode
 from vllm_double import Double, serving
 
 

@@ -21,14 +21,14 @@ import vllm_runner
 from retouch.models.common.lora import write_lora
 from retouch.models.emu3.model import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.engines.adapters import AdapterPublisher
-from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.client import Client, RequestRefused
-from retouch.policies.engines.server import has_plugin, query_server
-from retouch.policies.engines.vllm import VllmEngine
-from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
-from retouch.policies.engines.wire import PLUGIN
+from retouch.policies.engine import EngineFault
 from retouch.types import Needs, Slice
+from retouch_serve.engines.adapters import AdapterPublisher
+from retouch_serve.engines.client import Client, RequestRefused
+from retouch_serve.engines.server import has_plugin, query_server
+from retouch_serve.engines.vllm import VllmEngine
+from retouch_serve.engines.vllm_decoding import Servable, VllmDecoding
+from retouch_serve.engines.wire import PLUGIN
 from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
 
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)

@@ -14,8 +14,8 @@ import tiny_emu3
 import vllm_runner
 from retouch.models.emu3.grammar import GridGrammar
 from retouch.models.emu3.tokens import Emu3Tokens
-from retouch.policies.engines.grammar import KEY, ImageGrammar, check_grammar, grammar_to_json
 from retouch.types import Prompts
+from retouch_serve.engines.grammar import KEY, ImageGrammar, check_grammar, grammar_to_json
 from vllm_runner import Request, Runner, params
 
 HEIGHT, WIDTH, SLOTS, LONGEST = 2, 3, 400, 64
@@ -230,14 +230,13 @@ def test_grammar_to_json_describes_the_policys_grammar():
 
 def test_the_plugin_imports_only_torch_vllm_and_the_standard_library():
     """It runs in vLLM's own environment, where little else of what this package needs is installed."""
-    root = Path(retouch.__file__).parent
+    root = Path(retouch.__file__).parents[1] / "retouch_serve"
     names = set()
     for file in (
         "__init__",
-        "policies/__init__",
-        "policies/engines/__init__",
-        "policies/engines/grammar",
-        "policies/engines/plugin",
+        "engines/__init__",
+        "engines/grammar",
+        "engines/plugin",
     ):
         for line in ast.parse((root / f"{file}.py").read_text()).body:
             names |= {line.module} if isinstance(line, ast.ImportFrom) else set()
@@ -249,5 +248,5 @@ def test_the_plugin_imports_only_torch_vllm_and_the_standard_library():
         "typing",
         "torch",
         vllm_runner.INTERFACE,
-        "retouch.policies.engines.grammar",
+        "retouch_serve.engines.grammar",
     }

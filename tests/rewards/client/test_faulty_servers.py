@@ -11,9 +11,9 @@ import torch
 from bad_server import bad_server, true_info, true_reply
 from faulty_server import WRONG_INFOS, WRONG_REPLIES
 from live_server import remote, samples_of
-from retouch.rewards.client.remote import RemoteReward
-from retouch.rewards.wire.replies import ExpectedReply, InvalidReply, read_reply
 from retouch.types import Column
+from retouch_serve.client.remote import RemoteReward
+from retouch_serve.wire.replies import ExpectedReply, InvalidReply, read_reply
 from served_rewards import digest_score
 
 EXPECTED = ExpectedReply(

@@ -14,19 +14,19 @@ import torch
 
 from bad_server import bad_server
 from live_server import host, live, remote, samples_of
-from retouch.data.playground.tasks import PlaygroundData
 from retouch.protocols import AsyncReward
-from retouch.rewards.client import discovery
-from retouch.rewards.client.client import RemoteClient
-from retouch.rewards.client.overload import CircuitBreaker, RetryBudget
-from retouch.rewards.client.pool import EndpointPool
-from retouch.rewards.client.remote import RemoteReward
-from retouch.rewards.client.transport import RequestFault, fault_of_status
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.testing import check_reward
 from retouch.types import Sample
+from retouch_serve.client import discovery
+from retouch_serve.client.client import RemoteClient
+from retouch_serve.client.pool import EndpointPool
+from retouch_serve.client.remote import RemoteReward
+from retouch_serve.client.session import RetryBudget
+from retouch_serve.client.transport import RequestFault, fault_of_status
+from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_worlds.testing import check_reward
 from served_rewards import Digest, digest_score
 
 SUPPORT = Path(__file__).parents[3] / "tests" / "support"
@@ -175,23 +175,6 @@ def test_a_recovered_server_is_used_again() -> None:
         ask_until(lambda: flaky.request_count >= failed + 10, reward, samples)
 
 
-def test_a_slow_server_is_hedged() -> None:
-    state = {"kind": "none"}
-    samples = samples_of(2)
-    with (
-        bad_server(lambda: state["kind"]) as slow,
-        bad_server("none") as good,
-        closing(remote([slow.url, good.url], batch=1, concurrency=1, hedge=True, hedge_share=1.0)) as reward,
-    ):
-        ask_until(lambda: reward.stats()["calls"] >= 40, reward, samples)  # by then it is known how long a request takes
-        state["kind"] = "hang"
-        before = reward.stats()["hedges"]
-        hung = slow.request_count
-        ask_until(lambda: slow.request_count > hung, reward, samples)
-        assert reward.stats()["hedges"] > before
-        assert "faults/timeout" not in reward.stats()
-
-
 def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing() -> None:
     samples = samples_of(4)
     with (
@@ -253,40 +236,22 @@ print(first)
 # The parts
 
 
-def test_a_breaker_opens_after_failures_in_a_row_and_waits_longer_each_time() -> None:
-    breaker = CircuitBreaker(failures=3, pause=1.0, max_pause=3.0)
-    for now, closed in [(0.0, True), (0.1, True), (0.2, False)]:
-        breaker.failed(now, last=False)
-        assert breaker.closed is closed
-    assert not breaker.probe_due(1.19)
-    assert breaker.probe_due(1.2)
-    breaker.open(2.0)
-    assert not breaker.probe_due(3.99)
-    assert breaker.probe_due(4.0)
-    breaker.open(5.0)
-    assert breaker.probe_due(8.0)
-    breaker.succeeded()
-    assert breaker.closed
-    breaker.failed(9.0, last=False)
-    breaker.succeeded()
-    breaker.failed(9.1, last=False)
-    breaker.failed(9.2, last=False)
-    assert breaker.closed
-
-
-def test_the_breaker_of_the_last_endpoint_stays_closed_until_another_recovers() -> None:
+def test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one() -> None:
     clock = [0.0]
     pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
+    a, b, c = pool.endpoints
     for endpoint in pool.endpoints:
-        for _ in range(9):
-            pool.failed(endpoint, RequestFault("broken"))
-    assert [each.breaker.closed for each in pool.endpoints] == [False, False, True]
-    assert pool.choose() is pool.endpoints[2]
+        pool.failed(endpoint, RequestFault("broken"))
+    assert [each.excluded for each in pool.endpoints] == [True, True, False]
+    assert pool.choose() is c
+    assert pool.probes_due() == []
     clock[0] = 100.0
-    assert pool.probes_due() == pool.endpoints[:2]
-    pool.probed(pool.endpoints[0], succeeded=True)
-    pool.failed(pool.endpoints[2], RequestFault("broken"))
-    assert [each.breaker.closed for each in pool.endpoints] == [True, False, False]
+    assert pool.probes_due() == [a, b]
+    pool.probed(a, succeeded=True)
+    pool.probed(b, succeeded=False)
+    assert pool.probes_due() == []
+    pool.failed(c, RequestFault("broken"))
+    assert [each.excluded for each in pool.endpoints] == [False, True, True]
 
 
 def test_the_pool_prefers_the_least_loaded_endpoint_that_has_not_failed() -> None:
@@ -297,7 +262,7 @@ def test_the_pool_prefers_the_least_loaded_endpoint_that_has_not_failed() -> Non
     assert pool.choose([b]) is a
     assert pool.choose([a, b, c]) is b
     pool.failed(b, fault_of_status(429, 3.0))
-    assert b.breaker.in_a_row == 0
+    assert not b.excluded
     assert pool.choose() is a
     a.in_progress = c.in_progress = 0
     assert {pool.choose() for _ in range(50)} == {a, c}

@@ -15,8 +15,8 @@ from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
 from retouch.rewards.text.thinking import ThinkReward
-from retouch.testing import check_reward
 from retouch.types import Column, Sample, Task
+from retouch_worlds.testing import check_reward
 
 NAN = float("nan")
 RED = Image.new("RGB", (4, 4), (255, 0, 0))

@@ -8,15 +8,15 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from retouch.data.playground.words import WordData
-from retouch.models.playground.family import playground_weights
-from retouch.playground.world import words
-from retouch.playground.world.words import INKS, PAPERS, Style
-from retouch.pretraining.networks.words import targets
 from retouch.protocols import Reward
 from retouch.recipe.recipe import load
-from retouch.rewards.playground.sign_judge import SignReward, paper_and_ink
 from retouch.types import Sample, Task
+from retouch_worlds.data.words import WordData
+from retouch_worlds.playground import playground_weights
+from retouch_worlds.playground.world import words
+from retouch_worlds.playground.world.words import INKS, PAPERS, Style
+from retouch_worlds.pretraining.networks.words import targets
+from retouch_worlds.rewards.sign_judge import SignReward, paper_and_ink
 
 JUDGE = SignReward()
 TASKS = WordData(seed=5, count=120, split="test", style_from_reference=True).tasks()[:]

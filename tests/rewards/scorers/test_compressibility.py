@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from retouch.rewards.scorers.pixels import CompressibilityReward
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 
 def noise(seed, size=64):

@@ -17,8 +17,8 @@ from retouch.rewards.scorers.clip import ClipReward, PickScoreReward
 from retouch.rewards.scorers.dino import DinoReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder
 from retouch.rewards.weights import weights_folder
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 
 @pytest.fixture(scope="module")

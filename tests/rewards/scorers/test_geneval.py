@@ -11,8 +11,8 @@ import tiny_detectors
 import tiny_towers
 from retouch.rewards.scorers.detectors import Detection
 from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 WHITE = Image.new("RGB", (100, 100), "white")
 LEFT, RIGHT, UP, DOWN = (0.0, 40.0, 20.0, 60.0), (80.0, 40.0, 100.0, 60.0), (40.0, 0.0, 60.0, 20.0), (40.0, 80.0, 60.0, 100.0)

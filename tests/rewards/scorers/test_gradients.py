@@ -13,8 +13,8 @@ from retouch.rewards.scorers.clip import ClipReward, HpsReward, PickScoreReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder, tensor_pixels
 from retouch.rewards.scorers.grade import GradeReward
 from retouch.rewards.scorers.pixels import ShareReward, TargetReward
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 SIZES = [(16, 16), (20, 16), (16, 20), (9, 13), (64, 40), (100, 37)]
 

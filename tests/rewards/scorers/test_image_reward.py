@@ -11,8 +11,8 @@ import tiny_towers
 from retouch.rewards.scorers.clip import HpsReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder
 from retouch.rewards.scorers.image_reward import ImageRewardScore
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 
 class Model:

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from retouch.rewards.scorers.lpips import LpipsReward
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 
 def picture(seed, size=64):

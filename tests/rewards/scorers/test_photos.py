@@ -11,8 +11,8 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.rewards.scorers.photos import PhotosReward
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 RED = (200, 60, 40)
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_flow_grpo.py"
 

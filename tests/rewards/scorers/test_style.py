@@ -11,8 +11,8 @@ from retouch.core.set_distances import frechet_distance
 from retouch.rewards.scorers.dino import normalised_pixels
 from retouch.rewards.scorers.dual_encoder import DualEncoder
 from retouch.rewards.scorers.style import StyleReward, distance_of_sets
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 
 @pytest.fixture(scope="module")

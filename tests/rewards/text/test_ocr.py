@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 from retouch.protocols import Reward
 from retouch.rewards.text.ocr import OcrReward, comparable, edit_distance, similarity
 from retouch.rewards.text.readers import RapidReader, TextLine
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")
 

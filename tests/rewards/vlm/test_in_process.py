@@ -18,8 +18,8 @@ from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.forms import ScoresForm, WordForm
 from retouch.rewards.vlm.local_model import LocalJudge
 from retouch.rewards.vlm.questions import JudgeClient, Question
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 24, 3), dtype=np.uint8))
 LETTERS = WordForm("x", {"a": 0.0, "b": 1.0}, min_mass=1e-6)

@@ -26,8 +26,8 @@ from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import JudgeClient, Question
-from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 QUICK = {"timeout": 30.0, "deadline": 120.0, "attempts": 6, "pause": 0.002, "longest_pause": 0.01}
 ASPECTS = ("alignment", "quality", "identity")

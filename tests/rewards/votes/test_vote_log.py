@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.rewards.votes.log import VoteLog, logs_of, pair_id, voter_name
+from retouch_view.votes.log import VoteLog, logs_of, pair_id, voter_name
 from vote_maker import VoteMaker
 
 HOSTILE = "</script><b>\u202egnp\n\r\t\0\u2028'\"{}[]\\ud800 " + "x" * 1_000_000

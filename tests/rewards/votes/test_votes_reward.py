@@ -22,15 +22,15 @@ from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.rewards.votes.calibration import calibrate
-from retouch.rewards.votes.log import Side, VoteLog, VotePair
-from retouch.rewards.votes.queue import VoteQueue, pairs_to_compare
-from retouch.rewards.votes.reward import VotesReward
 from retouch.types import Batch, Column, Sample, Task
-from retouch.votes.export import export
-from retouch.votes.judged_votes import judged_votes
-from retouch.votes.simulated import Preference, SimulatedVoter
-from retouch.votes.summary import summarise
+from retouch_view.votes.calibration import calibrate
+from retouch_view.votes.export import export
+from retouch_view.votes.judged_votes import judged_votes
+from retouch_view.votes.log import Side, VoteLog, VotePair
+from retouch_view.votes.queue import VoteQueue, pairs_to_compare
+from retouch_view.votes.reward import VotesReward
+from retouch_view.votes.simulated import Preference, SimulatedVoter
+from retouch_view.votes.summary import summarise
 from vote_maker import VoteMaker
 
 SOURCE = Image.new("RGB", (8, 6), (9, 9, 9))

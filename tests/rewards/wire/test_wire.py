@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from live_server import body_of, noise_image
-from retouch.rewards.wire.bodies import BodyForm, decode_body, encode_body
-from retouch.rewards.wire.errors import RequestError
-from retouch.rewards.wire.packing import ImageEncoding, pack
-from retouch.serving.requests.decoding import Decoded, decode
-from retouch.serving.requests.limits import Limits
 from retouch.types import Sample, Task
+from retouch_serve.server.requests.decoding import Decoded, decode
+from retouch_serve.server.requests.limits import Limits
+from retouch_serve.wire.bodies import BodyForm, decode_body, encode_body
+from retouch_serve.wire.errors import RequestError
+from retouch_serve.wire.packing import ImageEncoding, pack
 
 FORMS: list[BodyForm] = ["multipart", "msgpack", "json"]
 ENCODINGS: list[ImageEncoding] = ["webp", "raw"]

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, Qwen2VLImageProcessorPil
 
+from retouch.config import wings
 from retouch.models.common.lora import own_layers, remove_lora
 from retouch.models.common.pretrained import fetch_tokenizer
 
@@ -161,7 +162,7 @@ def _of_libraries(name: Any, value: Any) -> bool:
     while isinstance(value, functools.partial):
         value = value.func
     origin: str = getattr(getattr(value, "__func__", value), "__globals__", {}).get("__name__") or type(value).__module__
-    return origin.startswith("retouch.") or (isinstance(name, int) and origin.startswith("transformers.") and callable(value))
+    return wings.is_own(origin) or (isinstance(name, int) and origin.startswith("transformers.") and callable(value))
 
 
 def pipeline_parts(pipeline: DiffusionPipeline, device: torch.device | str, kinds: Mapping[str, Any]) -> dict[str, Any]:

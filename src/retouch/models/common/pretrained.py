@@ -1,12 +1,12 @@
 """Finds the weights of a published model in a local folder or in the cache of the Hugging Face Hub, or downloads them. Safetensors
 and JSON only."""
 
-from importlib.resources import files
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from retouch.config import wings
 from retouch.models.common.complete import PARTS, find_problems, require_complete
 
 _PIPELINE_FILES = ["model_index.json", *(f"{part}/*" for part in PARTS)]
@@ -55,7 +55,7 @@ def fetch_tokenizer(path: str) -> Path:
 def find_encoder(path: str) -> Path | None:
     """Like ``find_weights``, for the image encoder of an IP-Adapter in transformers' layout; ``playground`` is the built-in one."""
     if path == "playground":
-        return Path(str(files("retouch.playground"))) / "weights" / "sight"
+        return Path(wings.load("part.playground_weights")("sight"))
     return _find(path, _MODEL_FILES, key=_ENCODER_KEY)
 
 

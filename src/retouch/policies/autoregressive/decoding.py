@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from retouch.core.random import generator
 from retouch.core.tokens import log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
 from retouch.policies.autoregressive.log_probs import allowed_ids
-from retouch.policies.engines.base import Generation, TokenSampling
+from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Prompts
 

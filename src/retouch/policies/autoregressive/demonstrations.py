@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from retouch.policies.engines.base import Generation
+from retouch.policies.engine import Generation
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Task
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from retouch.policies.engines.base import EngineFault
+from retouch.policies.engine import EngineFault
 
 
 def log_prob_difference(

@@ -21,7 +21,7 @@ from retouch.policies.autoregressive.log_probs import scatter, token_log_probs
 from retouch.policies.autoregressive.mismatch import check_mismatch
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
-from retouch.policies.engines.base import Engine, Generation
+from retouch.policies.engine import Engine, Generation
 from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel

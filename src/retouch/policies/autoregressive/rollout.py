@@ -14,15 +14,15 @@ from pydantic import Field
 from retouch.config.kinds import Kinds
 from retouch.config.section import Count
 from retouch.policies.context import SharedRollout
-from retouch.policies.engines.base import Engine, EngineContext, EngineSection, TokenSampling
+from retouch.policies.engine import Engine, EngineContext, EngineSection, TokenSampling
 from retouch.protocols import AutoregressiveModel
 
 ENGINES = Kinds(
     "engine",
     {
         "cached": "retouch.policies.autoregressive.rollout:CachedEngine",
-        "vllm": "retouch.policies.engines.vllm:VllmEngine",
     },
+    with_wings=True,
 )
 
 

@@ -24,7 +24,7 @@ from retouch.models.common.parts import compute_device, to_device
 from retouch.policies.context import FirstGradientStep
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.policies.engines.base import DenoisingEngine
+from retouch.policies.engine import DenoisingEngine
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DenoisingModel

@@ -15,9 +15,9 @@ from retouch.models.train import TrainSection
 from retouch.policies.context import SharedRollout
 from retouch.policies.denoising.transitions import TRANSITIONS, Transition
 from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
-from retouch.policies.engines.base import ChainEngineSection
+from retouch.policies.engine import ChainEngineSection
 
-CHAIN_ENGINES = Kinds("chain_engine", {"sglang": "retouch.policies.engines.sglang.section:SglangEngine"})
+CHAIN_ENGINES = Kinds("chain_engine", {}, with_wings=True)
 
 
 class DenoisingRollout(SharedRollout):

@@ -18,7 +18,7 @@ from retouch.core.random import generator
 from retouch.core.surrogates import importance_weights
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.policies.engines.base import ChainRequest, DenoisingEngine, EngineFault
+from retouch.policies.engine import ChainRequest, DenoisingEngine, EngineFault
 from retouch.protocols import DenoisingModel
 from retouch.types import Batch, Kind, Slice
 

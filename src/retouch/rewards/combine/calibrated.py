@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import field_serializer
 
 from retouch.protocols import Reward
+from retouch.records import files
 from retouch.rewards.base import RewardSection, close, compares_groups, unchanged
 from retouch.rewards.facts import PathText, RunFacts, TaskFacts, whole_group_problems
 from retouch.rewards.parts import PARTS
@@ -19,13 +22,73 @@ if TYPE_CHECKING:
     import torch
 
     from retouch.rewards.vlm.base import JudgeClients
-    from retouch.rewards.votes.calibration import Calibration
 
 _COMMON = ("combine", "max_missing")
 _ADDED: Mapping[str, Column] = {
     "win_probability": Column(0.0, 1.0),
     "win_probability_sd": Column(0.0, 1.0, diagnostic=True),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted map: the win probability at each of the ascending ``scores``, linear between them and constant outside.
+
+    ``probability``, ``sd``: the win probability and its standard deviation over the bootstrap resamples. ``low``, ``high``: its
+    95 % interval. ``votes``, ``tasks``: the number of votes and of tasks on which the map was fitted.
+    """
+
+    column: str
+    scores: tuple[float, ...]
+    probability: tuple[float, ...]
+    sd: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    votes: int
+    tasks: int
+
+    def at(self, score: float) -> tuple[float, float]:
+        """Return the win probability of a score, and its standard deviation; both are NaN if the score is NaN."""
+        import numpy as np
+
+        if math.isnan(score):
+            return math.nan, math.nan
+        return float(np.interp(score, self.scores, self.probability)), float(np.interp(score, self.scores, self.sd))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {
+            "column": self.column,
+            "votes": self.votes,
+            "tasks": self.tasks,
+            **{name: list(getattr(self, name)) for name in ("scores", "probability", "sd", "low", "high")},
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the map to a JSON file."""
+        files.write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Read a map that ``save`` wrote. Raises ValueError if the file is missing, or does not contain a monotone map."""
+        if not path.is_file():
+            raise ValueError(f"no file {path}; create it with: retouch votes RUN calibrate COLUMN --to {path}")
+        found = files.read_json(path)
+        try:
+            curves = {name: tuple(map(float, found[name])) for name in ("scores", "probability", "sd", "low", "high")}
+            made = cls(column=str(found["column"]), votes=int(found["votes"]), tasks=int(found["tasks"]), **curves)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path} is not a calibration; create it with: retouch votes RUN calibrate COLUMN --to FILE") from None
+        if (
+            len({len(curve) for curve in curves.values()}) != 1
+            or not made.scores
+            or not all(math.isfinite(value) for curve in curves.values() for value in curve)
+            or not all(0 <= value <= 1 for value in made.probability)
+            or list(made.scores) != sorted(set(made.scores))
+            or list(made.probability) != sorted(made.probability)
+        ):
+            raise ValueError(f"{path} is not a monotone map from scores to probabilities; create it again with retouch votes")
+        return made
 
 
 class CalibratedReward(RewardSection):
@@ -91,7 +154,6 @@ class CalibratedReward(RewardSection):
     ) -> Reward:
         """Build a ``CalibratedScores``; ``keep`` is applied to the wrapped reward only. Raises ValueError if the map is missing or
         was fitted for another column."""
-        from retouch.rewards.votes.calibration import Calibration
 
         calibration = Calibration.load(Path(self.map))
         if calibration.column != self.column:

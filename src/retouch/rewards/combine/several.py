@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 _COMMON = ("combine", "max_missing")
-PARTS_OF_SEVERAL = Kinds("reward", {**SINGLE, "calibrated": "retouch.rewards.combine.calibrated:CalibratedReward"})
+PARTS_OF_SEVERAL = Kinds("reward", {**SINGLE, "calibrated": "retouch.rewards.combine.calibrated:CalibratedReward"}, with_wings=True)
 
 
 class SeveralRewards(RewardSection):

@@ -1,0 +1,219 @@
+"""Generates the images of a benchmark with a run or recipe of Retouch, or any diffusers pipeline, with or without a LoRA."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL.Image import Image
+
+from retouch.core.random import generator
+from retouch.distributed.ranks import find_device
+from retouch.inference.sampling import sample_tasks
+from retouch.records.files import read_json
+from retouch.records.folder import RunFolder, find_run
+from retouch.types import Json, Task
+from retouch_bench.image_files import ImageKey
+from retouch_bench.lora import load_lora, lora_digest
+from retouch_bench.suite import Suite
+
+_TAKES_SEVERAL = (  # a list of images is one set of sources; other pipelines take one image, or a batch of them
+    "Flux2KleinKVPipeline",
+    "Flux2KleinPipeline",
+    "Flux2Pipeline",
+    "QwenImage21Pipeline",
+    "QwenImageEditPlusPipeline",
+)
+_PLAYGROUND = ("retouch_worlds.models.family:PlaygroundModel", "retouch_worlds.models.family:PlaygroundTextToImage")
+
+
+class ImageGenerator(Protocol):
+    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once.
+
+    ``kind``: the model in messages. ``most_sources``: the number of source images that a task can have.
+    """
+
+    @property
+    def identity(self) -> dict[str, Json]: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def most_sources(self) -> int: ...
+
+    def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+        """Yield an image for each task, in order. All places have the same slot. The noise depends only on seed, item and slot."""
+        ...
+
+
+class PolicyGenerator:
+    """Generates images with a policy of Retouch, as `retouch sample` does."""
+
+    def __init__(self, parts: Any, identity: dict[str, Json]) -> None:
+        self._parts = parts
+        self.identity = identity
+        self.batch: int = parts.recipe.eval.batch
+        recipe = parts.recipe
+        takes = recipe.image_model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
+        self.kind: str = recipe.image_model.kind
+        self.most_sources: int = sys.maxsize if takes is None else takes.images[1]
+
+    def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+        numbers, slot = [place.number for place in places], places[0].slot
+        yield from (made.image for made in sample_tasks(self._parts, tasks, seed, numbers=numbers, slot=slot))
+
+
+class PipelineGenerator:
+    """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call.
+
+    Raises ValueError if the suite edits images and the pipeline does not, or if the pipeline has no argument of this name.
+    """
+
+    batch = 1
+
+    def __init__(self, pipeline: Any, identity: dict[str, Json], *, call: Mapping[str, Any], suite: Suite) -> None:
+        self._pipeline = pipeline
+        self._call = dict(call)
+        self.identity = identity
+        self._known = inspect.signature(pipeline.__call__).parameters
+        self.kind = kind = type(pipeline).__name__
+        self.most_sources = sys.maxsize if kind in _TAKES_SEVERAL else 1
+        unknown = [name for name in call if name not in self._known]
+        if unknown:
+            raise ValueError(f"--call {unknown[0]}: {kind} takes no such argument; it takes {', '.join(self._known)}")
+        if suite.task == "editing" and "image" not in self._known:
+            raise ValueError(f"{suite.name} edits images, and {kind} takes no image; name an editing model")
+        if hasattr(pipeline, "set_progress_bar_config"):
+            pipeline.set_progress_bar_config(disable=True)
+
+    def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+        for place, task in zip(places, tasks, strict=True):
+            noise = generator(seed, "benchmark", place.number, place.slot)
+            given: dict[str, Any] = {"prompt": task.instruction, "generator": noise, **self._call}
+            if task.images:
+                given["image"] = task.images[0] if len(task.images) == 1 else list(task.images)
+            if task.mask is not None and "mask_image" in self._known:
+                given["mask_image"] = task.mask
+            yield self._pipeline(**given).images[0].convert("RGB")
+
+
+def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
+    """Open ``model``: a run (its folder, or its name in the folder ``runs``), a recipe, the folder or Hub id of a pipeline, or a
+    loaded pipeline.
+
+    Raises ValueError if there is no such model, or if it cannot generate the images of the suite.
+    """
+    if not isinstance(model, str | Path):
+        identity: dict[str, Json] = {"model": f"a loaded {type(model).__name__}", "call": dict(call)}
+        if lora is not None:
+            load_lora(model, lora)
+            identity["lora"] = lora_digest(lora)
+        return PipelineGenerator(model, identity, call=call, suite=suite)
+    name = str(model)
+    if is_ours(name):
+        if lora is not None or call:
+            raise ValueError(
+                f"{name} is a run or recipe of Retouch, which has its own weights and settings; remove --lora and --call"
+            )
+        return _policy_maker(name, suite=suite)
+    return _pipeline_maker(name, lora=lora, call=call, device=device, suite=suite)
+
+
+def is_ours(name: str) -> bool:
+    """Whether ``name`` is the folder of a run, the name of a run in the folder ``runs``, or a recipe."""
+    from retouch.config.packaged import SUFFIXES, is_recipe
+
+    if RunFolder(find_run(name)).recipe.is_file() or name.endswith(SUFFIXES):
+        return True
+    return not Path(name).is_dir() and name != "playground" and is_recipe(name)
+
+
+def _policy_maker(name: str, *, suite: Suite) -> ImageGenerator:
+    from retouch.inference.opening import open_policy, read_target
+    from retouch.records.libraries import silence_libraries
+
+    silence_libraries()
+    recipe, folder = read_target(name, ())
+    takes = recipe.policy.model.takes
+    if suite.task == "editing" and not recipe.policy.is_autoregressive and takes is not None and takes.images[1] == 0:
+        raise ValueError(f"{suite.name} edits images, and the model of {name} takes no image; name a run of an editing model")
+    parts, step = open_policy(recipe, folder)
+    return PolicyGenerator(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
+
+
+def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
+    from diffusers import DiffusionPipeline
+
+    from retouch.models.common.pretrained import fetch_weights
+    from retouch.records.libraries import silence_libraries
+    from retouch_worlds.playground import playground_weights
+
+    silence_libraries()
+    place = find_device(device)
+    folder = playground_weights() if name == "playground" else fetch_weights(name)
+    if not (folder / "model_index.json").is_file():
+        raise ValueError(
+            f"{name} is neither a run of Retouch nor a diffusers pipeline: it has no recipe.json and no model_index.json"
+        )
+    if (folder / "adapter.json").is_file():
+        return _playground_maker(folder, {"model": name, "call": dict(call)}, lora=lora, call=call, device=device)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True).to(place)
+    identity: dict[str, Json] = {"model": name, "call": dict(call), "dtype": str(dtype)}
+    if lora is not None:
+        load_lora(pipeline, lora)
+        identity["lora"] = lora_digest(lora)
+    return PipelineGenerator(pipeline, identity, call=call, suite=suite)
+
+
+def _playground_maker(
+    folder: Path, identity: dict[str, Json], *, lora: str | Path | None, call: Mapping[str, Any], device: str
+) -> ImageGenerator:
+    """Open a playground model, with a LoRA that diffusers loads into its transformer.
+
+    The pipeline class would resize every source image to a megapixel, but playground models edit images of 24 x 24 px. So the model
+    family runs the model, with the settings of the quickstart recipe.
+    """
+    import diffusers
+
+    from retouch.assembly.assembly import PolicyParts
+    from retouch.config.imports import import_class
+    from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
+    from retouch.policies.weights import WeightCopies
+    from retouch.recipe.recipe import load
+
+    kind = read_json(folder / "model_index.json")["_class_name"]
+    sections: list[Any] = [import_class(path) for path in _PLAYGROUND]
+    section = next((found for found in sections if found.pipeline == kind), None)
+    if section is None or call.keys() - {"num_inference_steps"}:
+        raise ValueError(
+            f"{folder}: a playground model must be an editor or text-to-image model, and takes only --call num_inference_steps=N"
+        )
+    recipe = load("quickstart", [f"device={device}", *(f"eval.num_steps={steps}" for steps in call.values())])
+    ranks = init_distributed_from_recipe(recipe)
+    model = section(path=str(folder)).build(device=ranks.device)
+    if lora is not None:
+        others = {name for name in inspect.signature(getattr(diffusers, kind)).parameters if name != "transformer"}
+        pipeline = getattr(diffusers, kind)(transformer=model.module, **dict.fromkeys(others))
+        load_lora(pipeline, lora)
+        model.module = pipeline.transformer
+        identity["lora"] = lora_digest(lora)
+    return PolicyGenerator(
+        PolicyParts(
+            recipe=recipe,
+            ranks=ranks,
+            placement=plan_placement(recipe, ranks),
+            model=model,
+            image_model=model,
+            copies=WeightCopies(model.module),
+        ),
+        identity,
+    )

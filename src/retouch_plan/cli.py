@@ -1,0 +1,81 @@
+"""``retouch doctor``."""
+
+import argparse
+import sys
+
+from retouch.cli.arguments import Commands, debug_option, import_option, set_option
+
+
+def add_doctor(commands: Commands) -> None:
+    """Add the command."""
+    doctor = commands.add_parser(
+        "doctor",
+        parents=[debug_option(), set_option(), import_option()],
+        help="check the installation and a recipe before an expensive run starts",
+    )
+    doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
+    doctor.add_argument("--distributed", action="store_true", help="with `retouch launch`: check that the ranks can communicate")
+    doctor.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run the recipe's step at full size on fake tensors: errors, peak memory and time, without weights or a GPU",
+    )
+    doctor.add_argument(
+        "--full-depth",
+        action="store_true",
+        help="with --rehearse: run all blocks of the models, instead of extrapolating from two small depths",
+    )
+    doctor.add_argument(
+        "--ranks", type=int, help="with --rehearse: rehearse rank 0 of this many ranks (default: the ranks of the recipe)"
+    )
+    doctor.add_argument("--device", help="check for this device, this GPU (h200, h100, ...) or this measured profile (FILE.json)")
+    doctor.add_argument(
+        "--base", metavar="MODEL", help="rehearse with this model of the same size while policy.model.path does not exist yet"
+    )
+    doctor.add_argument(
+        "--no-rehearsal",
+        action="store_true",
+        help="do not rehearse a step, which takes up to a minute; memory and time are not checked then",
+    )
+    doctor.add_argument(
+        "--estimate", action="store_true", help="also rehearse a recipe for the CPU, to estimate its time and GPU hours on a GPU"
+    )
+    doctor.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="DOLLARS",
+        help="price of one GPU hour: also estimate the cost, including paid requests to judges",
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from retouch.recipe.recipe import load
+
+    recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
+    if arguments.rehearse:
+        if recipe is None:
+            raise ValueError("--rehearse needs a recipe: retouch doctor RECIPE --rehearse")
+        from retouch_plan.rehearsal.command import run_rehearsal
+
+        return run_rehearsal(
+            recipe, machine=arguments.device, world=arguments.ranks, full_depth=arguments.full_depth, out=sys.stdout
+        )
+    from retouch_plan.doctor.doctor import DoctorOptions, run_checks
+
+    price = arguments.price_per_hour
+    if price is not None and not price >= 0:
+        raise ValueError(f"--price-per-hour {price:g}: must be at least 0, the price of one GPU hour in dollars")
+    estimate = arguments.estimate or price is not None
+    if estimate and recipe is None:
+        raise ValueError("--estimate and --price-per-hour need a recipe: retouch doctor RECIPE --estimate")
+    if estimate and arguments.no_rehearsal:
+        raise ValueError("--estimate and --price-per-hour need a rehearsal: omit --no-rehearsal")
+    doctor_options = DoctorOptions(
+        device=arguments.device, base=arguments.base, rehearsal=not arguments.no_rehearsal, estimate=estimate, price=price
+    )
+
+    changes = [word for override in arguments.overrides for word in ("--set", override)]
+    allowed = [word for module in arguments.allow_import for word in ("--allow-import", module)]
+    named = [] if arguments.recipe is None else [arguments.recipe, *allowed, *changes]
+    return run_checks(recipe, distributed=arguments.distributed, doctor_options=doctor_options, arguments=named)

@@ -1,0 +1,265 @@
+"""``retouch report`` and ``retouch compare``."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from retouch.cli.arguments import RUN_HELP, Commands, debug_option, import_option, port, run_folder
+
+
+def add_report(commands: Commands) -> None:
+    """Add the command."""
+    report = commands.add_parser(
+        "report",
+        parents=[debug_option()],
+        help="write report.html into the folder of a run, also if it was stopped or is still training",
+    )
+    report.add_argument("folder", type=run_folder, metavar="RUN", help=RUN_HELP)
+    report.set_defaults(run=_report)
+
+
+def add_compare(commands: Commands) -> None:
+    """Add the command."""
+    compare = commands.add_parser(
+        "compare",
+        parents=[debug_option()],
+        help="compare runs: held-out scores, paired differences with 95 %% intervals, and what differs in the recipes",
+    )
+    compare.add_argument(
+        "folders", type=run_folder, nargs="+", metavar="RUN", help=f"{RUN_HELP}; the others are compared to the first"
+    )
+    compare.set_defaults(run=_compare)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from retouch_view.report.page import write_report
+
+    print(write_report(arguments.folder))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from retouch_view.report.comparison import comparison
+
+    print(comparison(arguments.folders))
+    return 0
+
+
+def add_view(commands: Commands) -> None:
+    """Add the command."""
+    view = commands.add_parser("view", parents=[debug_option()], help="follow runs in the browser: curves, samples, comparisons")
+    view.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_OR_RUN", help="default: runs")
+    view.add_argument("--port", type=port, default=8765, help="port on the loopback address (default: 8765); 0 chooses a free one")
+    view.add_argument(
+        "--allow-host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further host name under which the browser reaches this machine, e.g. behind a proxy",
+    )
+    view.add_argument("--vote", action="store_true", help="let people vote on pairs of images in the page, and store the votes")
+    view.add_argument(
+        "--control", action="store_true", help="let the page ask runs to stop, to save a checkpoint, or to store samples"
+    )
+    view.add_argument(
+        "--try",
+        dest="trying",
+        nargs="?",
+        const="auto",
+        metavar="DEVICE",
+        help="try checkpoints in the page, on this device (default: the device of the recipe, or cpu while the run trains)",
+    )
+    view.add_argument(
+        "--export", type=Path, metavar="FILE.html", help="write the page of one run to a file that needs no server, and exit"
+    )
+    view.set_defaults(run=_view)
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    if arguments.export is not None:
+        from retouch.records.files import write_atomic
+        from retouch_view.report.page import run_page
+
+        page = run_page(arguments.folder)
+        arguments.export.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(arguments.export, page.encode())
+        print(arguments.export)
+        return 0
+    from retouch_view.live.command import view
+
+    return view(
+        arguments.folder,
+        port=arguments.port,
+        hosts=arguments.hosts,
+        vote=arguments.vote,
+        control=arguments.control,
+        trying=arguments.trying,
+        report=partial(print, flush=True),
+    )
+
+
+def add_control(commands: Commands) -> None:
+    """Add the command."""
+    control = commands.add_parser(
+        "control", parents=[debug_option()], help="ask a run that is training to stop, to save a checkpoint, or to store samples"
+    )
+    control.add_argument("folder", type=run_folder, metavar="RUN", help=RUN_HELP)
+    control.add_argument(
+        "request",
+        nargs="?",
+        metavar="stop|checkpoint|samples=N",
+        help="stop after this step, save a checkpoint after this step, or store samples every N steps (0: never); if left out, the "
+        "requests so far are listed",
+    )
+    control.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait up to this long for the answer of the run (default: 0)"
+    )
+    control.set_defaults(run=_control)
+
+
+def _control(arguments: argparse.Namespace) -> int:
+    import time
+
+    from retouch.records.control import make_request, read_requests
+    from retouch.records.folder import RunFolder
+
+    folder = RunFolder(arguments.folder)
+    folder.read_recipe()
+    if arguments.request is None:
+        requests = read_requests(folder)
+        if not requests:
+            print(f"run {folder.name} has no requests; ask for one with: retouch control {arguments.folder} checkpoint")
+        for each in requests.values():
+            value = "" if each.value is None else f"={each.value}"
+            print(f"{each.at}  {each.action}{value}  {each.by}  {_answer(each.taken, each.answer)}")
+        return 0
+    action, _, value = arguments.request.partition("=")
+    number = int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else value or None
+    name = make_request(folder, action, number, via="command line")
+    deadline = time.monotonic() + arguments.wait
+    while (request := read_requests(folder).get(name)) is None or request.taken is None:
+        if time.monotonic() >= deadline:
+            print(f"recorded; run {folder.name} takes the request at the end of its current step")
+            return 0
+        time.sleep(0.2)
+    print(_answer(request.taken, request.answer))
+    return 0 if request.taken else 1
+
+
+def _answer(taken: bool | None, answer: str | None) -> str:
+    if taken is None:
+        return "waiting"
+    return str(answer) if taken else f"refused: {answer}"
+
+
+def add_ledger(commands: Commands) -> None:
+    """Add the command and its subcommands."""
+    ledger = commands.add_parser(
+        "ledger",
+        parents=[debug_option(), import_option()],
+        help="show the scores of a run, the judges and the cost; score the images again",
+    )
+    ledger.add_argument("ledger_of", type=run_folder, metavar="RUN", help=RUN_HELP)
+    ledger.add_argument("--json", action="store_true")
+    ledger.add_argument(
+        "--prices", type=_prices, metavar="IN,OUT", help="prices per million input and output tokens, if the recipe has none"
+    )
+    ledger.set_defaults(run=_ledger, what="cost")
+    what = ledger.add_subparsers(metavar="WHAT")
+
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    subset = argparse.ArgumentParser(add_help=False, parents=[as_json])
+    subset.add_argument(
+        "--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="use only this split (default: all)"
+    )
+    subset.add_argument("--steps", type=_steps, metavar="A:B", help="use only steps A to B, inclusive")
+    cost = what.add_parser(
+        "cost", parents=[as_json], help="show what was scored, by which judges, and the cost so far (the default)"
+    )
+    cost.add_argument("--prices", type=_prices, metavar="IN,OUT", default=argparse.SUPPRESS)
+    cost.set_defaults(what="cost")
+    for name, description in (
+        ("agree", "measure the agreement of two columns"),
+        ("worst", "show the samples on which two columns differ most"),
+    ):
+        compare = what.add_parser(name, parents=[subset], help=description)
+        compare.add_argument("column", metavar="COLUMN")
+        compare.add_argument("other", nargs="?", metavar="OTHER", help="the second column; NAME:COLUMN for scores of `rescore`")
+        compare.add_argument(
+            "--ratings", type=Path, metavar="FILE.csv", help="compare with these human ratings instead of a second column"
+        )
+        compare.add_argument("--top", type=int, default=20, metavar="N", help="number of samples that `worst` shows")
+        compare.set_defaults(what=name)
+    rescore = what.add_parser("rescore", parents=[subset], help="score the stored images with another reward")
+    rescore.add_argument("reward", metavar="REWARD", help="a reward, named as in `retouch score`")
+    rescore.add_argument("--name", help="prefix of the new columns (default: the name of the reward)")
+    rescore.set_defaults(what="rescore")
+    expel = what.add_parser(
+        "expel", parents=[subset], help="exclude wrong scores from use; without a selection, all scores that are not finite"
+    )
+    expel.add_argument("--image", metavar="HASH", help="select by image: the first 8 or more digits of its hash")
+    expel.add_argument("--judge", help="select by judge, named as in the table of `retouch ledger RUN`")
+    expel.add_argument("--dry-run", action="store_true", help="only list what would be excluded")
+    expel.set_defaults(what="expel")
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from retouch_view.ledger.command import ledger_command
+
+    print(ledger_command(arguments))
+    return 0
+
+
+def _prices(text: str) -> tuple[float, float]:
+    input_price, output_price = text.split(",")
+    return float(input_price), float(output_price)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    return int(first), int(last or first)
+
+
+def add_votes(commands: Commands) -> None:
+    """Add the command and its subcommands."""
+    votes = commands.add_parser(
+        "votes",
+        parents=[debug_option(), import_option()],
+        help="analyze votes: win rates, agreement of judges with people, voters; export pairs for DPO; calibrate a judge",
+    )
+    votes.add_argument("votes_of", type=Path, metavar="RUN", help="the folder of a run, or of a vote queue")
+    votes.add_argument("--json", action="store_true")
+    votes.set_defaults(run=_votes, what="show")
+    what = votes.add_subparsers(metavar="WHAT")
+
+    export = what.add_parser("export", help="write a folder with chosen and rejected images, for DPO")
+    export.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    export.set_defaults(what="export")
+    calibrate = what.add_parser(
+        "calibrate", help="fit the map from a judge's score to the probability that people prefer the image"
+    )
+    calibrate.add_argument("column", metavar="COLUMN", help="column of the judge")
+    calibrate.add_argument(
+        "--to", type=Path, required=True, metavar="FILE", help="file for the map, which a reward of kind `calibrated` reads"
+    )
+    calibrate.set_defaults(what="calibrate")
+    simulate = what.add_parser(
+        "simulate", help="answer a vote queue with the scores of a reward instead of people; stop it with Ctrl-C"
+    )
+    simulate.add_argument("reward", metavar="REWARD", help="a reward, named as in `retouch score`")
+    simulate.add_argument("--column", required=True, help="column of the reward that decides the votes")
+    simulate.add_argument("--noise", type=float, default=0.0, help="P(left) = sigmoid(score difference / noise)")
+    simulate.add_argument("--tie", type=float, default=0.0, help="vote for a tie if the scores differ by less than this")
+    simulate.add_argument("--limit", type=int, metavar="N", help="stop after N votes")
+    simulate.add_argument("--voter", default="simulated", metavar="NAME")
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.set_defaults(what="simulate")
+
+
+def _votes(arguments: argparse.Namespace) -> int:
+    from retouch_view.votes.command import votes_command
+
+    print(votes_command(arguments))
+    return 0

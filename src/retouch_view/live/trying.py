@@ -1,0 +1,176 @@
+"""The endpoints of ``retouch view --try``: sample a task with the untrained and the trained weights of a run, in a separate
+process.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from retouch.config import imports
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import current_owner
+from retouch_view.live.bodies import read_object, refused
+from retouch_view.live.catalogue import Catalogue
+from retouch_view.live.trial_inputs import trial_inputs
+
+MOST_BYTES = 40_000_000
+MOST_CHARACTERS = 10_000
+_LARGEST_SEED = 2**31
+_LINE_BYTES = 512 * 2**20
+_ERROR_BYTES = 8192
+_POLL_SECONDS = 0.5
+
+
+class TrialWorker:
+    """One worker process, which does one job at a time and is killed if the client disconnects. ``device``: None is the device of
+    the recipe, or the CPU for a run that is training."""
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._process: asyncio.subprocess.Process | None = None
+        self._errors = bytearray()
+        self._reading: asyncio.Task[None] | None = None
+        self._busy = False
+
+    async def events(self, folder: RunFolder, asked: Mapping[str, Any], request: Request) -> AsyncIterator[str]:
+        """Yield lines of JSON: ``stage`` with the number of model ``calls`` so far, and at the end ``done`` or ``error``.
+
+        Empty lines keep the connection alive. If the client disconnects, the process is killed.
+        """
+        if self._busy:
+            yield json.dumps({"error": "another try is being computed; wait until it is done"}) + "\n"
+            return
+        self._busy = True
+        device = self._device or ("cpu" if current_owner(folder.root) is not None else None)
+        job = {**asked, "run": str(folder.root.resolve()), "device": device}
+        complete = False
+        try:
+            process = await self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            await process.stdin.drain()
+            reading = asyncio.create_task(process.stdout.readline())
+            while not complete:
+                done, _ = await asyncio.wait({reading}, timeout=_POLL_SECONDS)
+                if await request.is_disconnected():
+                    reading.cancel()
+                    return
+                if not done:
+                    yield "\n"
+                    continue
+                line = reading.result().decode()
+                if not line:
+                    yield json.dumps({"error": await self._last_words()}) + "\n"
+                    return
+                complete = not line.startswith('{"stage"')
+                yield line
+                if not complete:
+                    reading = asyncio.create_task(process.stdout.readline())
+        except (BrokenPipeError, ConnectionResetError):
+            yield json.dumps({"error": await self._last_words()}) + "\n"
+        finally:
+            self._busy = False  # no await in this block: a cancelled task cannot wait
+            if not complete:
+                self.close()
+
+    def close(self) -> None:
+        """Kill the process, without waiting for its end."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def stop(self) -> None:
+        """Kill the process and wait for its end."""
+        process = self._process
+        self.close()
+        if process is not None:
+            await process.wait()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            pipe = asyncio.subprocess.PIPE
+            command, env = imports.python("-m", "retouch_view.live.trial_worker"), imports.environment()
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
+            )
+            self._errors.clear()
+            self._reading = asyncio.create_task(self._keep_errors(self._process))
+        return self._process
+
+    async def _keep_errors(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while part := await process.stderr.read(_ERROR_BYTES):
+            self._errors += part
+            del self._errors[:-_ERROR_BYTES]
+
+    async def _last_words(self) -> str:
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=5)
+        lines = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
+        return f"the process ended: {lines[-1].strip()[:500]}" if lines else "the process ended without a message"
+
+
+def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
+    """``GET /api/runs/NAME/checkpoints``, with the ``steps`` and the ``inputs`` of the model; and ``POST /api/runs/NAME/try`` with
+    ``instruction``, ``step``, ``seed``, the images ``image``, ``mask`` and ``reference`` (base64 or null), and ``context``
+    ("reference" or null), which replies with lines of JSON."""
+
+    async def checkpoints(request: Request) -> Response:
+        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
+        if run is None:
+            return JSONResponse({"error": "there is no such run"}, 404)
+        found = {
+            "steps": await run_in_threadpool(_steps, run.folder),
+            "inputs": await run_in_threadpool(trial_inputs, run.folder),
+        }
+        return JSONResponse(found, headers={"Cache-Control": "no-store"})
+
+    async def attempt(request: Request) -> Response:
+        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
+        if run is None:
+            return JSONResponse({"error": "there is no such run"}, 404)
+        try:
+            asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
+        except ValueError as error:
+            return refused(error)
+        return StreamingResponse(bench.events(run.folder, asked, request), media_type="application/x-ndjson")
+
+    return [
+        Route("/api/runs/{name}/checkpoints", checkpoints),
+        Route("/api/runs/{name}/try", attempt, methods=["POST"]),
+    ]
+
+
+def _steps(folder: RunFolder) -> list[int]:
+    """Return the steps of the stored checkpoints."""
+    names = (path.parent.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*/manifest.json"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
+def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
+    """Return the job for the worker. Raises ValueError if a value is missing or invalid."""
+    instruction, step, seed, context = (asked.get(name) for name in ("instruction", "step", "seed", "context"))
+    images = {name: asked.get(name) for name in ("image", "mask", "reference")}
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise ValueError("the prompt is empty")
+    if len(instruction) > MOST_CHARACTERS:
+        raise ValueError(f"the prompt has more than {MOST_CHARACTERS} characters")
+    for name, image in images.items():
+        if not isinstance(image, str | None):
+            raise ValueError(f"the {name} must be a base64 string or null")
+    if context not in (None, "reference"):
+        raise ValueError("the context must be 'reference' or null")
+    if type(step) is not int or step not in steps:
+        raise ValueError("this run has no checkpoint of this step")
+    if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
+        raise ValueError(f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
+    return {"instruction": instruction, **images, "context": context, "step": step, "seed": seed}

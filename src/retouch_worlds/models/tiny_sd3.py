@@ -1,0 +1,120 @@
+"""A tiny untrained Stable Diffusion 3, to try a recipe or a script from end to end without a download."""
+
+import string
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+
+from retouch.models.sd3.model import SD3
+
+_LONGEST = 128
+"""Maximum number of tokens of a prompt in T5; each letter is a token."""
+_WIDTH = 32
+_CHANNELS = 4
+_LATENT_SIDE = 16
+
+
+class TinySD3(SD3):
+    """Stable Diffusion 3's classes with random weights from ``seed``, on the CPU. The images have 32 x 32 px.
+
+    ``examples/one_file_flow_grpo.py`` draws the same weights, tensor by tensor.
+
+    Example, in a recipe::
+
+        policy.model: { kind: 'import', class: 'retouch_worlds.models.tiny_sd3:TinySD3', args: { seed: 0 } }
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        pipeline = tiny_sd3_pipeline(seed)
+        super().__init__(
+            transformer=pipeline.transformer,
+            vae=pipeline.vae,
+            text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3),
+            tokenizers=[pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3],
+            scheduler_config=dict(pipeline.scheduler.config),
+            max_sequence_length=_LONGEST,
+        )
+
+
+def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
+    """diffusers' pipeline with random weights from ``seed``, frozen, for images of 32 x 32 px.
+
+    Example: ``retouch.Trainer(model=tiny_sd3_pipeline(), ...)``
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # The order of these lines is the order in which the weights are drawn.
+        transformer, vae = _transformer(), _vae()
+        clip, clip_2, t5 = CLIPTextModelWithProjection(_clip()), CLIPTextModelWithProjection(_clip()), T5EncoderModel(_t5())
+    for part in (transformer, vae, clip, clip_2, t5):
+        part.eval().requires_grad_(False)
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=clip,
+        tokenizer=_clip_letters(),
+        text_encoder_2=clip_2,
+        tokenizer_2=_clip_letters(),
+        text_encoder_3=t5,
+        tokenizer_3=T5Tokenizer(vocab=_t5_letters(), extra_ids=0),
+    )
+
+
+def _transformer() -> SD3Transformer2DModel:
+    return SD3Transformer2DModel(
+        sample_size=_LATENT_SIDE,
+        pos_embed_max_size=_LATENT_SIDE,
+        patch_size=1,
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        joint_attention_dim=_WIDTH,
+        caption_projection_dim=_WIDTH,
+        pooled_projection_dim=2 * _WIDTH,
+    )
+
+
+def _vae() -> AutoencoderKL:
+    return AutoencoderKL(
+        block_out_channels=(8, 16),
+        latent_channels=_CHANNELS,
+        norm_num_groups=4,
+        sample_size=2 * _LATENT_SIDE,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def _clip() -> CLIPTextConfig:
+    words = len(_clip_words())
+    sizes = {"hidden_size": _WIDTH, "projection_dim": _WIDTH, "intermediate_size": 2 * _WIDTH}
+    ends = {"bos_token_id": words - 2, "eos_token_id": words - 1}
+    return CLIPTextConfig(vocab_size=words, num_hidden_layers=2, num_attention_heads=4, **ends, **sizes)
+
+
+def _t5() -> T5Config:
+    return T5Config(vocab_size=len(_t5_letters()), d_model=_WIDTH, d_kv=8, d_ff=2 * _WIDTH, num_layers=2, num_heads=4)
+
+
+def _clip_letters() -> CLIPTokenizer:
+    """A token for each lower-case letter, inside and at the end of a word."""
+    return CLIPTokenizer(vocab=_clip_words(), merges=[], model_max_length=77)
+
+
+def _clip_words() -> dict[str, int]:
+    letters = string.ascii_lowercase
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return {word: index for index, word in enumerate(words)}
+
+
+def _t5_letters() -> list[tuple[str, float]]:
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return [*special, *((letter, -1.0) for letter in f"▁{string.ascii_lowercase}")]

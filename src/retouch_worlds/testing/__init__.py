@@ -1,0 +1,31 @@
+"""Contract checks for the parts that you can write yourself, to call in your own tests.
+
+Each check raises AssertionError, with measured values, at the first violation. Use tiny models: the checks evaluate many times.
+This package may import everything except ``cli``.
+
+Example::
+
+    def test_my_reward():
+        retouch.testing.check_reward(MyReward(), samples)
+"""
+
+from retouch_worlds.testing.algorithms import check_advantage, check_objective, check_transition, check_window
+from retouch_worlds.testing.data import check_data_source
+from retouch_worlds.testing.models import check_model
+from retouch_worlds.testing.playground import playground_policy
+from retouch_worlds.testing.policies import check_policy
+from retouch_worlds.testing.renderers import check_renderer
+from retouch_worlds.testing.rewards import check_reward
+
+__all__ = [
+    "check_advantage",
+    "check_data_source",
+    "check_model",
+    "check_objective",
+    "check_policy",
+    "check_renderer",
+    "check_reward",
+    "check_transition",
+    "check_window",
+    "playground_policy",
+]

@@ -1,0 +1,33 @@
+"""The core trains without the libraries that only extras install."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = ("fastapi", "uvicorn", "httpx", "openai", "prometheus_client", "tensorboard", "rapidocr", "onnxruntime", "trl")
+TRAIN = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS!r})  # so that an import of one of them fails
+from importlib import util
+found = util.find_spec
+util.find_spec = lambda name, *more: None if name in {EXTRAS!r} else found(name, *more)
+from retouch.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp_path: Path) -> None:
+    changes = ["steps=1", "tasks_per_step=2", "group_size=2", "microbatch=4", "rollout.chunk=4", "eval.tasks=3", "eval.best_of_k=0"]
+    changes += ["samples.tasks=1", 'reward={"kind":"share","combine":{"share":1.0}}', "eval.column=share", f"out={tmp_path}"]
+    words = [word for change in changes for word in ("--set", change)]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, "quickstart", *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "quickstart"
+    assert json.loads((run / "metrics.jsonl").read_text())["step"] == 1
+    assert (run / "report.html").is_file()
+    assert not (run / "tensorboard").exists()
+    assert "no curves for TensorBoard" in (run / "train.log").read_text()
