@@ -15,15 +15,15 @@ import torch
 from target import StageClock, Target
 from torch import nn
 
-from retouch.assembly.assembly import Assembly, connect
 from retouch.distributed.placement import plan_placement, set_numerics
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
-from retouch.models.ip_adapter.image_encoder import vision_part
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.ip_adapter.adapter import vision_part
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.sizes import image_encoder
 from retouch.recipe.recipe import Recipe, load
-from retouch.training.loop import Phase, Run
+from retouch.run.build import Assembly, connect
+from retouch.run.step import Phase, Run
 from retouch_plan.rehearsal.inputs import made_up_judge, made_up_sets, scores
 from retouch_plan.rehearsal.loading import without_weights, write_folder, write_single
 

@@ -11,7 +11,7 @@ from findings import Finding, at_most, measured, near
 from plain_loops import PlainLoop, Settings, Style
 from target import Target
 
-from retouch.training.loop import Run, collect, update
+from retouch.run.step import Run, collect, update
 
 MOST = 1.05
 """The longest allowed step of the library, as a multiple of the step of the bare loop."""

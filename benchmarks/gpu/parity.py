@@ -11,13 +11,13 @@ from PIL.Image import Image, fromarray
 from target import Target
 from torch import Tensor
 
-from retouch.assembly.assembly import assemble_policy
 from retouch.core.random import generator
 from retouch.distributed.placement import set_numerics
 from retouch.distributed.ranks import Ranks
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
 from retouch.recipe.recipe import Recipe, load
+from retouch.run.build import assemble_policy
 from retouch.types import Batch, Task
 from retouch_worlds.models.tiny_sd3 import tiny_sd3_pipeline
 from retouch_worlds.playground import playground_weights

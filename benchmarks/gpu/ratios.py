@@ -13,7 +13,7 @@ from findings import Finding, at_most, measured
 from target import Target
 from torch import Tensor
 
-from retouch.training.preflight import CLIP_SHARE
+from retouch.run.preflight import CLIP_SHARE
 from retouch.types import Needs
 
 

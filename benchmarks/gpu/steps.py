@@ -16,8 +16,8 @@ from cases import FLUX_FILL, QWEN, SD3, Built, build
 from findings import Finding, measured, near
 from target import PUBLISHED_FLOPS, Target
 
-from retouch.training.loop import collect, update
-from retouch.training.preflight import ROWS, preflight
+from retouch.run.preflight import ROWS, preflight
+from retouch.run.step import collect, update
 
 KEPT = Path(__file__).with_name("rehearsed.json")
 MEMORY = 75e9

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from flawed_judges import Drifting
 
-from retouch.assembly.hooks import AlarmStop
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
-from retouch.watch.observations import ObservationStore
+from retouch.run.hooks import AlarmStop
+from retouch.run.session import run
+from retouch.run.watch import ObservationStore
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs" / "gamed"

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.forms import ScoresForm

@@ -20,7 +20,7 @@ from typing import Any
 
 from retouch.config import consent
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_view.votes.export import export
 from retouch_view.votes.log import VoteLog
 from retouch_worlds.rewards.edit_judge import PlaygroundReward

@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 from budget import spent
 from worlds import SPLIT, World, untrained
 
-import retouch.session.evaluations
-import retouch.training.recorder  # noqa: F401  (these three are imported once before the forks, not in each)
-from retouch.assembly.phases import build_sets
+import retouch.run.evaluation
+import retouch.run.recorder  # noqa: F401  (these three are imported once before the forks, not in each)
 from retouch.cli import main
 from retouch.config.consent import VARIABLE
 from retouch.recipe.recipe import Recipe
+from retouch.run.build import build_sets
 
 FLOOR = -1.0
 """The share of the gap that a run gets if it ended with an error."""

@@ -11,10 +11,10 @@ import argparse
 import json
 from pathlib import Path
 
-from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.session.session import run
+from retouch.run.build import assemble
+from retouch.run.session import run
 from retouch.types import Batch, Sample
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.rewards.judging import BatchScorer, ScoredBatch
-from retouch.training.evaluation import Evaluator, score_table
+from retouch.run.build import Assembly
+from retouch.run.evaluation import Evaluator, score_table
 from retouch.types import Batch, Sample, Task
 
 

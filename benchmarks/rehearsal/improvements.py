@@ -64,7 +64,7 @@ def concatenated_cache() -> AbstractContextManager[Any]:
     """Concatenate all keys and values of the cache for every new token, as transformers' DynamicCache does, inside this context."""
     from transformers.cache_utils import DynamicLayer
 
-    from retouch.models.causal.preallocated_cache import PreallocatedCacheLayer
+    from retouch.models.causal.decoding import PreallocatedCacheLayer
 
     return patch.object(PreallocatedCacheLayer, "update", DynamicLayer.update)
 
@@ -73,7 +73,7 @@ def preflight_on_device() -> AbstractContextManager[Any]:
     """Keep the preflight's copies of the trained weights on their device, inside this context."""
     from retouch.distributed.stepper import local_shard
 
-    return patch("retouch.training.preflight._copy_in_cpu_memory", lambda parameter: local_shard(parameter).detach().clone())
+    return patch("retouch.run.preflight._copy_in_cpu_memory", lambda parameter: local_shard(parameter).detach().clone())
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def gathered_on_device() -> Iterator[None]:
 
 def own_text_encoder() -> AbstractContextManager[Any]:
     """Let an editor behind a writer keep its own text encoder on the device, inside this context."""
-    return patch("retouch.models.qwen_image.encoder.share_encoder", lambda *_, **__: None)
+    return patch("retouch.models.qwen_image.model.share_encoder", lambda *_, **__: None)
 
 
 @dataclass(frozen=True, kw_only=True)

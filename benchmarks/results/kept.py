@@ -43,25 +43,25 @@ FORMER_KINDS = {"playground-text-to-image": "playground-painter", "playground-sc
 FORMER_WEIGHTS = {"text_to_image": "painter"}  # by folder of the shipped weights
 # The modules that determine the numbers of a run. The assembly and the records of a run change none of these numbers.
 DENOISING = (
-    "retouch.training.loop",
+    "retouch.run.step",
     "retouch.data.sampler",
     "retouch.models.common.wrappers",
-    "retouch.models.qwen_image.edit",
+    "retouch.models.qwen_image.model",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
-    "retouch.objectives.supervised",
+    "retouch.objectives.imitation",
     "retouch_worlds.rewards.edit_judge",
     "retouch_worlds.data.tasks",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
 WRITING = (
-    "retouch.training.loop",
+    "retouch.run.step",
     "retouch.data.sampler",
-    "retouch.models.qwen_image.edit",
+    "retouch.models.qwen_image.model",
     "retouch.models.qwen_image.responses",
     "retouch.models.qwen_vl.model",
-    "retouch.objectives.cross_entropy",
+    "retouch.objectives.imitation",
     "retouch.objectives.policy_gradient",
     "retouch_worlds.data.indirect",
     "retouch_worlds.rewards.edit_judge",
@@ -70,11 +70,11 @@ WRITING = (
     "retouch.renderers.responses",
 )
 REWRITING = (
-    "retouch.training.loop",
+    "retouch.run.step",
     "retouch.data.sampler",
     "retouch.models.qwen_image.model",
     "retouch.models.qwen_vl.model",
-    "retouch.objectives.cross_entropy",
+    "retouch.objectives.imitation",
     "retouch.objectives.policy_gradient",
     "retouch_worlds.rewards.scene_judge",
     "retouch_worlds.data.text_to_image",
@@ -82,10 +82,10 @@ REWRITING = (
     "retouch.renderers.prompts",
 )
 IMAGE_TOKENS = (
-    "retouch.training.loop",
+    "retouch.run.step",
     "retouch.data.sampler",
     "retouch.models.emu3.model",
-    "retouch.objectives.cross_entropy",
+    "retouch.objectives.imitation",
     "retouch.objectives.policy_gradient",
     "retouch_worlds.rewards.edit_judge",
     "retouch_worlds.data.tasks",
@@ -93,22 +93,22 @@ IMAGE_TOKENS = (
     "retouch.renderers.decoders",
 )
 WORDS = (
-    "retouch.training.loop",
+    "retouch.run.step",
     "retouch.data.sampler",
-    "retouch.models.flux.fill",
+    "retouch.models.flux.model",
     "retouch.objectives.advantages",
-    "retouch.objectives.awm",
+    "retouch.objectives.nft",
     "retouch.objectives.dpo",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
-    "retouch.objectives.supervised",
+    "retouch.objectives.imitation",
     "retouch_worlds.data.words",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
     "retouch.rewards.text.ocr",
 )
 TEXT_TO_IMAGE = (
-    "retouch.training.loop",
+    "retouch.run.step",
     "retouch.data.sampler",
     "retouch.models.qwen_image.model",
     "retouch.objectives.policy_gradient",
@@ -119,9 +119,9 @@ TEXT_TO_IMAGE = (
 )
 # Additional modules for a run that trains an IP-Adapter.
 REFERENCED = (
-    "retouch.models.ip_adapter.image_encoder",
     "retouch.models.ip_adapter.adapter",
-    "retouch.models.ip_adapter.reference_model",
+    "retouch.models.ip_adapter.adapter",
+    "retouch.models.ip_adapter.adapter",
     "retouch_worlds.rewards.sign_judge",
 )
 # By the kind of the model if it has an entry, else by the kind of the renderer; None if the policy renders its own images.

@@ -17,7 +17,7 @@ import bad_server
 import faulty_judge
 import faulty_server
 from live_server import remote, samples_of
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.rewards.vlm.forms import ScoresForm, WordForm
 from retouch.rewards.vlm.models import Endpoint

@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     draw, counted = random.Random(arguments.seed), Counter[str]()
-    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+    import retouch.run.session  # noqa: F401  (loaded once, before the forks)
 
     laps = wrong = 0
     with ExitStack() as stack:

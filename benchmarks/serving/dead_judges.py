@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from servers import Ours, serving
 
-from retouch.training import checkpoint
+from retouch.run import checkpoint
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

@@ -30,8 +30,7 @@ from servers import ours, plain
 
 from retouch.types import Sample, Task
 from retouch_serve.client.remote import RemoteReward
-from retouch_serve.server.requests.decoding import decode
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.request_bodies import Limits, decode
 from retouch_serve.wire.bodies import encode_body
 from retouch_serve.wire.packing import pack
 

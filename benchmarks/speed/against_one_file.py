@@ -13,7 +13,7 @@ from functools import partial
 from one_file_batches import one_file, one_file_batch
 from opened import opened
 
-from retouch.training.loop import collect, update
+from retouch.run.step import collect, update
 
 EDGE = 6  # steps at each end of a run whose rewards are averaged
 

@@ -19,7 +19,7 @@ from opened import opened
 
 import retouch.rewards.judging as judging
 from retouch.rewards.ledger.journal import Journal
-from retouch.training.loop import collect, update
+from retouch.run.step import collect, update
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.models.common.pipeline_model import PipelineModel
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.protocols import DenoisingModel
-from retouch.training.loop import Run
+from retouch.run.step import Run
 
 
 @dataclass(eq=False)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
-from retouch.training.ledger import Ledger
-from retouch.training.loop import Phase, Run
+from retouch.run.build import Assembly, assemble
+from retouch.run.ledger import Ledger
+from retouch.run.step import Phase, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 

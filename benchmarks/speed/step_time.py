@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from model_calls import Recorder
 from opened import Opened, opened
 
-from retouch.training.loop import collect, update
+from retouch.run.step import collect, update
 
 STAGES = ("rollout", "render", "judge", "update")
 

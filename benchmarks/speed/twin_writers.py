@@ -29,8 +29,8 @@ from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.policy import LanguageModelLora
 from retouch.rewards.judging import RewardScorer
-from retouch.training.clock import Clock
-from retouch.training.loop import Phase, Run, collect, update
+from retouch.run.clock import Clock
+from retouch.run.step import Phase, Run, collect, update
 from retouch.types import Batch, Column, Sample, Scores, Task
 from retouch_worlds.data.tasks import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from retouch.objectives.advantages import ExponentialAdvantage as ExponentialAdvantage
     from retouch.objectives.advantages import GAEAdvantage as GAEAdvantage
     from retouch.objectives.advantages import GroupAdvantage as GroupAdvantage
-    from retouch.objectives.awm import AWM as AWM
-    from retouch.objectives.cross_entropy import CrossEntropy as CrossEntropy
     from retouch.objectives.dpo import DPO as DPO
+    from retouch.objectives.imitation import CrossEntropy as CrossEntropy
+    from retouch.objectives.imitation import Supervised as Supervised
+    from retouch.objectives.nft import AWM as AWM
     from retouch.objectives.nft import NFT as NFT
+    from retouch.objectives.policy_gradient import CISPO as CISPO
+    from retouch.objectives.policy_gradient import GRPO as GRPO
+    from retouch.objectives.policy_gradient import GSPO as GSPO
+    from retouch.objectives.policy_gradient import REINFORCE as REINFORCE
     from retouch.objectives.policy_gradient import Kl as Kl
     from retouch.objectives.policy_gradient import PolicyGradient as PolicyGradient
-    from retouch.objectives.presets import CISPO as CISPO
-    from retouch.objectives.presets import GRPO as GRPO
-    from retouch.objectives.presets import GSPO as GSPO
-    from retouch.objectives.presets import REINFORCE as REINFORCE
     from retouch.objectives.reward_gradient import DRaFT as DRaFT
     from retouch.objectives.reward_gradient import ReFL as ReFL
-    from retouch.objectives.supervised import Supervised as Supervised
     from retouch.policies.denoising.transitions import CPSTransition as CPSTransition
     from retouch.policies.denoising.transitions import ODETransition as ODETransition
     from retouch.policies.denoising.transitions import SDETransition as SDETransition
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "AWM": "retouch.objectives.awm",
+    "AWM": "retouch.objectives.nft",
     "BatchAdvantage": "retouch.objectives.advantages",
     "BestAdvantage": "retouch.objectives.advantages",
-    "CISPO": "retouch.objectives.presets",
+    "CISPO": "retouch.objectives.policy_gradient",
     "CPSTransition": "retouch.policies.denoising.transitions",
     "Callback": "retouch.trainer.callbacks",
-    "CrossEntropy": "retouch.objectives.cross_entropy",
+    "CrossEntropy": "retouch.objectives.imitation",
     "DPO": "retouch.objectives.dpo",
     "DRaFT": "retouch.objectives.reward_gradient",
     "ExponentialAdvantage": "retouch.objectives.advantages",
     "FullWeights": "retouch.models.train",
     "GAEAdvantage": "retouch.objectives.advantages",
-    "GRPO": "retouch.objectives.presets",
-    "GSPO": "retouch.objectives.presets",
+    "GRPO": "retouch.objectives.policy_gradient",
+    "GSPO": "retouch.objectives.policy_gradient",
     "GroupAdvantage": "retouch.objectives.advantages",
     "IpAdapter": "retouch.models.ip_adapter.section",
     "Kl": "retouch.objectives.policy_gradient",
@@ -65,11 +65,11 @@ _NAMES = {
     "NFT": "retouch.objectives.nft",
     "ODETransition": "retouch.policies.denoising.transitions",
     "PolicyGradient": "retouch.objectives.policy_gradient",
-    "REINFORCE": "retouch.objectives.presets",
+    "REINFORCE": "retouch.objectives.policy_gradient",
     "ReFL": "retouch.objectives.reward_gradient",
     "Recipe": "retouch.recipe.recipe",
     "SDETransition": "retouch.policies.denoising.transitions",
-    "Supervised": "retouch.objectives.supervised",
+    "Supervised": "retouch.objectives.imitation",
     "Trainer": "retouch.trainer.trainer",
     "load_run": "retouch.trainer.loaded_run",
     "open_writer": "retouch.inference.opening",

@@ -1,4 +1,4 @@
-"""``retouch bench`` and ``retouch fid``: published benchmarks of any model, and comparisons of two results."""
+"""``retouch bench``, ``fid`` and ``judge``."""
 
 import argparse
 import json

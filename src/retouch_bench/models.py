@@ -184,11 +184,11 @@ def _playground_maker(
     """
     import diffusers
 
-    from retouch.assembly.assembly import PolicyParts
     from retouch.config.imports import import_class
     from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
     from retouch.policies.weights import WeightCopies
     from retouch.recipe.recipe import load
+    from retouch.run.build import PolicyParts
 
     kind = read_json(folder / "model_index.json")["_class_name"]
     sections: list[Any] = [import_class(path) for path in _PLAYGROUND]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retouch.assembly.assembly import Assembly
-from retouch.assembly.hooks import Alarm, Hook, StepResult
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.keys import SuiteKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 from retouch.rewards.quota.quota import Quota
-from retouch.training.loop import ScoredRollout
+from retouch.run.build import Assembly
+from retouch.run.hooks import Alarm, Hook, StepResult
+from retouch.run.step import ScoredRollout
 from retouch_bench.comparison import compared
 from retouch_bench.image_files import ImageFolder
 from retouch_bench.judges.short_audit import audit_judges

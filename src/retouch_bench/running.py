@@ -25,7 +25,7 @@ from retouch.records.libraries import versions
 from retouch.rewards.base import RewardSection
 from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.rewards.vlm.base import JudgeClients, JudgeModel
-from retouch.training.ledger import ledger_path
+from retouch.run.ledger import ledger_path
 from retouch.types import Json, Task
 from retouch_bench.image_files import ImageFolder, ImageKey, image_keys
 from retouch_bench.judges.short_audit import audit_judges

@@ -20,8 +20,7 @@ from retouch.rewards.base import RewardSection
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.ledger.answers import AnswerCache
 from retouch.rewards.ledger.caching import with_cache
-from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.hashing import ImageHasher
+from retouch.rewards.ledger.database import Database, ImageHasher
 from retouch.rewards.ledger.journal import Journal
 from retouch.rewards.quota.quota import Quota
 from retouch.rewards.vlm.base import JudgeClients, JudgeModel

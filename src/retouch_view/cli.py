@@ -1,4 +1,4 @@
-"""``retouch report`` and ``retouch compare``."""
+"""``retouch report``, ``compare``, ``view``, ``control``, ``ledger`` and ``votes``."""
 
 import argparse
 from functools import partial

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.assembly.phases import build_phase, build_sets
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, load
@@ -20,10 +19,10 @@ from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
-from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.training.ledger import Ledger, ledger_path
+from retouch.run.build import build_phase, build_sets
+from retouch.run.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
 from retouch_view.ledger.ledger_view import LedgerSample, LedgerView
 from retouch_view.ledger.ratings import with_ratings

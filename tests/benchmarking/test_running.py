@@ -24,7 +24,7 @@ from retouch.rewards.judges.viescore import VieScore
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.models import Endpoint
-from retouch.session import session
+from retouch.run import session
 from retouch.types import Column
 from retouch_bench.comparison import compare
 from retouch_bench.kinds import find_suite

@@ -19,11 +19,11 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.rewards.judging import ScoredBatch
-from retouch.training.loop import train
+from retouch.run.build import assemble
+from retouch.run.step import train
 from retouch.types import Batch, Sample, Task
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "league"

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from retouch.config import imports
-from retouch.distributed.guardian import guardian
+from retouch.distributed.launching import guardian
 from retouch.recipe.jsonnet import evaluate_jsonnet
 from retouch_view.live.trying import TrialWorker
 from source_files import source_files
 
 STARTERS = {
-    "distributed/guardian.py": {"subprocess.Popen"},
     "distributed/launching.py": {"subprocess.Popen"},
     "recipe/jsonnet.py": {"subprocess.run"},
     "retouch_view/live/trying.py": {"asyncio.create_subprocess_exec"},

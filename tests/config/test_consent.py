@@ -190,9 +190,7 @@ def test_the_allow_import_flag_sets_the_environment_only_during_its_command(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str | None] = []
-    monkeypatch.setattr(
-        "retouch.session.session.run", lambda recipe, **_: seen.append(os.environ.get("RETOUCH_ALLOW_IMPORTS")) or 0
-    )
+    monkeypatch.setattr("retouch.run.session.run", lambda recipe, **_: seen.append(os.environ.get("RETOUCH_ALLOW_IMPORTS")) or 0)
     assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger", "--allow-import", "a,b"]) == 0
     assert seen == ["stranger,a,b"]
     assert "RETOUCH_ALLOW_IMPORTS" not in os.environ
@@ -215,7 +213,7 @@ def test_invalid_module_names_are_rejected(project: Project, name: str) -> None:
 
 
 def test_consent_is_asked_once_on_a_terminal_and_remembered(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.session.session.run", lambda recipe, **_: 0)
+    monkeypatch.setattr("retouch.run.session.run", lambda recipe, **_: 0)
     terminal = on_a_terminal(monkeypatch, "y")
     assert cli.main(["train", "theirs.jsonnet"]) == 0
     assert (terminal.asked, project.ran) == (1, True)

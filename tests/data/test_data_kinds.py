@@ -14,7 +14,7 @@ from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.images import EncodedImage
 from retouch.data.kinds import DATA
 from retouch.data.rows import Row
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 from retouch.types import Task, TaskContents

@@ -283,8 +283,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_point_1_7_a_mask_is_the_region_that_it_shows_or_is_refused_in_files_rows_and_on_the_server(name):
     from retouch.data.sources.table import encoded_image
-    from retouch_serve.server.requests.decoding import decode_images
-    from retouch_serve.server.requests.limits import Limits
+    from retouch_serve.server.request_bodies import Limits, decode_images
     from retouch_serve.wire.schema import PictureHead
 
     mask, readable = MASKS[name]

@@ -10,7 +10,6 @@ import datasets
 import pytest
 from PIL import Image
 
-from retouch.assembly.phases import build_sets
 from retouch.data import examination, stored_check
 from retouch.data.base import DataContext
 from retouch.data.check import check
@@ -22,6 +21,7 @@ from retouch.data.sources.folder import FolderData, read_folder
 from retouch.data.sources.table import TableData
 from retouch.data.validation import accept, accept_rows
 from retouch.recipe.recipe import load
+from retouch.run.build import build_sets
 
 
 @pytest.fixture(autouse=True)

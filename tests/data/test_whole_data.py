@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 import stream_files
-from retouch.assembly.phases import build_sets
 from retouch.cli import main
 from retouch.data.base import DataContext
 from retouch.data.guard import find_test_sets
@@ -20,6 +19,7 @@ from retouch.data.sources.stream import StreamData
 from retouch.inference.evaluation import whole_data
 from retouch.inference.tokenizing import read_tasks
 from retouch.recipe.recipe import parse
+from retouch.run.build import build_sets
 from retouch.types import Codes
 from small_runs import photos_recipe
 

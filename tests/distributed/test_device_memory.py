@@ -9,11 +9,11 @@ import torch
 from retouch.distributed.device_memory import DeviceMemory, peak_bytes
 from retouch.distributed.placement import Placement, limit_memory
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.devices import Devices
 from retouch.recipe.document import apply
+from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from tiny_recipes import SMALL
 
 CPU = torch.device("cpu")

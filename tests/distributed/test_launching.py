@@ -228,7 +228,7 @@ def test_ranks_and_their_children_die_with_a_killed_launcher(tmp_path: Path) -> 
 
 
 def test_retouch_ranks_die_with_the_launcher_even_if_the_guardian_was_killed(tmp_path: Path) -> None:
-    code = "from retouch.distributed.guardian import die_with_launcher\ndie_with_launcher()\n" + PARENT
+    code = "from retouch.distributed.launching import die_with_launcher\ndie_with_launcher()\n" + PARENT
     with launched(code, tmp_path) as launcher:
         processes = _logged_pids(tmp_path)
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -241,7 +241,7 @@ def test_retouch_ranks_die_with_the_launcher_even_if_the_guardian_was_killed(tmp
 
 
 def test_a_rank_whose_launcher_has_already_ended_does_not_begin() -> None:
-    code = "from retouch.distributed.guardian import die_with_launcher\ndie_with_launcher()\nprint('began')"
+    code = "from retouch.distributed.launching import die_with_launcher\ndie_with_launcher()\nprint('began')"
     environment = {**os.environ, "RETOUCH_LAUNCHER": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout) == (1, "")

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from retouch.distributed.moments import BLOCK, SMALLEST, StoredMomentsAdamW, dequantise, dynamic_map, quantise
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import ReplicatedStepper
+from retouch.distributed.stepper import BLOCK, SMALLEST, ReplicatedStepper, StoredMomentsAdamW, dequantise, dynamic_map, quantise
 from warm_python import python
 
 

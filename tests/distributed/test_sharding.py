@@ -20,7 +20,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.training import checkpoint
+from retouch.run import checkpoint
 from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 from vllm_double import Double, serving
@@ -233,8 +233,8 @@ def test_zero3_raises_with_the_reason_and_alternatives(tmp_path: Path, writer: P
 
 
 def test_single_rank_uses_the_replicated_stepper(tmp_path: Path, writer: Path) -> None:
-    from retouch.assembly.assembly import assemble
     from retouch.distributed.stepper import ReplicatedStepper
+    from retouch.run.build import assemble
 
     for sharding in ("zero2", "fsdp2"):
         parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, sharding=sharding)), Ranks())

@@ -24,13 +24,13 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.assembly.phases import build_sets
 from retouch.config.consent import GROUP
 from retouch.config.schema import places
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.recipe.derived.out_of_memory import OutOfMemory
+from retouch.recipe.derived_facts import OutOfMemory
 from retouch.recipe.recipe import Recipe, load
-from retouch.session.interruptions import explain_out_of_memory
+from retouch.run.build import build_sets
+from retouch.run.folder import explain_out_of_memory
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

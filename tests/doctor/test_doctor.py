@@ -18,9 +18,6 @@ from packaging.requirements import Requirement
 from PIL import Image
 
 from retouch import cli
-from retouch.assembly.assembly import assemble
-from retouch.assembly.phases import build_sets, sets_of, steps_of
-from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.models.common.pretrained import fetch_weights, find_weights
@@ -30,8 +27,10 @@ from retouch.records import libraries
 from retouch.records.folder import RunFolder
 from retouch.rewards.base import close
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.session.session import run
-from retouch.training.preflight import Check, preflight
+from retouch.run.build import assemble, build_sets, sets_of, steps_of
+from retouch.run.preflight import Check, preflight
+from retouch.run.session import run
+from retouch.run.state import capture
 from retouch.types import Column
 from retouch_plan.doctor import trial
 from retouch_plan.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers, phase_steps

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from retouch import cli
 from retouch.config.packaged import available
-from retouch.recipe.derived.judge_calls import Calls
+from retouch.recipe.derived_facts import Calls
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
 from retouch_plan.doctor.checks import check_data

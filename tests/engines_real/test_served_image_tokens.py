@@ -19,7 +19,7 @@ from retouch.models.emu3.model import DRAW
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import load, parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_plan.doctor.checks import check_engines
 from retouch_serve.engines.wire import PLUGIN
 from retouch_worlds.models.language import PlaygroundEmu3

@@ -17,7 +17,7 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_plan.doctor.checks import check_engines
 from retouch_serve.engines import full_weights
 from retouch_serve.engines.server import query_sampling, query_server

@@ -16,7 +16,7 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch.types import Needs, Slice
 from retouch_plan.doctor.checks import check_engines
 from retouch_serve.engines import vllm_decoding

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
-from retouch.training.loop import accumulate, collect, make_minibatch
+from retouch.run.build import assemble
+from retouch.run.step import accumulate, collect, make_minibatch
 from retouch_worlds.models.tiny_sd3 import tiny_sd3_pipeline
 
 ROOT = Path(__file__).parents[2]

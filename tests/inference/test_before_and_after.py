@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from retouch.inference.before_and_after import before_and_after
+from retouch.inference.side_by_side import before_and_after
 from retouch.records.folder import RunFolder
 
 

@@ -20,7 +20,7 @@ from retouch.inference.opening import open_recipe, read_target
 from retouch.models.common.lora import write_lora
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch.trainer.trainer import Trainer
 from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL

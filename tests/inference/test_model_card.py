@@ -20,7 +20,7 @@ from retouch.models.z_image.family import ZImageModel
 from retouch.recipe.recipe import parse
 from retouch.records.files import write_json
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from tiny_recipes import SMALL
 
 LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "comfyui_lora.safetensors")

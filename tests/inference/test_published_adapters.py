@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 import tiny_models
 from retouch.cli import main
 from retouch.inference.published_adapters import convert_adapter
+from retouch.models.ip_adapter import adapter as files
 from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.models.ip_adapter import files
 from retouch.models.ip_adapter.section import IpAdapter
 
 FORM = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="all")

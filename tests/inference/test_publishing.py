@@ -19,7 +19,7 @@ from retouch.inference.exporting import export_target
 from retouch.inference.publishing import why_not_pushable
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_plan.doctor.checks import check_push
 from tiny_recipes import SMALL
 

@@ -20,11 +20,10 @@ from retouch.cli import main
 from retouch.inference import sampling
 from retouch.inference.reference_context import reference_canvas, sized_by_source
 from retouch.inference.sampling import sample_list, sample_target, sample_tasks
-from retouch.models.flux.fill import FluxFill
-from retouch.models.flux.text import FluxText
+from retouch.models.flux.model import FluxFill, FluxText
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.recipe.recipe import parse
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch.types import Task
 
 RED, BLUE, GREEN = (255, 0, 0), (0, 0, 255), (0, 255, 0)

@@ -14,7 +14,7 @@ from retouch import cli
 from retouch.data.images import load_image
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 
 PROMPTS = ["a red cat", "a very long prompt with many words about a blue dog at night", "x", "two cats", "the sea"]
 Start = Callable[..., Path]

@@ -15,13 +15,12 @@ from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.chat_template import TURNS
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.encoder import ResponseEncoder
+from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus, ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.training.loop import TooManyMissing
+from retouch.run.step import TooManyMissing
 from retouch_worlds.models.family import PlaygroundModel
 from tiny_bridge import bridge, trl_call
 

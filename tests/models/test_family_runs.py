@@ -24,7 +24,7 @@ from retouch.models.qwen_image_2.model import QwenImage2
 from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage
 from retouch.recipe.recipe import load, parse
-from retouch.session.session import run
+from retouch.run.session import run
 
 
 @dataclass(frozen=True)

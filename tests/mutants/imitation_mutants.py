@@ -37,14 +37,14 @@ IMITATION = (
     ),
     Mutant(
         "the remaining rows get the loss weights of the first rows",
-        "training/loop.py",
+        "run/step.py",
         "        weights[there],\n        minibatch.epoch,",
         "        weights[: len(there)],\n        minibatch.epoch,",
         f"{_LOOP}::test_best_advantage_gradient_equals_cross_entropy_of_the_best_completions",
     ),
     Mutant(
         "each rank evaluates only as many rows as it has with nonzero weight",
-        "training/loop.py",
+        "run/step.py",
         "count = max(1, int(ranks.max((~unused).sum().float())))",
         "count = max(1, int((~unused).sum()))",
         f"{_LOOP}::test_gradient_and_metrics_on_several_ranks_match_one_rank[best-2]",
@@ -58,14 +58,14 @@ IMITATION = (
     ),
     Mutant(
         "a replaced group keeps its old rewards",
-        "training/refill.py",
+        "run/collecting.py",
         "joined.rewards[origin],",
         "judged.rewards,",
         f"{_REFILL}::test_a_group_of_equal_rewards_is_replaced_and_the_others_stay",
     ),
     Mutant(
         "every refill round uses the noise of the first round",
-        "training/refill.py",
+        "run/collecting.py",
         "numbers = tuple(place + turn * groups for place in places)",
         "numbers = tuple(place + groups for place in places)",
         f"{_REFILL}::test_a_group_of_equal_rewards_is_replaced_and_the_others_stay",

@@ -10,21 +10,21 @@ _FORMS = "tests/rewards/vlm/answers/test_forms.py"
 JUDGING = (
     Mutant(
         "a score outside its scale is clamped",
-        "rewards/vlm/answers/scales.py",
+        "rewards/vlm/answers/wording.py",
         "            return None\n        return None if self.whole",
         "            value = min(max(value, self.low), self.high)\n        return None if self.whole",
         f"{_READS}::test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read",
     ),
     Mutant(
         "text that a judge quotes is read as its own judgement",
-        "rewards/vlm/answers/visible_text.py",
+        "rewards/vlm/answers/wording.py",
         'parts += [text[place:start], "".join("\\n" if sign == "\\n" else "\\x00" for sign in text[start:end])]',
         "parts += [text[place:start], text[start + 1 : end - 1]]",
         f"{_READS}::test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read",
     ),
     Mutant(
         "a judge's unclosed thought is read as its answer",
-        "rewards/vlm/answers/visible_text.py",
+        "rewards/vlm/answers/wording.py",
         "return None if opened else",
         "return",
         f"{_READS}::test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read",
@@ -45,7 +45,7 @@ JUDGING = (
     ),
     Mutant(
         "missing repeats are left out of the mean",
-        "rewards/judges/panel.py",
+        "rewards/judges/rubrics.py",
         "self.scores[name].mean()",
         "self.scores[name].nanmean()",
         f"{_ASKS}::test_one_failed_repeat_makes_only_that_aspect_of_that_sample_missing",

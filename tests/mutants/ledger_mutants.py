@@ -40,14 +40,14 @@ LEDGER = (
     ),
     Mutant(
         "the hash of a sample ignores the completion",
-        "rewards/ledger/hashing.py",
+        "rewards/ledger/database.py",
         "task.text, sample.completion, dict",
         "task.text, dict",
         f"{_KEPT}::test_samples_that_differ_in_completion_or_image_are_scored_separately",
     ),
     Mutant(
         "the hash of an image ignores its last byte",
-        "rewards/ledger/hashing.py",
+        "rewards/ledger/database.py",
         "image.tobytes()",
         "image.tobytes()[:-1]",
         f"{_JOURNAL}::test_image_hash_depends_on_size_mode_and_every_pixel",
@@ -61,7 +61,7 @@ LEDGER = (
     ),
     Mutant(
         "a key that another thread is already requesting is requested again",
-        "rewards/ledger/single_flight.py",
+        "rewards/ledger/answers.py",
         "if key not in found and key not in waiting]",
         "if key not in found]",
         f"{_KEPT}::test_a_question_in_progress_is_not_asked_by_another_thread",
@@ -105,21 +105,21 @@ LEDGER = (
     # The identity of the judge
     Mutant(
         "a run resumes with a changed judge without --new-judge",
-        "training/ledger.py",
+        "run/ledger.py",
         "if not self._new_judge:",
         "if False:",
         f"{_LEDGER}::test_resume_with_a_changed_judge_raises_unless_new_judge_is_set",
     ),
     Mutant(
         "the judge is compared with the run's first judge instead of its latest",
-        "training/ledger.py",
+        "run/ledger.py",
         "ORDER BY number DESC LIMIT 1",
         "ORDER BY number LIMIT 1",
         f"{_LEDGER}::test_resume_with_a_changed_judge_raises_unless_new_judge_is_set",
     ),
     Mutant(
         "a rank continues if its own judge is unchanged and another rank's is not",
-        "training/ledger.py",
+        "run/ledger.py",
         "if not self._ranks.any(bool(changed)):",
         "if not changed:",
         f"{_LEDGER}::test_rank_raises_if_the_judge_changed_on_another_rank",

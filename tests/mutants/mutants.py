@@ -153,21 +153,21 @@ MUTANTS = (
     # Rewards and advantages
     Mutant(
         "actions sampled with stale weights are not importance-weighted",
-        "training/loop.py",
+        "run/step.py",
         "advantages = advantages * collected.importance[rows]",
         "pass",
         "tests/training/test_staleness.py::test_gradient_of_a_stale_step_matches_the_truncated_importance_sampling_formula",
     ),
     Mutant(
         "after a resume, queued rollouts are sampled with the newest weights",
-        "training/staleness.py",
+        "run/collecting.py",
         "nullcontext() if acting == step else copies.using(names[acting % staleness])",
         "nullcontext()",
         "tests/session/test_resume.py::test_run_with_staleness_killed_at_three_places_resumes_bitwise",
     ),
     Mutant(
         "a missing score counts as zero",
-        "training/loop.py",
+        "run/step.py",
         "rewards = gathered[:, 0]\n",
         "rewards = gathered[:, 0].nan_to_num(0.0)\n",
         "tests/training/test_loop.py::test_gradient_with_a_missing_score_equals_the_gradient_without_that_row",
@@ -195,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "every rank gets the advantages of rank 0",
-        "training/loop.py",
+        "run/step.py",
         "phase.order.view(run.ranks.world, -1)[run.ranks.rank]",
         "phase.order.view(run.ranks.world, -1)[0]",
         "tests/training/test_loop.py::test_gradient_on_several_ranks_matches_one_rank[grpo-3]",
@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is normalised over the rows of one rank",
-        "training/loop.py",
+        "run/step.py",
         "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
         "total = denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length) * run.ranks.world",
         "tests/training/test_loop.py::test_gradient_on_several_ranks_matches_one_rank[grpo-3]",
@@ -287,21 +287,21 @@ MUTANTS = (
     ),
     Mutant(
         "the count of optimizer steps restarts at 0 in every training step",
-        "training/loop.py",
+        "run/step.py",
         "taken = (step - phase.steps.start) * phase.epochs * phase.minibatches",
         "taken = 0",
         "tests/training/test_loop.py::test_resumed_phase_continues_its_step_and_optimizer_step_counts",
     ),
     Mutant(
         "every epoch draws the same noise and sigmas",
-        "objectives/flow_matching.py",
+        "objectives/nft.py",
         "batch.group_ids[group], slot, epoch, draw)",
         "batch.group_ids[group], slot, draw)",
         "tests/objectives/test_nft.py::test_noise_draws_are_averaged_and_differ_between_epochs",
     ),
     Mutant(
         "a drawn sigma is not shifted",
-        "objectives/flow_matching.py",
+        "objectives/nft.py",
         "sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)",
         "sigma = sigma.clamp(1e-4, 1.0)",
         "tests/objectives/test_supervised.py::test_sigma_follows_the_configured_distribution_and_shift",

@@ -45,14 +45,14 @@ TOKENS = (
     ),
     Mutant(
         "tokens of every kind are trained, not only the selected kinds",
-        "training/loop.py",
+        "run/step.py",
         "mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))",
         "mask = mask.clone()",
         f"{LOOP}::test_only_tokens_of_the_selected_kind_get_loss_weights",
     ),
     Mutant(
         "each rank divides its loss by the number of its own tokens",
-        "training/loop.py",
+        "run/step.py",
         "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
         "total = run.ranks.world * denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length)",
         f"{LOOP}::test_two_ranks_with_unequal_lengths_get_the_gradient_of_one_rank",
@@ -66,14 +66,14 @@ TOKENS = (
     ),
     Mutant(
         "rows are sorted by length, but their weights are not",
-        "objectives/cross_entropy.py",
+        "objectives/imitation.py",
         "minibatch.weights[order]",
         "minibatch.weights",
         f"{IMITATING}::test_ordering_rows_by_length_reduces_padding_and_keeps_the_gradient[True]",
     ),
     Mutant(
         "rows are not sorted by length before they share a forward pass",
-        "objectives/cross_entropy.py",
+        "objectives/imitation.py",
         "order = policy.order_by_length(minibatch.trajectory)",
         "order = slice(None)",
         f"{IMITATING}::test_ordering_rows_by_length_reduces_padding_and_keeps_the_gradient[True]",

@@ -65,7 +65,7 @@ VALUES = (
     ),
     Mutant(
         "the value loss ignores the loss weights of its rows",
-        "objectives/actor_critic.py",
+        "objectives/policy_gradient.py",
         "value = (minibatch.weights[part.rows, part.actions] * loss).sum()",
         "value = loss.mean()",
         f"{_LOSSES}::test_rows_with_zero_weight_do_not_affect_the_value_head_gradient",
@@ -86,14 +86,14 @@ VALUES = (
     ),
     Mutant(
         "the value head's weights are not saved",
-        "distributed/head_stepper.py",
+        "distributed/stepper.py",
         "return merged(self.policy.state(), weights, ",
         "return merged(self.policy.state(), ",
         f"{_LOOP}::test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it",
     ),
     Mutant(
         "the value head's gradient is not divided by the loss scale",
-        "distributed/head_stepper.py",
+        "distributed/stepper.py",
         "gradient.div_(self.loss_scale)",
         "gradient.div_(1)",
         f"{_LOOP}::test_loss_scale_is_removed_from_the_value_head_gradient",

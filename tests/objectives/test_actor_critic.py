@@ -9,8 +9,7 @@ import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
 from retouch.core.gae import clipped_value_loss, gae
-from retouch.objectives.actor_critic import ActorCritic
-from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient
+from retouch.objectives.policy_gradient import ActorCritic, Kl, NoKl, PolicyGradient
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice

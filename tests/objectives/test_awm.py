@@ -8,9 +8,8 @@ import torch
 
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.objectives.awm import AWM
 from retouch.objectives.base import ObjectiveContext
-from retouch.objectives.flow_matching import draw_points
+from retouch.objectives.nft import AWM, draw_points
 from retouch.protocols import SupportsLosses
 from retouch.recipe.recipe import load
 

@@ -11,7 +11,7 @@ import tiny_policies
 import tiny_writing
 from retouch.core.weights import loss_weights
 from retouch.models.emu3.model import DRAW, THINK
-from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.objectives.imitation import CrossEntropy
 from retouch.types import Minibatch, Needs
 
 THOUGHTS = (40, 2, 33, 5, 0, 38, 1, 36)  # letters of each row's thought

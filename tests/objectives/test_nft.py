@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import tiny_policies as tiny
-from retouch.objectives.flow_matching import draw_points
-from retouch.objectives.nft import NFT, OldDecay
+from retouch.objectives.nft import NFT, OldDecay, draw_points
 from retouch.protocols import SupportsLosses
 
 ADVANTAGES = [1.0, -0.5, 0.0, 7.0]

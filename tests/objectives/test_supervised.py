@@ -7,8 +7,8 @@ import torch
 
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.objectives.flow_matching import draw_points
-from retouch.objectives.supervised import Supervised
+from retouch.objectives.imitation import Supervised
+from retouch.objectives.nft import draw_points
 from retouch.protocols import SupportsLosses
 
 

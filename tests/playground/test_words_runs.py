@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from retouch.assembly.phases import build_sets
 from retouch.cli import main
 from retouch.config.packaged import available
 from retouch.recipe.recipe import load
+from retouch.run.build import build_sets
 from slow_params import slow_except
 
 RECIPES = [name for name in available() if "playground/words-" in name]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import tiny_policies as tiny
-from retouch.assembly.assembly import Assembly
 from retouch.policies.weights import WeightCopies, stale_copies
 from retouch.recipe.policy import Ema
+from retouch.run.build import Assembly
 
 
 def linear():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import FluxFill
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward
 from retouch_worlds.data.words import WordData

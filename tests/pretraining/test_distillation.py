@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from retouch.data.tasks import MappedTasks
-from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.encoder import ResponseEncoder
+from retouch.models.qwen_image.model import QwenImageEdit, ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch_worlds.data.indirect import indirect
 from retouch_worlds.data.tasks import PlaygroundData

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from retouch.models.common.pretrained import fetch_encoder
-from retouch.models.ip_adapter.image_encoder import ImageEncoder
+from retouch.models.ip_adapter.adapter import ImageEncoder
 from retouch_worlds.data.words import WordData
 from retouch_worlds.playground.world.words import INKS, PAPERS
 from retouch_worlds.rewards.sign_judge import paper_and_ink

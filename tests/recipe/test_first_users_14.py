@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.assembly.phases import build_sets
 from retouch.config.packaged import available, find, short_name
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import load
+from retouch.run.build import build_sets
 
 TOY_REWARDS = {"photos", "grade", "share"}
 SMALL = ("-playground", "tiny", "playground/", "quickstart", "photos")

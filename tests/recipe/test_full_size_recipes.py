@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from changed_recipes import differing_paths, values
-from retouch.assembly.phases import build_sets
 from retouch.config.packaged import find, shipped
 from retouch.data.sources.prompts import read_prompts
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.recipe import load
+from retouch.run.build import build_sets
 
 EDITOR = "recipes/qwen-image-edit/"
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"

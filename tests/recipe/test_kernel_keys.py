@@ -9,7 +9,7 @@ import tiny_models
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.distributed.ranks import find_device, scoring_device
 from retouch.models.sd3.family import SD3Model
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, parse
 from retouch_plan.doctor.device import PlannedDevice, check_kernels

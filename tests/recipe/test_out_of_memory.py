@@ -13,17 +13,16 @@ from retouch import cli
 from retouch.config.packaged import available
 from retouch.config.schema import places
 from retouch.policies.denoising.policy import DenoisingPolicy
-from retouch.recipe.derived.differences import differences
-from retouch.recipe.derived.out_of_memory import MEMORY_KEYS, OutOfMemory, suggestions
+from retouch.recipe.derived_facts import MEMORY_KEYS, OutOfMemory, differences, suggestions
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.judging import RewardScorer
-from retouch.session.interruptions import explain_out_of_memory
-from retouch.session.session import run
-from retouch.training import loop
-from retouch.training.clock import Clock
+from retouch.run import step as loop
+from retouch.run.clock import Clock
+from retouch.run.folder import explain_out_of_memory
+from retouch.run.session import run
 from tiny_recipes import SMALL
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about fragments"

@@ -17,9 +17,9 @@ from retouch.config.schema import alternatives, keys_of, places
 from retouch.config.section import Section
 from retouch.core.windows import random_window, sliding_window
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import apply, value_of
-from retouch.recipe.optimizer import Optimizer
+from retouch.recipe.keys import Optimizer
 from retouch.recipe.recipe import Recipe, load, parse
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}

@@ -10,7 +10,7 @@ import pytest
 from test_recipe import BASE
 
 from retouch.config.schema import kinds_of
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward_arguments import parse_reward, read_combined, read_reward

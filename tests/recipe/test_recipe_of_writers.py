@@ -9,7 +9,7 @@ import pytest
 import changed_recipes
 import retouch
 from retouch.config.packaged import find
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 

@@ -15,7 +15,7 @@ from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
 from retouch.records.samples import SampleRecord
 from retouch.records.trackers import CompositeTracker, open_trackers, tracker_id
-from retouch.training.recorder import Recorder
+from retouch.run.recorder import Recorder
 from retouch.types import Sample, Task
 
 

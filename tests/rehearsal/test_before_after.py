@@ -16,7 +16,7 @@ from torch import nn
 import tiny_policies as tiny
 import tiny_writing
 from rehearsal_scripts import call_in_new_process, script
-from retouch.models.causal.preallocated_cache import PreallocatedCacheLayer
+from retouch.models.causal.decoding import PreallocatedCacheLayer
 from retouch.models.common.wrappers import Guided
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.recipe.document import value_at
@@ -151,7 +151,7 @@ def test_concatenated_cache_copies_all_tokens_and_keeps_their_values() -> None:
 
 
 def test_own_text_encoder_keeps_the_encoder_of_the_editor() -> None:
-    encoder = importlib.import_module("retouch.models.qwen_image.encoder")
+    encoder = importlib.import_module("retouch.models.qwen_image.model")
     editor, writer = tiny.edit_model(), nn.Linear(1, 1)
     text = editor.text.encoder
     with IMPROVEMENTS.own_text_encoder():

@@ -13,8 +13,7 @@ import tiny_models
 import tiny_writers
 import tiny_writing
 from retouch.models.common.pipeline_model import accepts_prompt
-from retouch.models.flux.model import Flux
-from retouch.models.flux.text import FluxText
+from retouch.models.flux.model import Flux, FluxText
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
 from retouch.protocols import Renderer

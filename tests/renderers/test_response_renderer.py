@@ -12,9 +12,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_m
 
 import tiny_editing
 import tiny_models
-from retouch.models.qwen_image.edit import QwenImageEditPlus
-from retouch.models.qwen_image.encoder import ResponseEncoder
-from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image.model import QwenImage, QwenImageEditPlus, ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch.protocols import Renderer
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler

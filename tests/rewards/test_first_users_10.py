@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.assembly.assembly import assemble
 from retouch.config.imports import import_class
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.rewards.imported import ImportedReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.kinds import KINDS
+from retouch.run.build import assemble
 from retouch.types import Sample, Task
 from retouch_plan.doctor.reward import check_scoring
 from retouch_worlds.data.tasks import PlaygroundData
@@ -254,7 +254,7 @@ def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_i
     def load(*arguments: object) -> None:
         raise RuntimeError("the model is loaded")
 
-    monkeypatch.setattr("retouch.assembly.assembly.assemble_policy", load)
+    monkeypatch.setattr("retouch.run.build.assemble_policy", load)
     if column == "photographer":
         with pytest.raises(RuntimeError, match="the model is loaded"):
             assemble(recipe, Ranks())

@@ -21,10 +21,9 @@ import pytest
 from PIL import Image
 
 from live_server import LIMITS, LiveServer, body_of, host, live, samples_of
-from retouch_serve.front.connections import Connections
-from retouch_serve.front.log_rate import BoundedRate
-from retouch_serve.front.memory import MemoryBudget
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.front.bodies import MemoryBudget
+from retouch_serve.front.connections import BoundedRate, Connections
+from retouch_serve.server.request_bodies import Limits
 from retouch_serve.wire.bodies import encode_body
 from retouch_serve.wire.errors import RequestError
 from served_rewards import Digest, WaitsForFile

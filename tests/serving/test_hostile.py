@@ -20,8 +20,7 @@ from PIL import Image
 from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS
 from live_server import LiveServer, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch_serve.server.requests.limits import Limits
-from retouch_serve.server.requests.single_score import SingleScore
+from retouch_serve.server.request_bodies import Limits, SingleScore
 from retouch_serve.wire.bodies import encode_body
 from retouch_serve.wire.errors import ERRORS
 from served_rewards import Digest

@@ -15,9 +15,9 @@ from test_replicas import serving, wait_until
 
 from bad_server import bad_server
 from live_server import LiveServer, body_of, host, live, remote, samples_of
-from retouch_serve.client.pool import EndpointPool
+from retouch_serve.client.session import EndpointPool
 from retouch_serve.client.transport import RequestFault, fault_of_status
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.request_bodies import Limits
 from served_rewards import Digest, Sleeps, digest_score
 
 LIMITS = Limits(window=0.0, stall_seconds=0.2, deadline_seconds=2.0)

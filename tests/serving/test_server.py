@@ -26,8 +26,7 @@ from retouch.types import Sample
 from retouch_serve.server.batching import Batcher, RewardResult
 from retouch_serve.server.hosted_rewards import build, fingerprint, parse_specs, rebuild
 from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.requests.limits import Limits
-from retouch_serve.server.requests.single_score import SingleScore
+from retouch_serve.server.request_bodies import Limits, SingleScore
 from retouch_serve.wire.bodies import BodyForm
 from retouch_serve.wire.replies import ExpectedReply, read_reply
 from retouch_serve.wire.schema import ServerInfo

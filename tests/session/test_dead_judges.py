@@ -13,7 +13,7 @@ import pytest
 
 from live_server import live
 from retouch.records.folder import RunFolder
-from retouch.training import checkpoint
+from retouch.run import checkpoint
 from warm_python import python
 
 TINY = {

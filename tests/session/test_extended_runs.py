@@ -7,9 +7,9 @@ import pytest
 from folder_faults import six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.session.evaluations import RunEvaluations
-from retouch.session.session import run
-from retouch.training.loop import TooManyMissing
+from retouch.run.heldout import RunEvaluations
+from retouch.run.session import run
+from retouch.run.step import TooManyMissing
 from retouch_view.live.live_run import LiveRun
 
 

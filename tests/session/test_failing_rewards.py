@@ -9,8 +9,8 @@ import tiny_watched
 from failing_reward import Brightness
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
-from retouch.training import checkpoint
+from retouch.run import checkpoint
+from retouch.run.session import run
 
 
 def recipe(out: Path, **changes: Any) -> Recipe:

@@ -12,7 +12,7 @@ from folder_faults import six_step_recipe
 from retouch import cli
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import open_session, run
+from retouch.run.session import open_session, run
 from retouch.types import Column, Sample, Scores
 
 

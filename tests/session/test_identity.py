@@ -14,9 +14,9 @@ from PIL import Image, ImageStat
 from torch import nn
 
 import retouch
-from retouch.assembly.identity import changed_tasks
 from retouch.models.common.parts import bits_hash, frozen_hashes
-from retouch.training.evaluation import EvaluationResult, task_content
+from retouch.run.evaluation import EvaluationResult, task_content
+from retouch.run.identity import changed_tasks
 from retouch.types import Task
 from slow_params import slow_after
 

@@ -12,8 +12,8 @@ from PIL import ImageStat
 from folder_faults import six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.session.evaluations import RunEvaluations
-from retouch.session.session import run
+from retouch.run.heldout import RunEvaluations
+from retouch.run.session import run
 from retouch.types import Column, Sample, Scores
 
 

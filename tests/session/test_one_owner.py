@@ -14,7 +14,7 @@ from kill_places import recipe
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import NotOwner, Owner
-from retouch.session.session import run
+from retouch.run.session import run
 
 COMMAND = [sys.executable, "-W", "ignore", "-m", "retouch.cli"]
 

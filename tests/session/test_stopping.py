@@ -18,8 +18,8 @@ from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.rewards import judging
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
-from retouch.session.interruptions import StopRequest, catch_stop_signals
-from retouch.training import checkpoint
+from retouch.run import checkpoint
+from retouch.run.folder import StopRequest, catch_stop_signals
 from retouch.types import Column, Sample, Scores
 from slow_params import slow_after
 from warm_python import python
@@ -192,7 +192,7 @@ def test_closing_a_worker_thread_cancels_pending_calls_and_abandons_a_hung_call(
     code = """
 import time
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
-from retouch.session.interruptions import StopRequest, catch_stop_signals
+from retouch.run.folder import StopRequest, catch_stop_signals
 thread = WorkerThread("hangs")
 first, second = thread.submit(time.sleep, 600), thread.submit(print, "never")
 while not first.running(): time.sleep(0.01)

@@ -13,14 +13,14 @@ import suite_rows
 from html_check import read
 from judge_double import KEY, Double
 from rank_commands import on_ranks
-from retouch.assembly.hooks import AlarmStop
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session import session as training_session
-from retouch.session.session import run
-from retouch.training import checkpoint
+from retouch.run import checkpoint
+from retouch.run import session as training_session
+from retouch.run.hooks import AlarmStop
+from retouch.run.session import run
 from retouch_bench import run_suites as suites
 from retouch_bench.results import BenchmarkResult, ImageRow, make_table
 from retouch_bench.run_suites import Fall, OpenSuite, RunSuites, fall, open_suites
@@ -314,7 +314,7 @@ KILLED = """
 import os, signal, sys
 from retouch.recipe.recipe import parse
 from retouch.rewards.ledger.journal import Journal
-from retouch.session.session import run
+from retouch.run.session import run
 recipe = parse(__import__("json").load(open(sys.argv[1])))
 inner, calls = Journal.record, []
 def counted(self, *arguments, **options):

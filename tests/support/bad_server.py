@@ -11,8 +11,7 @@ from typing import Any
 import loopback
 from live_server import host
 from retouch.types import Sample
-from retouch_serve.server.requests.decoding import decode
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.request_bodies import Limits, decode
 from retouch_serve.wire.schema import ServerInfo
 from served_rewards import Digest, digest_score
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.models import InProcess
 from retouch.rewards.vlm.questions import Answer, Question

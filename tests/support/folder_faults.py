@@ -57,7 +57,7 @@ def train(made: Recipe) -> int:
 
 
 def train_until_killed(made: Recipe) -> None:
-    kill_at("retouch.training.recorder:Recorder.step", 5, "after")
+    kill_at("retouch.run.recorder:Recorder.step", 5, "after")
     train(made)
 
 

@@ -31,11 +31,11 @@ PHASES = "phases"
 STALE = "stale"
 REFILL = "refill"
 PLACES = (
-    ("retouch.training.checkpoint:write_tensors", 1, "before"),
-    ("retouch.training.checkpoint:write_tensors", 3, "after"),
-    ("retouch.training.checkpoint:write_tensors", 6, "before"),
-    ("retouch.training.checkpoint:save", 1, "after"),
-    ("retouch.training.checkpoint:prune", 2, "before"),
+    ("retouch.run.checkpoint:write_tensors", 1, "before"),
+    ("retouch.run.checkpoint:write_tensors", 3, "after"),
+    ("retouch.run.checkpoint:write_tensors", 6, "before"),
+    ("retouch.run.checkpoint:save", 1, "after"),
+    ("retouch.run.checkpoint:prune", 2, "before"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 5, "before"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.evaluate", 4, "after"),
@@ -50,8 +50,8 @@ PLACES = (
     ("retouch.records.files:append_line", 5, "before"),
     ("retouch.records.files:append_line", 6, "after"),
     ("retouch.records.files:write_atomic", 7, "before"),
-    ("retouch.training.recorder:Recorder.step", 3, "after"),
-    ("retouch.session.evaluations:RunEvaluations.write_summary", 1, "before"),
+    ("retouch.run.recorder:Recorder.step", 3, "after"),
+    ("retouch.run.heldout:RunEvaluations.write_summary", 1, "before"),
     ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
 )
 # Kills in the warm-up, between the phases, in a rollout, and between two epochs of a step. The trial step of each phase is made
@@ -59,26 +59,26 @@ PLACES = (
 PHASES_PLACES = (
     ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
     ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
-    ("retouch.assembly.assembly:Assembly.begin", 2, "before"),
-    ("retouch.assembly.assembly:Assembly.begin", 2, "after"),
+    ("retouch.run.build:Assembly.begin", 2, "before"),
+    ("retouch.run.build:Assembly.begin", 2, "after"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 7, "after"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),
-    ("retouch.training.checkpoint:save", 1, "after"),
+    ("retouch.run.checkpoint:save", 1, "after"),
 )
 # Kills with two rollouts in the queue that the checkpoint does not contain, before the third rollout is made, and after the third
 # optimizer step (the call of the trial step counts too).
 STALE_PLACES = (
-    ("retouch.training.checkpoint:save", 1, "after"),
-    ("retouch.training.loop:begin_collecting", 3, "before"),
+    ("retouch.run.checkpoint:save", 1, "after"),
+    ("retouch.run.step:begin_collecting", 3, "before"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
 )
 
 
 # Kills when the scores of a replacement group are in the ledger but its samples are not stored, and in the second round of a step.
 REFILL_PLACES = (
-    ("retouch.training.refill:replace_rows", 1, "before"),
-    ("retouch.training.refill:with_tasks", 4, "after"),
+    ("retouch.run.collecting:replace_rows", 1, "before"),
+    ("retouch.run.collecting:with_tasks", 4, "after"),
 )
 
 
@@ -128,13 +128,13 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
 def import_models() -> None:
     """Import the modules that take time to import, once and before the forks."""
     import retouch.models.emu3.model
-    import retouch.models.qwen_image.edit
+    import retouch.models.qwen_image.model
     import retouch.models.qwen_vl.model
-    import retouch.session.session  # noqa: F401
+    import retouch.run.session  # noqa: F401
 
 
 def train(out: Path, name: str, writer: str | None) -> None:
-    from retouch.session.session import run
+    from retouch.run.session import run
 
     assert run(recipe(out, name, writer), fresh=False) == 0
 

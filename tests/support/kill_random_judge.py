@@ -19,10 +19,10 @@ PLACES = (
     ("retouch.rewards.ledger.journal:Journal.record", 3, "after"),
     ("retouch.rewards.judging:RewardScorer._collect", 5, "after"),
     ("retouch.rewards.ledger.journal:Journal.record", 5, "before"),
-    ("retouch.training.checkpoint:save", 1, "after"),
+    ("retouch.run.checkpoint:save", 1, "after"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
     ("retouch.records.files:append_line", 5, "after"),
-    ("retouch.session.evaluations:RunEvaluations.write_summary", 1, "before"),
+    ("retouch.run.heldout:RunEvaluations.write_summary", 1, "before"),
 )
 
 
@@ -35,7 +35,7 @@ def random_judge_recipe(out: Path, name: str, log: Path, *, replay: bool = False
 
 
 def train(made: Recipe) -> None:
-    from retouch.session.session import run
+    from retouch.run.session import run
 
     assert run(made, fresh=False) == 0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from retouch.records import repair
-from retouch.training import checkpoint
-from retouch.training.checkpoint import TrainState
+from retouch.run import checkpoint
+from retouch.run.checkpoint import TrainState
 
 DISK = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree", "pathlib.Path.glob"}
 

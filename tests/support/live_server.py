@@ -20,8 +20,7 @@ from retouch_serve.front.connections import bounded_config
 from retouch_serve.server.app import build_app
 from retouch_serve.server.hosted_rewards import HostedReward, build, parse_specs
 from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.requests.limits import Limits
-from retouch_serve.server.requests.single_score import SingleScore
+from retouch_serve.server.request_bodies import Limits, SingleScore
 from retouch_serve.server.service import Service
 from retouch_serve.wire.bodies import BodyForm, encode_body
 from retouch_serve.wire.packing import ImageEncoding, pack

@@ -14,7 +14,7 @@ import torch
 
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
-from retouch.session.session import run
+from retouch.run.session import run
 from tiny_recipes import SMALL
 
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import image_levels
 import several_devices
-from retouch.assembly import assembly
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
-from retouch.training.loop import accumulate, collect, make_minibatch
+from retouch.run import build as assembly
+from retouch.run.step import accumulate, collect, make_minibatch
 
 ROUNDS = 2
 

@@ -14,13 +14,13 @@ import torch
 
 import image_levels
 import several_devices
-from retouch.assembly import assembly
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.models.offloading.on_device import parts_of
 from retouch.recipe.recipe import parse
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.training.loop import accumulate, collect, make_minibatch
+from retouch.run import build as assembly
+from retouch.run.step import accumulate, collect, make_minibatch
 from retouch.types import Sample, Scores
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import several_devices
-from retouch.assembly import assembly
-from retouch.assembly.state import capture, restore
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
-from retouch.training import preflight
+from retouch.run import build as assembly
+from retouch.run import preflight
+from retouch.run.state import capture, restore
 
 DEVICE = torch.device("pretend:0")
 

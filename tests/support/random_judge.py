@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.database import image_hash
 from retouch.types import Column, Sample, Scores
 
 

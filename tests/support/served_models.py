@@ -15,8 +15,7 @@ import tiny_writing
 from retouch.models.common.lora import write_lora
 from retouch.models.emu3.load import load_emu3, save_for_vllm
 from retouch.models.emu3.model import DRAW
-from retouch.models.qwen_vl.load import load_writer
-from retouch.models.qwen_vl.model import QwenWriter
+from retouch.models.qwen_vl.model import QwenWriter, load_writer
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.engine import EngineContext
 from retouch_serve.engines.client import Client

@@ -21,8 +21,8 @@ from retouch.distributed.sharded_copies import ShardedCopies, fill_shards, gathe
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.distributed.zero import ZeroStepper
 from retouch.policies.weights import WeightCopies
-from retouch.training import checkpoint
-from retouch.training.checkpoint import TrainState
+from retouch.run import checkpoint
+from retouch.run.checkpoint import TrainState
 
 WIDTH, BLOCKS, ROWS = 1023, 16, 8
 STEPPERS: dict[str, Any] = {"fsdp2": FsdpStepper, "zero2": ZeroStepper, "alone": ReplicatedStepper}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from retouch.distributed.ranks import destroy_distributed, init_distributed
 from retouch.integrations.trl import RetouchReward
-from retouch.training.loop import TooManyMissing
+from retouch.run.step import TooManyMissing
 from retouch.types import Column, Task
 
 ENDS = (2, 3)

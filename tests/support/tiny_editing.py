@@ -7,8 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import tiny_models
 import tiny_writers
-from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.encoder import ResponseEncoder
+from retouch.models.qwen_image.model import QwenImageEdit, ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout

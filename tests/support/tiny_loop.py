@@ -16,8 +16,8 @@ from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.training.clock import Clock
-from retouch.training.loop import Phase, Run
+from retouch.run.clock import Clock
+from retouch.run.step import Phase, Run
 
 ALONE = Ranks()
 GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.01))

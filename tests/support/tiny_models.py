@@ -38,7 +38,7 @@ from transformers import (
     T5Tokenizer,
 )
 
-from retouch.models.flux.text import FluxText
+from retouch.models.flux.model import FluxText
 from retouch.types import Conditioning, Task
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -8,7 +8,7 @@ import tiny_models
 from retouch.core.random import generator
 from retouch.core.weights import loss_weights
 from retouch.models.common.wrappers import Guided
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.sd3.model import SD3
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout

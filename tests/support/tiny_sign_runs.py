@@ -4,7 +4,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from retouch.recipe.recipe import parse
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch.types import Task
 from retouch_worlds.data.words import WordData
 from tiny_recipes import SMALL

@@ -10,8 +10,8 @@ from PIL import ImageStat
 
 from retouch.config.packaged import find
 from retouch.recipe.document import evaluate
-from retouch.rewards.judges.panel import Panel, Prompt
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import Panel, Prompt
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.rewards.vlm.questions import Answer
 from retouch.types import Column

@@ -8,7 +8,7 @@ import torch
 
 import tiny_models
 import tiny_writers
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.sd3.model import SD3
 from retouch.recipe.document import apply
 from retouch_worlds.models.family import PlaygroundModel

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import tiny_loop
 import tiny_policies as tiny
 from retouch.distributed.ranks import init_distributed
-from retouch.training.loop import train
+from retouch.run.step import train
 
 
 def main(folder: Path) -> None:

@@ -14,12 +14,11 @@ from retouch.objectives.advantages import (
     GAEAdvantage,
     GroupAdvantage,
 )
-from retouch.objectives.awm import AWM
 from retouch.objectives.base import Objective
 from retouch.objectives.dpo import DPO
-from retouch.objectives.nft import NFT
+from retouch.objectives.imitation import Supervised
+from retouch.objectives.nft import AWM, NFT
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
-from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition, Transition
 from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow, Window
 from retouch.types import Loss, Needs

@@ -234,6 +234,6 @@ def test_point_1_4_a_second_run_accepts_what_the_first_has_changed(tmp_path: Pat
     pipe = tiny_pipelines.qwen_image()
     common = {"rollout": {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}}, "size": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retouch.models.qwen_image.text.OFFICIAL_PREFIX", {})
+        patch.setattr("retouch.models.qwen_image.model.OFFICIAL_PREFIX", {})
         for name in ("one", "two"):
             trained(tmp_path / name, pipe, gradient_checkpointing=True, **common)

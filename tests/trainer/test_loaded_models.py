@@ -18,9 +18,9 @@ import tiny_models
 import tiny_pipelines
 import tiny_qwen_image_2
 import tiny_writers
-from retouch.models.flux.kontext import FluxKontext
-from retouch.models.qwen_image import text as qwen_text
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.flux.model import FluxKontext
+from retouch.models.qwen_image import model as qwen_text
+from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
 from small_trainer import redness
 
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]

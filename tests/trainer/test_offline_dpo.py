@@ -21,7 +21,7 @@ from retouch.data.sources.hub import HubData
 from retouch.data.sources.table import TableData
 from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_plan.doctor.reward import check_scoring
 from warm_python import python
 
@@ -247,7 +247,7 @@ def test_wrong_arguments_raise_in_the_constructor(tmp_path: Path, changes: dict[
 def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(
     tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retouch.assembly.assembly.assemble_policy", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("retouch.run.build.assemble_policy", lambda *_: pytest.fail("a model was built"))
     rows = [*pairs(11), {**pairs(12)[11], **change}]
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, train_dataset=rows).train()

@@ -16,7 +16,7 @@ import tiny_pipelines
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.rewards.imported import ImportedReward
-from retouch.session.session import run
+from retouch.run.session import run
 from small_trainer import SMALL, assert_same, redness, run_results
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retouch.records import repair
-from retouch.training import checkpoint
-from retouch.training.checkpoint import TrainState
+from retouch.run import checkpoint
+from retouch.run.checkpoint import TrainState
 from warm_python import python
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]

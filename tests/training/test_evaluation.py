@@ -13,7 +13,7 @@ import tiny_writers
 import tiny_writing
 from retouch.distributed.ranks import Ranks
 from retouch.rewards.judging import RewardScorer, ScoredBatch
-from retouch.training.evaluation import EvaluationResult, Evaluator, headline_tasks, score_table
+from retouch.run.evaluation import EvaluationResult, Evaluator, headline_tasks, score_table
 from retouch.types import Batch, Column, Sample, Task
 
 

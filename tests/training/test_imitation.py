@@ -14,11 +14,10 @@ from retouch.core.advantages import exponential_weights
 from retouch.core.random import generator
 from retouch.core.weights import loss_weights
 from retouch.objectives.advantages import BestAdvantage, ExponentialAdvantage
-from retouch.objectives.awm import AWM
-from retouch.objectives.flow_matching import draw_points
-from retouch.objectives.presets import REINFORCE
+from retouch.objectives.nft import AWM, draw_points
+from retouch.objectives.policy_gradient import REINFORCE
 from retouch.recipe.recipe import load
-from retouch.training.loop import train, weighted_rows
+from retouch.run.step import train, weighted_rows
 from retouch.types import Minibatch
 from slow_params import slow_after
 from token_policy import TokenPolicy

@@ -11,13 +11,13 @@ from PIL import Image
 from judge_double import on_panel
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.judges.one_token import YesReward
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.caching import CachedJudgeClient
@@ -26,7 +26,7 @@ from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.photos import PhotosReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.vlm.questions import Answer
-from retouch.training.ledger import Ledger
+from retouch.run.ledger import Ledger
 from retouch.types import Batch, Sample, Task
 from retouch_worlds.rewards.edit_judge import PlaygroundReward
 

@@ -20,13 +20,13 @@ from image_levels import ROUNDING, encode, max_level_difference
 from retouch.core.advantages import group_relative
 from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
 from retouch.objectives.advantages import BatchAdvantage, GroupAdvantage
+from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.reward_gradient import DRaFT
-from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.training.loop import RewardFailed, ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
+from retouch.run.step import RewardFailed, ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
 from token_policy import TokenPolicy
 from warm_python import python

@@ -13,7 +13,7 @@ import torch
 
 import tiny_policies
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.training import preflight
+from retouch.run import preflight
 from tiny_recipes import SMALL
 from warm_python import python
 

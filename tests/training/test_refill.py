@@ -12,13 +12,13 @@ import torch
 import tiny_loop
 import tiny_policies as tiny
 from image_levels import ROUNDING, encode, max_level_difference
-from retouch.assembly.phases import build_phase
 from retouch.cli import main
 from retouch.core.advantages import equal_groups, group_relative
 from retouch.data.sampler import further_tasks, tasks_for_step
 from retouch.recipe.recipe import load
-from retouch.training.loop import TooManyMissing, collect, train, update
-from retouch.training.refill import collect_refilled
+from retouch.run.build import build_phase
+from retouch.run.collecting import collect_refilled
+from retouch.run.step import TooManyMissing, collect, train, update
 
 SPARE = tuple(replace(task, id=f"spare-{k}") for k, task in enumerate(tiny.tasks(12)))
 

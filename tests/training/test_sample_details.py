@@ -15,9 +15,8 @@ from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder
 from retouch.records.trackers import CompositeTracker
 from retouch.renderers.decoders import LatentRenderer
-from retouch.training.loop import ScoredRollout, collect
-from retouch.training.recorder import Recorder
-from retouch.training.sample_details import SampleDetails
+from retouch.run.recorder import Recorder, SampleDetails
+from retouch.run.step import ScoredRollout, collect
 from retouch.types import Completion, Kind, Prompts
 
 

@@ -15,7 +15,7 @@ from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.text.ocr import OcrReward
-from retouch.training.loop import train
+from retouch.run.step import train
 from retouch.types import Task
 from retouch_worlds.models.tiny_fill import TinyFluxFill
 

@@ -17,8 +17,8 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.rollout import CachedEngine
 from retouch.policies.weights import stale_copies
 from retouch.recipe.recipe import load
-from retouch.training.loop import begin_collecting, collect, finish_collecting, make_minibatch, train, update
-from retouch.training.staleness import collect_ahead, under_current_weights
+from retouch.run.collecting import collect_ahead, under_current_weights
+from retouch.run.step import begin_collecting, collect, finish_collecting, make_minibatch, train, update
 from retouch.types import Needs
 
 WIDE = PolicyGradient(clip_low=0.9, clip_high=9.0)

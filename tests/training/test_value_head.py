@@ -13,21 +13,19 @@ from torch import nn
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.distributed.head_stepper import HeadStepper
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.stepper import HeadStepper, NonFiniteGradient, ReplicatedStepper
 from retouch.inference.exporting import export_target
-from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.advantages import GAEAdvantage
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
 from retouch.policies.value_heads import LatentValues, channels_of, summary
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run as run_session
-from retouch.training import checkpoint
-from retouch.training.clock import Clock
-from retouch.training.loop import Run, train
-from retouch.training.preflight import preflight
+from retouch.run import checkpoint
+from retouch.run.clock import Clock
+from retouch.run.preflight import preflight
+from retouch.run.session import run as run_session
+from retouch.run.step import Run, train
 from retouch.types import Evaluation, Kind, Slice, Trajectory
 from tiny_recipes import SMALL
 

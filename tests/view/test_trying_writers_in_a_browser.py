@@ -10,7 +10,7 @@ import tiny_writer_runs
 from retouch.inference.side_by_side import SideBySide
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch.types import Task
 
 pytest.importorskip("playwright.sync_api", reason="needs the package playwright")

@@ -11,8 +11,7 @@ from retouch.records.control import answer_request, read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
-from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow
 from retouch.types import Sample, Task
 

@@ -19,7 +19,7 @@ import tiny_recipes
 from retouch.inference.side_by_side import SideBySide
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch.types import Task
 from retouch_view.live.app import build_app
 from retouch_view.live.trying import MOST_BYTES, MOST_CHARACTERS, TrialWorker

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from retouch.recipe.watch import Canaries, HeldOutJudge, PaintedText, Watch
+from retouch.run.watch import Observation, ObservationStore, canary_shift, diversity_ratio, find_alarms, paired_change, since_best
 from retouch.types import Column
-from retouch.watch.alarms import canary_shift, diversity_ratio, find_alarms, since_best
-from retouch.watch.observations import Observation, ObservationStore, paired_change
 
 COLUMNS = {"score": Column(0.0, 10.0), "other": Column(-1.0, 1.0)}
 WATCH = Watch(

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from retouch.distributed.ranks import Ranks
+from retouch.run.watch import group_diversity
 from retouch.types import Batch, Task
-from retouch.watch.measures import group_diversity
 from tiny_loop import run_on_threads
 
 

@@ -11,18 +11,17 @@ import torch
 from PIL import Image
 
 import tiny_watched
-from retouch.assembly.hooks import AlarmStop
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session import session as training_session
-from retouch.session.session import run
-from retouch.training import checkpoint
-from retouch.training.ledger import ledger_path
-from retouch.training.loop import RewardFailed
-from retouch.watch.observations import ObservationStore
-from retouch.watch.watcher import Watcher
+from retouch.run import checkpoint
+from retouch.run import session as training_session
+from retouch.run.hooks import AlarmStop
+from retouch.run.ledger import ledger_path
+from retouch.run.session import run
+from retouch.run.step import RewardFailed
+from retouch.run.watch import ObservationStore, Watcher
 from retouch_view.report.page import write_report
 from warm_python import python
 

@@ -96,10 +96,10 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         return
     if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
-    from retouch.assembly.phases import required_rows
     from retouch.data.base import StoredData, resize_to
     from retouch.data.requirements import RequiredRows
     from retouch.recipe.recipe import load
+    from retouch.run.build import required_rows
 
     recipe = load(arguments.path, arguments.overrides)
     seen = []

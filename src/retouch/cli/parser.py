@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         protect(os.environ)
     shorten_spinning(os.environ)
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
-        from retouch.distributed.guardian import die_with_launcher
+        from retouch.distributed.launching import die_with_launcher
 
         die_with_launcher()
     try:

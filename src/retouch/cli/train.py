@@ -1,4 +1,4 @@
-"""``retouch train``."""
+"""``retouch train`` and ``retouch launch``."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     # Load the recipe before the slow imports, so that a mistake in it is reported at once.
     recipe = load(arguments.recipe, arguments.overrides)
-    from retouch.session.session import run
+    from retouch.run.session import run
 
     return run(recipe, fresh=arguments.fresh, new_judge=arguments.new_judge)
 

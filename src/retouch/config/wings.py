@@ -18,7 +18,8 @@ def entries() -> Mapping[str, str]:
     """What the wings add: ``SET.NAME`` to ``module:object``, or to a module."""
     from importlib.metadata import distribution  # slow to import
 
-    return {entry.name: entry.value for entry in distribution("retouch").entry_points if entry.group == GROUP}
+    # Sorted, because installers keep no order and pages list the kinds.
+    return dict(sorted((one.name, one.value) for one in distribution("retouch").entry_points if one.group == GROUP))
 
 
 def of_set(name: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import torch
 
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.devices import Devices
+from retouch.recipe.keys import Devices
 
 PEAK = "memory/peak_gb"
 _GB = 1e9

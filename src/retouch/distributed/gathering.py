@@ -1,4 +1,6 @@
-"""Gathers sharded state one tensor at a time. During a gather, a device holds only one rank's part of the tensor at a time.
+"""The whole weights of a sharded model: gathered for checkpoints and exports, and copies of them.
+
+Gathers sharded state one tensor at a time. During a gather, a device holds only one rank's part of the tensor at a time.
 
 Every rank holds a contiguous part of each tensor, in row-major order: some rows of a tensor that FSDP2 has sharded, or a slice of
 ZeRO's concatenated weights.

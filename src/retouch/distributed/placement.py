@@ -9,7 +9,7 @@ import torch
 
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.recipe.checks import ZERO3
-from retouch.recipe.devices import Devices
+from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import Recipe
 
 _SHIPPED = "recipes/accelerate/"

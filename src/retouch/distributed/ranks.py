@@ -100,7 +100,7 @@ def init_distributed(device: str) -> Ranks:
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
-    from retouch.distributed.guardian import STORE
+    from retouch.distributed.launching import STORE
 
     options: dict[str, Any] = {}
     if (limit := os.environ.get(TIMEOUT)) is not None:

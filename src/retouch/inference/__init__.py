@@ -1,5 +1,5 @@
 """Use of a trained policy: sampling, evaluation of a run or recipe, export, upload to the Hub, and encoding of data sets as image
 tokens.
 
-What a command does with a policy outside of training belongs here. This package may import ``assembly`` and every package below it.
+What a command does with a policy outside of training belongs here. This package may import ``run`` and every package below it.
 """

@@ -8,7 +8,7 @@ from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
 from retouch.inference.opening import open_recipe, read_target
 from retouch.records.libraries import silence_libraries
-from retouch.training.evaluation import headline_tasks, score_table
+from retouch.run.evaluation import headline_tasks, score_table
 
 _ALL = 10**9  # tasks: more than any data set has
 

@@ -3,7 +3,7 @@
 A LoRA is written as ``pytorch_lora_weights.safetensors`` (for a pipeline's ``load_lora_weights``), ``adapter_model.safetensors``
 with ``adapter_config.json`` (for ``PeftModel.from_pretrained``), and ``comfyui_lora.safetensors`` (if ComfyUI supports the model
 family, see ``models/common/comfyui_lora.py``). An IP-Adapter is written as ``ip_adapter.safetensors``, which a Flux pipeline can
-load with ``load_ip_adapter`` if the adapter has the required form (see ``models/ip_adapter/files.py``), and ``ip_adapter.json``
+load with ``load_ip_adapter`` if the adapter has the required form (see ``models/ip_adapter/adapter.py``), and ``ip_adapter.json``
 with its settings. Full weights are written to a folder ``transformer``, those of a writer to ``writer`` (for ``from_pretrained``).
 ``README.md`` is the model card.
 """
@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from retouch.assembly.assembly import PolicyParts
 from retouch.inference.model_card import write_card
 from retouch.inference.opening import open_policy, read_target
 from retouch.models.train import ExportFiles, Format
@@ -21,6 +20,7 @@ from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries, versions
+from retouch.run.build import PolicyParts
 
 Which = Literal["average", "current"]
 

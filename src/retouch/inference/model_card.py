@@ -13,15 +13,15 @@ from huggingface_hub import ModelCardData
 
 from retouch.config.live import LIVE
 from retouch.core.intervals import MeanEstimate
-from retouch.inference.before_and_after import before_and_after
+from retouch.inference.side_by_side import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
 from retouch.models.common.parts import frozen_hashes
 from retouch.records.heldout import paired_change, read_scores, read_sources
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
-    from retouch.assembly.assembly import PolicyParts
     from retouch.records.folder import RunFolder
+    from retouch.run.build import PolicyParts
 
 IMAGE = "before-and-after.png"
 _BASE = "BASE_MODEL"

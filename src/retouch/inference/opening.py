@@ -4,9 +4,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from retouch.assembly.assembly import Assembly, PolicyParts, assemble, assemble_policy
-from retouch.assembly.identity import require_same_weights
-from retouch.assembly.state import restore_weights
 from retouch.config.packaged import is_recipe
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
@@ -18,8 +15,11 @@ from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder, find_run
 from retouch.records.libraries import silence_libraries
-from retouch.training import checkpoint
-from retouch.training.checkpoint import TrainState
+from retouch.run import checkpoint
+from retouch.run.build import Assembly, PolicyParts, assemble, assemble_policy
+from retouch.run.checkpoint import TrainState
+from retouch.run.identity import require_same_weights
+from retouch.run.state import restore_weights
 
 
 def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> tuple[Assembly, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retouch.data.sources.features import load_restricted
-from retouch.models.ip_adapter.files import FILE
+from retouch.models.ip_adapter.adapter import FILE
 from retouch.records.files import write_atomic
 
 # The keys of the projection and of the attention blocks: in the files of system B, and in calligrapher.bin.

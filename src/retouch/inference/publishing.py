@@ -14,13 +14,13 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 
-from retouch.assembly.assembly import Assembly
-from retouch.assembly.hooks import Hook, StepResult
 from retouch.inference.exporting import write_export
 from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
-from retouch.training.loop import ScoredRollout
+from retouch.run.build import Assembly
+from retouch.run.hooks import Hook, StepResult
+from retouch.run.step import ScoredRollout
 
 log = logging.getLogger("retouch")
 

@@ -14,7 +14,7 @@ from PIL.Image import Image
 
 from retouch.data.tasks import require_same_size
 from retouch.models.common.wrappers import ModelWrapper
-from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import FluxFill
 from retouch.recipe.recipe import Recipe
 from retouch.types import Task
 

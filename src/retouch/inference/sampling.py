@@ -7,7 +7,6 @@ from pathlib import Path
 
 from PIL.Image import SAVE, Image, registered_extensions
 
-from retouch.assembly.assembly import PolicyParts
 from retouch.data.images import fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.sources.prompts import read_instructions
 from retouch.data.tasks import require_same_size
@@ -18,7 +17,8 @@ from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.wrappers import Completions
-from retouch.training.completions import completion_texts
+from retouch.run.build import PolicyParts
+from retouch.run.completions import completion_texts
 from retouch.types import Batch, Task
 
 

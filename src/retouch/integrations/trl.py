@@ -17,7 +17,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
 from retouch.rewards.combine.combination import Combine
 from retouch.rewards.judging import RewardScorer, ScoredBatch
-from retouch.training.loop import TooManyMissing
+from retouch.run.step import TooManyMissing
 from retouch.types import Completion, Sample, Task
 
 NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
-from retouch.objectives.flow_matching import SampledPoints, squared_distance
+from retouch.objectives.nft import SampledPoints, squared_distance
 from retouch.protocols import VelocityPolicy
 from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 

@@ -14,12 +14,12 @@ OBJECTIVES = Kinds(
     {
         "policy_gradient": "retouch.objectives.policy_gradient:PolicyGradient",
         "nft": "retouch.objectives.nft:NFT",
-        "awm": "retouch.objectives.awm:AWM",
+        "awm": "retouch.objectives.nft:AWM",
         "draft": "retouch.objectives.reward_gradient:DRaFT",
         "refl": "retouch.objectives.reward_gradient:ReFL",
         "dpo": "retouch.objectives.dpo:DPO",
-        "supervised": "retouch.objectives.supervised:Supervised",
-        "sft": "retouch.objectives.cross_entropy:CrossEntropy",
+        "supervised": "retouch.objectives.imitation:Supervised",
+        "sft": "retouch.objectives.imitation:CrossEntropy",
     },
     other_names={
         "grpo": _CLIP,

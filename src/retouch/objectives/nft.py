@@ -1,4 +1,12 @@
-"""DiffusionNFT: policy optimisation on the forward process, from images and rewards only (Zheng et al. 2025, arXiv 2509.16117).
+"""DiffusionNFT and AWM: objectives on the forward process, which need no log-probabilities of the rollout.
+
+Advantage-weighted matching: the supervised loss on the policy's own images, times their advantage (Xue et al. 2025, arXiv
+2509.25050).
+
+The matching loss at a point of the forward process bounds the likelihood of an image, so its gradient times the advantage is a
+policy gradient without a chain of transitions: any sampler may have made the images.
+
+DiffusionNFT: policy optimisation on the forward process, from images and rewards only (Zheng et al. 2025, arXiv 2509.16117).
 
 It needs no log-probabilities, so any sampler may have made the images.
 """
@@ -7,18 +15,104 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from retouch.config.section import NonNegative, Positive, Section
-from retouch.objectives.flow_matching import SampledPoints, squared_distance
-from retouch.protocols import VelocityPolicy
-from retouch.types import Loss, Minibatch
+from retouch.config.section import Count, NonNegative, Positive, Section
+from retouch.objectives.base import Objective, ObjectiveContext
+from retouch.protocols import InitialNoisePolicy, VelocityPolicy
+from retouch.types import Batch, Loss, Minibatch
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+
+class ForwardProcess(Objective):
+    """An objective that evaluates velocities at points x_sigma = (1 - sigma) x0 + sigma * noise.
+
+    With s ``uniform`` on (0, 1), or ``logit_normal`` (the logistic of a standard normal), sigma = shift s / (1 + (shift - 1) s)
+    (Esser et al. 2024, arXiv 2403.03206).
+    """
+
+    sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
+    """How sigma is drawn between 0 (data) and 1 (noise)."""
+    shift: Positive = 1.0
+    """Values above 1 draw sigma closer to 1. Small images need this, because the prompt matters only at sigmas close to 1."""
+
+    def draw_points(
+        self,
+        x0: Float[Tensor, "r ..."],
+        batch: Batch,
+        rows: slice,
+        *,
+        purpose: str,
+        epoch: int,
+        draw: int,
+        noise: Float[Tensor, "r ..."] | None = None,
+    ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
+        """Call the function ``draw_points`` with this objective's distribution of sigma."""
+        return draw_points(
+            x0,
+            batch,
+            rows,
+            purpose=purpose,
+            epoch=epoch,
+            draw=draw,
+            sigma_sampling=self.sigma_sampling,
+            shift=self.shift,
+            noise=noise,
+        )
+
+
+class SampledPoints(ForwardProcess):
+    """A ``ForwardProcess`` that draws several points per image."""
+
+    samples: Count = 1
+    """Number of points (noise and sigma) drawn per image (per pair for ``dpo``)."""
+
+
+def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
+    """Mean squared difference of two velocities over a latent's elements."""
+    return (velocity - target).square().flatten(1).mean(dim=1)
+
+
+def draw_points(
+    x0: Float[Tensor, "r ..."],
+    batch: Batch,
+    rows: slice,
+    *,
+    purpose: str,
+    epoch: int,
+    draw: int,
+    sigma_sampling: Literal["uniform", "logit_normal"],
+    shift: float,
+    noise: Float[Tensor, "r ..."] | None = None,
+) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
+    """One point of the forward process for each row: (x_sigma, noise, sigma), with sigma in [1e-4, 1].
+
+    Draws are keyed by (seed, purpose, step, group, slot, epoch, draw). For ``sigma_sampling`` and ``shift`` see ``ForwardProcess``.
+    ``noise``: the noise of each row, in place of drawn noise; sigma is the same with and without it.
+
+    Source: flow matching with straight paths (Lipman et al. 2023, arXiv 2210.02747; rectified flow, arXiv 2209.03003).
+    """
+    import torch
+
+    from retouch.core.random import generator
+
+    noises, sigmas = [], []
+    for group, slot in zip(batch.group[rows], batch.slot[rows], strict=True):
+        key = generator(batch.seed, purpose, batch.step, batch.group_ids[group], slot, epoch, draw)
+        drawn = torch.rand((), generator=key) if sigma_sampling == "uniform" else torch.sigmoid(torch.randn((), generator=key))
+        sigmas.append(drawn)
+        if noise is None:
+            noises.append(torch.randn(x0.shape[1:], generator=key))
+    noise = torch.stack(noises).to(x0.device) if noise is None else noise
+    sigma = torch.stack(sigmas).to(x0.device)
+    sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)
+    spread = sigma.view(-1, *[1] * (x0.dim() - 1))
+    return (1 - spread) * x0 + spread * noise, noise, sigma
 
 
 class OldDecay(Section):
@@ -132,3 +226,68 @@ def _reconstruction_loss(velocity: Tensor, x: Tensor, x0: Tensor, sigma: Tensor)
 
 def _mean(tensor: Tensor) -> Float[Tensor, " r"]:
     return tensor.flatten(1).mean(dim=1)
+
+
+class AWM(SampledPoints):
+    """Advantage-weighted matching. Loss of a row: A |v - (noise - x0)|^2 + reference_weight |v - v_ref|^2, norms as means over a
+    latent's elements. The loss of a negative advantage has no bound, so take one optimizer step per rollout and set
+    ``reference_weight``. With ``BestAdvantage`` this is best-of-n fine-tuning (RAFT), with ``ExponentialAdvantage`` it is
+    reward-weighted regression; the advantages of both are at least 0.
+
+    Source: Xue et al. 2025 (arXiv 2509.25050).
+
+    Example::
+
+        >>> retouch.AWM(reference_weight=0.1).reference_weight
+        0.1
+    """
+
+    kind: Literal["awm"] = "awm"
+    reference_weight: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity."""
+    noise: Literal["drawn", "initial"] = Field(default="drawn", exclude_if=lambda chosen: chosen == "drawn")
+    """The noise of the points. ``drawn``: new noise for every point. ``initial``: the noise z from which the image was sampled, so
+    the loss is A |v((1 - sigma) x0 + sigma z, sigma) - (z - x0)|^2, that of reflow (Liu et al. 2022, arXiv 2209.03003). The policy
+    learns to go from z to its image on a straight line, for which few denoising steps are enough. Needs transition ``ode``."""
+
+    needs_velocities: ClassVar[bool] = True
+    can_pair_noise: ClassVar[bool] = True
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"reference"}) if self.reference_weight > 0 else frozenset()
+
+    @property
+    def needs_initial_noise(self) -> bool:
+        return self.noise == "initial"
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        yield from super().problems(context)
+        if self.noise == "drawn" or context.is_autoregressive:
+            return
+        if context.stochastic:
+            why = "the transitions add more noise, so an image has no single noise that it was sampled from"
+            yield f"{context.objective}.noise: {why}; set {context.rollout}.transition.kind to ode, or noise to 'drawn'"
+        if context.engine:
+            yield f"{context.objective}.noise: an engine returns no initial noise; remove {context.rollout}.engine, or use 'drawn'"
+
+    def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        trajectory = minibatch.trajectory
+        for draw in range(self.samples):
+            for rows in policy.row_slices(trajectory):
+                x0 = trajectory.outputs[rows]
+                paired = cast("InitialNoisePolicy", policy).initial_noise(trajectory, rows) if self.needs_initial_noise else None
+                x, noise, sigma = self.draw_points(
+                    x0, minibatch.batch, rows, purpose="awm", epoch=minibatch.epoch, draw=draw, noise=paired
+                )
+                weights = minibatch.weights[rows].sum(dim=1) / self.samples  # a row counts whole, however many actions made it
+                velocity = policy.velocity(trajectory, rows, x, sigma, "current")
+                error = squared_distance(velocity, noise - x0)
+                loss = minibatch.advantages[rows, 0] * error
+                sums = {"policy/matching": (weights * error.detach()).sum()}
+                if self.reference_weight:
+                    distance = squared_distance(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
+                    loss = loss + self.reference_weight * distance
+                    sums["policy/kl"] = (weights * distance.detach()).sum()
+                value = (weights * loss).sum()
+                yield Loss(value, {"policy/loss": value.detach(), **sums})

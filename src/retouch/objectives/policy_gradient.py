@@ -1,12 +1,15 @@
-"""Clipped policy gradient on the ratio of the current to the acting probability, for tokens and for denoising transitions."""
+"""Policy gradients: the clipped surrogate and its relatives under their usual names (GRPO, GSPO, CISPO, REINFORCE), with a KL
+penalty and a value head.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, PrivateAttr
 
@@ -17,6 +20,55 @@ from retouch.types import Evaluation, Kind, Loss, Minibatch, Needs, Slice
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@runtime_checkable
+class Actor(Protocol):
+    """The policy gradient of an actor-critic."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the loss needs from an evaluation."""
+
+    def loss(self, evaluation: Evaluation, minibatch: Minibatch, part: Slice) -> Loss:
+        """The loss of the slice ``part``, from its evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCritic:
+    """PPO with a value head: the loss of ``actor`` plus the value loss, both from one evaluation (arXiv 1707.06347).
+
+    ``clip``: the largest change of a value from its prediction during the rollout; None does not clip. The policy, which owns the
+    value head, determines how much of the value loss reaches its own weights.
+    """
+
+    actor: Actor
+    clip: float | None = None
+
+    def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
+        from retouch.core.gae import clipped_value_loss
+
+        trajectory = minibatch.trajectory
+        assert trajectory.values is not None, "the policy has a value head"
+        assert minibatch.returns is not None, "the advantage computes returns for the value head"
+        needs = replace(self.actor.needs, values=True)
+        for part in policy.microbatches(trajectory):
+            evaluation = policy.evaluate(trajectory, part, needs)
+            assert evaluation.values is not None
+            loss = clipped_value_loss(
+                evaluation.values,
+                trajectory.values[part.rows, part.actions],
+                minibatch.returns[part.rows, part.actions],
+                clip=self.clip,
+                mask=trajectory.mask[part.rows, part.actions],
+            )
+            value = (minibatch.weights[part.rows, part.actions] * loss).sum()
+            acted = self.actor.loss(evaluation, minibatch, part)
+            yield Loss(acted.value + value, {**acted.sums, "value/loss": value.detach()}, acted.maxima)
+
+    def after_step(self, policy: Any, step: int) -> None:
+        """Do nothing: the current weights sample the rollouts, so there are no old weights to update."""
+
 
 _KINDS: dict[str, Sequence[int] | None] = {"all": None, "text": [Kind.TEXT_TOKEN], "vision": [Kind.IMAGE_TOKEN]}
 
@@ -102,8 +154,6 @@ class PolicyGradient(Objective):
         objective._entropy = entropy
         if value_head is None:
             return objective
-        from retouch.objectives.actor_critic import ActorCritic
-
         return ActorCritic(actor=objective, clip=value_head.clip)
 
     @property
@@ -330,3 +380,58 @@ def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, hi
             f"clip range {shown} on log-probabilities summed over a transition's elements would always clip; "
             "use about 0.2, or reduction 'mean'"
         )
+
+
+def GRPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+    """Group relative policy optimisation: PPO's clipped ratio on group advantages (DeepSeekMath, arXiv 2402.03300; Flow-GRPO, arXiv
+    2505.05470).
+
+    ``clip``: the ratio is clipped to [1 - clip, 1 + clip]; 1e-6 to 1e-4 is usual for denoising policies, whose log-probabilities
+    are averaged over a latent, and 0.2 for tokens. ``kl``: weight of the KL to the reference, which is the closed form for
+    denoising policies; for tokens give ``kl=Kl(kind="k3", weight=...)``. ``keys``: other keys of ``PolicyGradient``.
+
+    Example::
+
+        >>> retouch.GRPO(clip=1e-4).clip_high
+        0.0001
+    """
+    return PolicyGradient(surrogate="clip", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
+
+
+def GSPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+    """Group sequence policy optimisation: one ratio per chain or completion (arXiv 2507.18071). Arguments as for ``GRPO``.
+
+    Example::
+
+        >>> retouch.GSPO(clip=3e-4).surrogate
+        'gspo'
+    """
+    return PolicyGradient(surrogate="gspo", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
+
+
+def CISPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+    """The log-probability is weighted by the clipped ratio (MiniMax-M1, arXiv 2506.13585). The weight is at most 1 + ``clip``.
+
+    Example::
+
+        >>> retouch.CISPO(clip=0.2).clip_high
+        0.2
+    """
+    return PolicyGradient(surrogate="cispo", clip_high=clip, kl=_kl(kl), **keys)
+
+
+def REINFORCE(*, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+    """Log-probability times advantage, without a ratio: one optimizer step per rollout (Williams 1992).
+
+    Example::
+
+        >>> retouch.REINFORCE(kl=0.01).kl.weight
+        0.01
+    """
+    return PolicyGradient(surrogate="reinforce", kl=_kl(kl), **keys)
+
+
+def _kl(kl: float | Kl | NoKl) -> Kl | NoKl:
+    if isinstance(kl, Kl | NoKl):
+        return kl
+    return Kl(kind="closed", weight=float(kl)) if kl else NoKl()

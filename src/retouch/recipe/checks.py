@@ -1,26 +1,286 @@
-"""Checks that the keys of a recipe fit together, before anything is loaded. Each message says what is wrong and what to do."""
+"""The conditions that involve several sections of a recipe."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from retouch.config.imports import did_you_mean
 from retouch.data.sampler import check_arithmetic
+from retouch.models.base import DiffusersModel, ImageModel
+from retouch.models.ip_adapter.section import IpAdapter
+from retouch.models.train import FullWeights
 from retouch.objectives.base import ObjectiveContext
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.context import TRUNCATE_AT
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.phases import PhaseKeys, ResolvedPhase
+from retouch.recipe.phases import PhaseKeys, ResolvedPhase, Rollout
 from retouch.recipe.policy import DenoisingPolicyKeys
-from retouch.recipe.policy_checks import (
-    engine_problems,
-    image_model_problems,
-    ip_adapter_problems,
-    kernel_problems,
-    parts_problems,
-    source_image_problems,
-)
-from retouch.recipe.reward_checks import differentiated_rewards, reward_data_problems, reward_problems, watch_problems
+from retouch.recipe.watch import Watch
+from retouch.rewards.base import NoReward, RewardSection
+from retouch.rewards.combine.combination import Combination, Combine, combination
+from retouch.rewards.combine.formula_parser import read_formula
+from retouch.rewards.facts import PhaseFacts, RunFacts, TaskFacts
+from retouch.types import Column
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
+
+
+def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check that policy, rollouts and renderer fit together; if they do not, nothing else can be checked."""
+    policy, renderer = recipe.policy, recipe.renderer
+    tokens = policy.is_autoregressive
+    if tokens and renderer is None:
+        yield (
+            'renderer: missing; a language-model policy needs one: {"kind": "response"} for an image editor, {"kind": "prompt"} '
+            'for another image model, {"kind": "codes"} if the policy writes image tokens'
+        )
+    if not tokens and renderer is not None:
+        yield "renderer: a denoising policy makes its own images; remove it, or use policy.kind autoregressive"
+    images = policy.model.uses_image_tokens
+    if tokens and renderer is not None and images is not None and images != (renderer.reads == "vision"):
+        why = "writes image tokens: use renderer.kind codes" if images else "writes text, and codes are image tokens"
+        yield f"renderer.kind: {policy.model.kind} {why}"
+    for at, rollout in _rollouts(recipe):
+        if tokens and not rollout.is_autoregressive:
+            yield f'{at}.kind: missing; a language-model policy needs {{"kind": "tokens", "max_new_tokens": 100}}, not denoising'
+        if not tokens and rollout.is_autoregressive:
+            yield f"{at}.kind: 'tokens' is for language-model policies; remove it and set num_steps and transition"
+
+
+def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check that the engines can generate the samples that the policy learns from."""
+    policy = recipe.policy
+    for at, rollout in _rollouts(recipe):
+        if isinstance(rollout, DenoisingRollout) and rollout.engine is not None and isinstance(policy, DenoisingPolicyKeys):
+            yield from rollout.engine_problems(at, model=policy.model, train=policy.train)
+        if not isinstance(rollout, TokenRollout) or rollout.engine is None or isinstance(policy, DenoisingPolicyKeys):
+            continue
+        full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar
+        for problem in rollout.engine.problems(rollout, full_weights=full_weights, image_grammar=image_grammar):
+            yield f"{at}.{problem}"
+
+
+def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check the image model: the size of its images is known, its parts are known if some of them are moved off the device, it can
+    train in its dtype, and it can render the output of the policy."""
+    model = recipe.image_model
+    if isinstance(recipe.policy, DenoisingPolicyKeys) and getattr(model, "dtype", None) == "float16":
+        yield (
+            "policy.model.dtype: float16 is only for frozen image models, as most gradients would underflow to 0; use bfloat16 or "
+            "float32"
+        )
+    if isinstance(model, DiffusersModel) and not model.has_size:
+        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
+    if isinstance(recipe.policy, DenoisingPolicyKeys) and not isinstance(model, DiffusersModel):
+        known = "is only for models in the layout of a diffusers pipeline"
+        if recipe.policy.prompt_embeddings == "cached":
+            yield f"policy.prompt_embeddings: cached {known}; use live"
+        if recipe.devices is not None and recipe.devices.offload:
+            yield f"devices.offload: it {known}; remove it"
+    if recipe.renderer is not None and not isinstance(recipe.policy, DenoisingPolicyKeys):
+        yield from recipe.renderer.problems(recipe.policy.model)
+
+
+def source_image_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """Check that the tasks of a phase have the images that the model takes. ``at``: the key of the data section. If rows differ,
+    each row is checked when it is read."""
+    data, model = phase.data, recipe.image_model
+    takes, size = model.takes, recipe.image_size
+    has, own = data.contents(), data.image_size
+    if has.tokens:
+        if model.uses_image_tokens is False:
+            yield f"{at}.kind: tokens are for a policy that generates image tokens, for example emu3, and not for {model.kind}"
+        return
+    if None not in (own, size) and own != size:
+        yield f"{at}.size: {list(own or ())} and {recipe.image_model_key}.size: {list(size or ())} differ; set only one of them"
+    if takes is None:
+        return
+    if has.images is False and takes.images[0] > 0:
+        others = "triplets, folder or hub" if takes.mask else "folder or hub"
+        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; use {others} data"
+    elif has.mask is False and takes.mask:
+        yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; use triplets, folder or hub data"
+    if has.images and not recipe.policy.is_autoregressive and takes.images[1] == 0:
+        yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; use prompts, or folder or hub data"
+
+
+def kernel_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check that the policy's kernels support what the recipe needs."""
+    policy = recipe.policy
+    if isinstance(policy, DenoisingPolicyKeys):
+        if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):
+            yield f"policy.attention: whether {policy.attention} is deterministic is not known; use null, or native kernels"
+    elif policy.compile is not None and not policy.gradient_checkpointing:
+        yield "policy.compile: only layers that are recomputed in the update are compiled; set gradient_checkpointing, or use null"
+
+
+def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check that the model supports an IP-Adapter, and that the tasks have reference images."""
+    train, model = recipe.policy.train, recipe.policy.model
+    if not isinstance(train, IpAdapter):
+        return
+    assert isinstance(model, ImageModel)
+    if not model.ip_adapter_blocks:
+        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, not for {model.kind}; use lora"
+    elif train.blocks not in model.ip_adapter_blocks:
+        yield "policy.train.blocks: Qwen-Image has only double blocks; use double"
+    phases = recipe.resolved_phases()
+    if train.dropout > 0 and not any(phase.imitates for phase in phases):
+        yield "policy.train.dropout: it applies to supervised phases only, and there is none; use 0"
+    for index, phase in enumerate(phases):
+        at = recipe.phase_key(index, "data")
+        if phase.data.contents().reference is not False:
+            continue  # a row of a folder without a reference is reported when it is read
+        if "columns" in type(phase.data).model_fields:
+            yield f"{at}.columns: an IP-Adapter needs a reference image; name the column of `reference`"
+        else:
+            yield f"{at}.kind: {phase.data.label} have no reference image, which an IP-Adapter needs; use triplets, folder or hub"
+
+
+def _rollouts(recipe: "RecipeKeys") -> Iterator[tuple[str, Rollout]]:
+    """Each rollout of the recipe with its key."""
+    yield "rollout", recipe.rollout
+    for index, phase in enumerate(recipe.phases or ()):
+        if phase.rollout is not None:
+            yield f"phases.{index}.rollout", phase.rollout
+
+
+def rewards_of(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Yield each reward of a run, and the rewards nested in it, with their paths: the reward that is trained on, the held-out judge
+    of ``watch``, and the rewards that objectives differentiate. ``phase``: as for `differentiated_rewards`."""
+    sections = [("reward", recipe.reward)]
+    if recipe.watch is not None and recipe.watch.judge is not None:
+        sections.append(("watch.judge.reward", recipe.watch.judge.reward))
+    for path, section in [*sections, *differentiated_rewards(recipe, phase)]:
+        for inner, _, part in section.parts(path):
+            yield inner, part
+
+
+def differentiated_rewards(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Yield each reward that an objective differentiates, with its path. ``phase``: index of the only phase to include; None
+    includes all."""
+    for index, each in enumerate(recipe.resolved_phases()):
+        if each.objective.differentiates_reward and phase in (None, index):
+            for key, section in each.objective.rewards.items():
+                if isinstance(section, RewardSection):
+                    yield f"{recipe.phase_key(index, 'objective')}.{key}", section
+
+
+def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check the reward, and the column that the evaluation reports."""
+    if isinstance(recipe.reward, NoReward):
+        yield from _problems_without_reward(recipe)
+        return
+    combined, columns = None, recipe.reward.known_columns()
+    try:
+        combined = _combined(recipe.reward.combine, columns)
+    except ValueError as error:
+        yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
+    column = recipe.eval.column
+    if columns is not None and column is not None and column not in columns and column not in evaluated_columns(recipe, ()):
+        instead = did_you_mean(column, columns) or f"; it gives {', '.join(columns)}"
+        yield f"eval.column: the reward gives no {column!r}{instead}"
+    run = RunFacts(
+        writes_text=recipe.policy.is_autoregressive,
+        trained_columns=None if combined is None else combined.columns,
+        eval_column=recipe.eval.column,
+        phases=tuple(
+            PhaseFacts(rows=phase.rows, group_size=phase.group_size, chunk=phase.rollout.chunk)
+            for phase in recipe.resolved_phases()
+        ),
+    )
+    yield from recipe.reward.problems("reward", "", run)
+
+
+def _problems_without_reward(recipe: "RecipeKeys") -> Iterator[str]:
+    """Check that a run without a reward uses nothing that needs one."""
+    give = "give a reward (reward_funcs of a Trainer)"
+    sampling = [phase for phase in recipe.resolved_phases() if not phase.imitates]
+    if sampling:
+        why = f"there is none, and {sampling[0].objective.label} learns from the rewards of its samples"
+        yield f"reward: {why}; {give}, or learn from pairs of the data with objective.kind dpo and objective.pairs data"
+        return
+    if recipe.heldout_objective is None:
+        yield f"reward: there is none, and this run can only be evaluated by a reward; {give}"
+        return
+    columns = evaluated_columns(recipe, ())
+    if recipe.eval.column is not None and recipe.eval.column not in columns:
+        yield f"eval.column: without a reward, evaluation gives only {' and '.join(columns)}; name one of them, or {give}"
+    need = {"reward.combine": recipe.reward.combine, "eval.best_of_k": recipe.eval.best_of_k, "watch": recipe.watch}
+    for key, given in need.items():
+        if given:
+            yield f"{key}: it needs a reward, and there is none; remove it, or {give}"
+
+
+def evaluated_columns(recipe: "RecipeKeys", columns: Iterable[str]) -> list[str]:
+    """The columns of an evaluation: ``columns`` of the reward, and the columns that an objective measures."""
+    objective = recipe.heldout_objective
+    return [*columns, *(() if objective is None else objective.heldout_columns)]
+
+
+def reward_data_problems(recipe: "RecipeKeys", phase: int) -> Iterator[str]:
+    """Check that the tasks of the phase with this index have what the rewards need."""
+    data = recipe.resolved_phases()[phase].data
+    contents = data.contents()
+    tasks = TaskFacts(
+        path=recipe.phase_key(phase, "data"),
+        kind=data.label,
+        has_source=contents.images is not False,
+        has_target=contents.target is not False,
+    )
+    for path, part in rewards_of(recipe, phase):
+        yield from part.task_problems(path, tasks)
+
+
+def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combination | None:
+    """The combination of the columns; None if they are not known yet, and then only the syntax is checked."""
+    if not combine:
+        raise ValueError('empty; name at least one column and its weight, for example {"overall": 1.0}')
+    if columns is not None:
+        return combination(combine, columns)
+    if isinstance(combine, str):
+        read_formula(combine)
+    elif not any(combine.values()):
+        raise ValueError("all weights are 0, so nothing would be learned; set a weight for one column")
+    return None
+
+
+def watch_problems(watch: Watch, rewards: Iterable[RewardSection]) -> Iterator[str]:
+    """Yield a line for each contradiction within ``watch``, and between ``watch`` and the ``rewards`` that are trained on."""
+    if watch.canaries is not None and watch.canaries.count > watch.tasks:
+        yield f"watch.canaries.count: {watch.canaries.count} exceeds watch.tasks ({watch.tasks}); use {watch.tasks} or fewer"
+    if watch.judge is None:
+        return
+    heldout = watch.judge.reward
+    if (columns := heldout.known_columns()) is not None:
+        try:
+            combination(heldout.combine, columns)
+        except ValueError as error:
+            yield f"watch.judge.reward.combine: {str(error).removeprefix('combine ')}"
+            return
+    if shared := _trained(heldout) & set().union(*map(_trained, rewards)):
+        names = ", ".join(sorted({name for _, name in shared}))
+        yield (
+            f"watch.judge.reward: the run is trained on its columns {names}, so it is not held out; use another judge, or columns "
+            "that are not trained on"
+        )
+
+
+def _trained(reward: RewardSection) -> set[tuple[str, str]]:
+    """The columns that ``combine`` uses (all columns if it is empty, as in a reward that is differentiated), each with the JSON of
+    the reward that computes it. If the columns are not known yet: the names in ``combine``."""
+    columns = reward.known_columns()
+    if columns is not None and not reward.combine:
+        names = tuple(columns)
+    elif columns is None:
+        names = tuple(reward.combine) if isinstance(reward.combine, dict) else (reward.combine,)
+    else:
+        try:
+            names = combination(reward.combine, columns).columns
+        except ValueError:  # a problem of the reward itself
+            names = ()
+    rewards = [(prefix, part.model_dump_json(exclude={"combine", "max_missing"})) for _, prefix, part in reward.parts()]
+    return {(own, name.removeprefix(prefix)) for prefix, own in rewards for name in names if name.startswith(prefix)}
 
 
 ZERO3 = (

@@ -1,12 +1,14 @@
-"""The keys of a recipe, section by section. A run depends on nothing else."""
+"""The sections of a recipe that are no kinds (optimizer, devices, evaluation, samples, checkpoints, ...), and its own keys."""
 
+import math
 import operator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, PlainSerializer
 
-from retouch.config.section import Count, Positive, Section, StepInterval
+from retouch.config.section import Count, NonNegative, Positive, Section, Share, StepInterval
 from retouch.data.base import DataSource, Mixture
 from retouch.data.kinds import DATA
 from retouch.models.base import ImageModel
@@ -14,8 +16,6 @@ from retouch.models.language import LanguageModel
 from retouch.objectives.advantages import Advantage, GroupAdvantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
-from retouch.recipe.devices import Devices
-from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import PhaseKeys, ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.watch import Response, Watch
@@ -23,6 +23,113 @@ from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.kinds import RunReward
 from retouch.types import SplitName
+
+
+def _steps_or_share(value: float) -> int | float:
+    """A number of steps as int, so that recipes contain 5 and not 5.0. Raises ValueError for a fraction above 1."""
+    if value == int(value):
+        return int(value)
+    if value > 1:
+        raise ValueError("give a whole number of steps, or a share of the phase's steps below 1")
+    return value
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate over time.
+
+    Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    """
+
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the square root of the running mean of the squared gradient."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Positive | None = 1.0
+    """Gradients with a larger norm are scaled down to it; null does not clip."""
+    moments: Literal["8bit", "cpu"] | None = Field(default=None, exclude_if=operator.not_)
+    """How AdamW's two moments are stored: null is fp32 on the device, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv
+    2110.02861), for runs without ``sharding``; ``cpu`` keeps fp32 in CPU memory, with ``fsdp2`` or without sharding."""
+    fused: Literal["always", "never"] | None = Field(default=None, exclude_if=operator.not_)
+    """Whether one kernel updates all weights. This needs fewer kernels and no temporary copies of weights, and gives the same
+    weights up to rounding. Null fuses on accelerators, but not on the CPU. Moments in 8 bits or in CPU memory are never fused."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
+    final_share: Share = Field(default=0.0, exclude_if=operator.not_)
+    """Learning rate at the end of cosine and linear, as a share of the phase's learning rate."""
+    warmup_steps: Annotated[float, Field(ge=0), AfterValidator(_steps_or_share), PlainSerializer(_steps_or_share)] = 0
+    """Steps over which the learning rate rises from 0: a whole number, or a share of the phase's steps below 1, rounded up. If a
+    run is extended, the share is taken of the new number of steps."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of a stepper."""
+        found = self.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        if self.fused:
+            found["fused"] = self.fused == "always"
+        return {**found, "moments": self.moments} if self.moments else found
+
+    def warmup_of(self, steps: int) -> int:
+        """The number of warm-up steps of a phase with this number of steps; a share is rounded up."""
+        share = round(self.warmup_steps * steps, 6)  # 0.07 * 100 is 7.000000000000001
+        return math.ceil(share) if self.warmup_steps < 1 else int(self.warmup_steps)
+
+    def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
+        """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a
+        pure function of the step, so checkpoints contain no state of it."""
+        warmup = self.warmup_of(len(steps))
+
+        def at(step: int) -> float:
+            done = step - steps.start
+            if done < warmup:
+                return peak * (done + 1) / warmup
+            progress = (done - warmup) / max(1, len(steps) - warmup)
+            match self.schedule:
+                case "constant":
+                    return peak
+                case "cosine":
+                    left = 0.5 * (1 + math.cos(math.pi * progress))
+                case "linear":
+                    left = 1 - progress
+            return peak * (self.final_share + (1 - self.final_share) * left)
+
+        return at
+
+
+Place: TypeAlias = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")]
+
+
+class Devices(Section):
+    """A device for each part. ``cuda:N`` counts the GPUs of a rank. Each rank gets as many GPUs as are named here, in the order of
+    the ranks on a machine."""
+
+    policy: Place | None = None
+    """Device of the policy; null uses ``device``."""
+    renderer: Place | None = None
+    """Device of the image model behind a writer; null uses the policy's device."""
+    reward: Place | None = None
+    """Device of the reward models that run in this process; null uses the policy's device."""
+    offload: bool = False
+    """Keep frozen parts in CPU memory while they are not used: the image model behind a writer, so that it and the policy can share
+    a device, or the text encoders and the autoencoder of a denoising policy."""
+    reference: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
+    """Where the frozen reference of a writer is kept if all weights train: ``cpu``, or null for the policy's device. From the CPU
+    it is copied to the device for each microbatch."""
+    weights: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
+    """Where the weights that ``sharding: fsdp2`` shards are kept while they are not used: ``cpu``, or null for the policy's device.
+    Each block is copied to the device when it computes. The gradients and moments of these weights are then in CPU memory too."""
+    memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Largest share of a GPU's memory that this process may use; null sets no limit."""
+    empty_cache_every: Count | None = None
+    """Steps between two releases of the memory that torch has cached; null never releases it."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The parts for which a device is set: name of the part to device."""
+        parts = {"policy": self.policy, "renderer": self.renderer, "reward": self.reward}
+        return {part: place for part, place in parts.items() if place is not None}
+
 
 OMITTED_IF_NULL = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""

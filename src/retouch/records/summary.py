@@ -1,4 +1,4 @@
-"""The result of a run in one record: ``summary.json``."""
+"""The summary of a finished run, and the paired change of two evaluations."""
 
 import dataclasses
 from collections.abc import Mapping

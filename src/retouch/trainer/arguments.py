@@ -20,16 +20,14 @@ from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import LanguageModel
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
-from retouch.objectives.presets import GRPO
+from retouch.objectives.policy_gradient import GRPO
 from retouch.recipe.keys import RecipeKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.recipe.reward_arguments import modules_in_argument
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.function import LiveFunction, require_columns
-from retouch.trainer.models import model_section, require_pair
-from retouch.trainer.peft import train_document
-from retouch.trainer.plain import plain
+from retouch.trainer.models import model_section, plain, require_pair, train_document
 from retouch.trainer.rewards import RewardLike, as_list, reward_document
 
 _OF_SECTIONS = ("ema", "gradient_checkpointing", "max_missing")

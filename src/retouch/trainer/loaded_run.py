@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
     from PIL.Image import Image
 
-    from retouch.assembly.assembly import PolicyParts
     from retouch.data.images import EncodedImage
     from retouch.inference.reference_context import SampleContext
     from retouch.inference.writers import WriterOutput
+    from retouch.run.build import PolicyParts
 
     SourceImage: TypeAlias = Image | str | Path | bytes
     SourceImages: TypeAlias = SourceImage | Sequence[SourceImage | None] | None
@@ -196,7 +196,7 @@ class LoadedRun:
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""
-        from retouch.inference.before_and_after import before_and_after
+        from retouch.inference.side_by_side import before_and_after
 
         return before_and_after(self.folder)
 

@@ -7,7 +7,7 @@ from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, r
 from retouch.rewards.base import RewardSection
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.kinds import KINDS as REWARDS
-from retouch.trainer.plain import plain
+from retouch.trainer.models import plain
 
 RewardLike: TypeAlias = Any
 """A reward object, a function, or a reward's kind (``"pickscore"``), with its path after a colon (``"clip:FOLDER"``)."""

@@ -8,24 +8,32 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.assembly.hooks import Hook, StepResult
 from retouch.config import consent
 from retouch.config.live import live_objects
 from retouch.recipe.recipe import Recipe, load, parse
+from retouch.run.hooks import Hook, StepResult
 from retouch.trainer.arguments import DescribedRun, describe
-from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, TrainerState
-from retouch.trainer.history import evaluation_entry, step_entry, stored_history, without_evaluation
+from retouch.trainer.callbacks import (
+    Callback,
+    ProgressBar,
+    ScoreTable,
+    TrainerState,
+    evaluation_entry,
+    step_entry,
+    stored_history,
+    without_evaluation,
+)
 from retouch.trainer.rewards import RewardLike
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retouch.assembly.assembly import Assembly
     from retouch.models.train import Format
     from retouch.objectives.base import Objective
     from retouch.records.summary import Summary
-    from retouch.training.evaluation import EvaluationResult
-    from retouch.training.loop import ScoredRollout
+    from retouch.run.build import Assembly
+    from retouch.run.evaluation import EvaluationResult
+    from retouch.run.step import ScoredRollout
 
 log = logging.getLogger("retouch")
 
@@ -162,7 +170,7 @@ class Trainer:
 
     def steps(self, *, fresh: bool = False, new_judge: bool = False) -> Iterator[StepResult]:
         """Like ``train``, but yields each step after it was recorded."""
-        from retouch.session.session import open_session
+        from retouch.run.session import open_session
 
         self.state = TrainerState()
         with ExitStack() as stack:
@@ -201,7 +209,7 @@ class Trainer:
             judge.close()
 
     def _table(self, result: EvaluationResult) -> ScoreTable:
-        from retouch.training.evaluation import headline_tasks, score_table
+        from retouch.run.evaluation import headline_tasks, score_table
 
         return ScoreTable(*score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline)))
 
@@ -246,7 +254,7 @@ class Trainer:
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""
-        from retouch.inference.before_and_after import before_and_after
+        from retouch.inference.side_by_side import before_and_after
 
         return before_and_after(self.folder)
 

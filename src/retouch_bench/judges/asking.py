@@ -14,7 +14,7 @@ from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, close
 from retouch.rewards.combine.combination import Combination
 from retouch.rewards.identity import describe, short
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.ledger.answers import AnswerCache
 from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database

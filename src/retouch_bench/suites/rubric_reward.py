@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import NAN, Prompt
+from retouch.rewards.judges.rubrics import NAN, Prompt
 from retouch.types import Sample, Scores
 
 

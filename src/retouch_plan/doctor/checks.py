@@ -7,7 +7,6 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from retouch.assembly.phases import build_sets
 from retouch.data.base import DataSets, DataSource
 from retouch.data.sampler import UnindexedTasks, examples
 from retouch.distributed.placement import check_sharding
@@ -17,14 +16,15 @@ from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.engine import Diagnosis
 from retouch.recipe.checks import check_ranks, rank_count_warning
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
 from retouch.records.summary import split_label
-from retouch.training import checkpoint
-from retouch.training.evaluation import headline_tasks
+from retouch.run import checkpoint
+from retouch.run.build import build_sets
+from retouch.run.evaluation import headline_tasks
 from retouch_plan.doctor.findings import Finding, failed, gigabytes, note, ok
 
 _LISTED_PROBLEMS = 5

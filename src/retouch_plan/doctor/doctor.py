@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from retouch.distributed.ranks import Ranks
 from retouch.models.common.complete import IncompleteWeights, require_complete
-from retouch.recipe.derived.judge_calls import Calls
+from retouch.recipe.derived_facts import Calls
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
 from retouch_plan.doctor.checks import (

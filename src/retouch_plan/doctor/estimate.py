@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retouch.recipe.derived.judge_calls import Calls
+from retouch.recipe.derived_facts import Calls
 from retouch_plan.doctor.findings import Finding, duration, note
 from retouch_plan.rehearsal.counting.machines import Machine
 from retouch_plan.rehearsal.report import hours, seconds, step_work

@@ -12,8 +12,8 @@ from retouch.data.examination import available_cpus
 from retouch.distributed.placement import gpus_per_rank
 from retouch.models.base import DiffusersModel
 from retouch.models.language import PretrainedLanguageModel
-from retouch.recipe.derived.judge_calls import Calls
-from retouch.recipe.devices import Devices
+from retouch.recipe.derived_facts import Calls
+from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import Recipe
 from retouch_plan.doctor.estimate import cost_of, ranks_of, time_of
 from retouch_plan.doctor.findings import Finding, failed, gigabytes, note, ok

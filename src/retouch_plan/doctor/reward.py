@@ -12,18 +12,18 @@ from retouch.data.base import DataSets
 from retouch.data.sampler import examples
 from retouch.distributed.placement import resolve_device
 from retouch.distributed.ranks import find_device
-from retouch.recipe.derived.judge_calls import Calls, judge_calls
-from retouch.recipe.devices import Devices
+from retouch.recipe.checks import rewards_of
+from retouch.recipe.derived_facts import Calls, judge_calls
+from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
 from retouch.rewards.base import NoReward
 from retouch.rewards.function import range_text
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.vlm.endpoint_settings import without_waiting
 from retouch.rewards.weights import MissingWeights
+from retouch.run.watch import build_measures
 from retouch.types import Sample, Task
-from retouch.watch.measures import build_measures
 from retouch_plan.doctor.findings import Finding, failed, note, ok
 
 

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 import torch
 from safetensors import SafetensorError
 
-from retouch.assembly.assembly import Assembly, assemble
 from retouch.config.imports import is_user_error
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.judging import ScoredBatch
+from retouch.run.build import Assembly, assemble
 from retouch.types import Batch, Sample
 from retouch_plan.doctor import checks
 from retouch_plan.doctor.findings import Finding, failed, gigabytes, ok

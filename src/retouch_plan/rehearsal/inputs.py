@@ -13,8 +13,8 @@ from PIL.Image import new as new_image
 from retouch.data.base import DataSets
 from retouch.models.base import MEGAPIXEL, TaskInputs
 from retouch.models.language import PretrainedLanguageModel
+from retouch.recipe.checks import differentiated_rewards
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.reward_checks import differentiated_rewards
 from retouch.rewards.judging import ScoredBatch
 from retouch.types import Batch, Codes, Column, Sample, Task
 from retouch_plan.rehearsal.fake.tensors import DEVICE

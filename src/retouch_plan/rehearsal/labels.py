@@ -4,10 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retouch.assembly.assembly import Assembly
-from retouch.distributed.head_stepper import HeadStepper
-from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.distributed.stepper import HeadStepper, ReplicatedStepper, Stepper
 from retouch.protocols import DenoisingModel
+from retouch.run.build import Assembly
 from retouch_plan.rehearsal.counting.meter import Meter
 from retouch_plan.rehearsal.repeats import Repeats
 

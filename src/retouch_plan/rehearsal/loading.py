@@ -23,7 +23,7 @@ from retouch.models.base import DiffusersModel, PartConfigs
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.emu3 import load as emu3
 from retouch.models.emu3.family import Emu3Model
-from retouch.models.ip_adapter.image_encoder import vision_part
+from retouch.models.ip_adapter.adapter import vision_part
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.offloading.store import EmbeddingStore
 from retouch.models.sizes import image_encoder

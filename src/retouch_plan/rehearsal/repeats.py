@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from retouch.models.causal.preallocated_cache import PreallocatedCacheLayer
+from retouch.models.causal.decoding import PreallocatedCacheLayer
 from retouch.policies.autoregressive.decoding import CHECK_EVERY, CachedDecoding
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, TokenizesText
 from retouch.policies.engine import Generation, TokenSampling

@@ -10,7 +10,7 @@ import torch
 from retouch.models.common.pretrained import find_language_model
 from retouch.models.language import read_description
 from retouch.models.sizes import reward_model, stored_count
-from retouch.recipe.devices import Devices
+from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.facts import LoadedModel
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from retouch.assembly.assembly import Assembly, connect
-from retouch.assembly.state import capture
 from retouch.distributed.placement import plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
@@ -27,8 +25,10 @@ from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import DenoisingModel
 from retouch.recipe.recipe import Recipe
-from retouch.training.loop import Phase, Run, collect, update
-from retouch.training.preflight import ROWS, preflight
+from retouch.run.build import Assembly, connect
+from retouch.run.preflight import ROWS, preflight
+from retouch.run.state import capture
+from retouch.run.step import Phase, Run, collect, update
 from retouch.types import Batch, Task
 from retouch_plan.rehearsal.collectives import fake_ranks
 from retouch_plan.rehearsal.counting.machines import Machine

@@ -1,7 +1,6 @@
 """The client of reward servers: a reward that sends samples over HTTP to one or more servers.
 
-``pool`` chooses the server of a request, without I/O; ``transport`` makes one HTTP exchange;
-``discovery`` reads which rewards the servers host; ``session`` scores one chunk of samples, with retries; ``client`` is the reward.
-May import ``rewards/wire``, ``rewards/quota`` and
-``rewards/ledger/answers.py``.
+``session`` chooses a server and scores one chunk of samples, with retries; ``transport`` makes one HTTP exchange; ``discovery``
+reads which rewards the servers host; ``remote`` is the section of the reward, and ``client`` the reward. May import ``wire``, and
+of the core ``rewards/quota`` and ``rewards/ledger``.
 """

@@ -1,4 +1,4 @@
-"""Rewards that ``retouch serve`` hosts, as a section of a recipe. The client that asks the servers is in ``client.py``."""
+"""The reward of kind ``remote``, in a recipe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The front of both HTTP servers, the reward server and ``retouch view``: limits that hold before a request is authenticated.
 
-``connections`` limits connections, headers and unread replies, ``bodies`` the time, size and memory of bodies, ``memory`` the bytes
-that all requests hold together, and ``log_rate`` what requests can write to a log.
-
-May import ``rewards.wire``.
+``connections`` limits connections, headers, unread replies and what requests can write to a log, and ``bodies`` the time and size
+of bodies and the memory of all of them. May import ``wire``.
 """

@@ -13,8 +13,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from retouch_serve.server.middleware import RequestMiddleware, error_response
-from retouch_serve.server.requests.request_headers import read_deadline
-from retouch_serve.server.requests.single_score import SingleScore, SingleScoreReply, SingleScoreRequest, decode_single_score
+from retouch_serve.server.request_bodies import (
+    SingleScore,
+    SingleScoreReply,
+    SingleScoreRequest,
+    decode_single_score,
+    read_deadline,
+)
 from retouch_serve.server.service import Service
 from retouch_serve.wire.errors import RequestError
 from retouch_serve.wire.schema import BatchDocument, ServerInfo

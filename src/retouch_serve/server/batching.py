@@ -16,7 +16,7 @@ from retouch.rewards.scoring import ask
 from retouch.types import Sample, Scores
 from retouch_serve.server.hosted_rewards import HostedReward
 from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.request_bodies import Limits
 from retouch_serve.server.scoring import SampleResult, score_samples
 from retouch_serve.wire.errors import RequestError
 

@@ -26,10 +26,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"serving needs {package}: pip install 'retouch[serve]'")
     from retouch_serve.server.replica import ServerSettings
-    from retouch_serve.server.requests.limits import Limits
-    from retouch_serve.server.requests.single_score import SingleScore
+    from retouch_serve.server.request_bodies import Limits, SingleScore
     from retouch_serve.server.supervisor import serve
-    from retouch_serve.wire.hosts import is_loopback
+    from retouch_serve.wire.errors import is_loopback
 
     single_score = None
     if arguments.vlm is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retouch_serve.server.hosted_rewards import HostedReward
-    from retouch_serve.server.requests.limits import Limits
+    from retouch_serve.server.request_bodies import Limits
 
 
 def serve(
@@ -38,7 +38,7 @@ def serve(
     if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
         raise ValueError(f"serving needs {missing[0]}: pip install 'retouch[serve]'")
     from retouch_serve.server.middleware import require_token
-    from retouch_serve.wire.hosts import is_loopback
+    from retouch_serve.wire.errors import is_loopback
 
     if not rewards:
         raise ValueError("give at least one reward")
@@ -86,7 +86,7 @@ class RewardServer:
         from retouch_serve.server.app import build_app
         from retouch_serve.server.metrics import Metrics
         from retouch_serve.server.replica import bind
-        from retouch_serve.server.requests.limits import Limits
+        from retouch_serve.server.request_bodies import Limits
         from retouch_serve.server.service import Service
         from retouch_serve.server.supervisor import require_free
 

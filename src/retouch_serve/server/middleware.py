@@ -9,9 +9,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.requests.request_headers import request_id
-from retouch_serve.wire.errors import ERRORS, ErrorCode
-from retouch_serve.wire.hosts import is_from_own_host, is_loopback
+from retouch_serve.server.request_bodies import request_id
+from retouch_serve.wire.errors import ERRORS, ErrorCode, is_from_own_host, is_loopback
 
 _PUBLIC_PATHS = ("/livez", "/readyz")
 _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")

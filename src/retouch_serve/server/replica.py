@@ -18,13 +18,11 @@ import uvicorn
 
 from retouch.config.keys import RedactingFormatter
 from retouch.records import files
-from retouch_serve.front.connections import bounded_config
-from retouch_serve.front.log_rate import BoundedRate
+from retouch_serve.front.connections import BoundedRate, bounded_config
 from retouch_serve.server.app import build_app
 from retouch_serve.server.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
 from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.requests.limits import Limits
-from retouch_serve.server.requests.single_score import SingleScore
+from retouch_serve.server.request_bodies import Limits, SingleScore
 from retouch_serve.server.service import Service
 
 USER_ERROR = 2

@@ -17,8 +17,7 @@ from retouch_serve.front.bodies import Bodies, Body
 from retouch_serve.server.batching import Batcher, RewardResult
 from retouch_serve.server.hosted_rewards import HostedReward, RewardSpec, rebuild
 from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.requests.decoding import Decoded, decode
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.request_bodies import Decoded, Limits, decode
 from retouch_serve.wire.errors import ErrorCode, RequestError
 from retouch_serve.wire.schema import SERVICE, ServerInfo
 

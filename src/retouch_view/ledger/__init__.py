@@ -2,6 +2,6 @@
 expels wrong scores.
 
 ``command`` dispatches; ``ledger_view`` reads the files; ``overview``, ``comparison``, ``rescoring`` and ``expelling`` compute the
-results as JSON, and ``tables`` formats them. May import everything up to ``assembly``, which builds rewards. Only ``expelling``
+results as JSON, and ``tables`` formats them. May import everything up to ``run``, which builds rewards. Only ``expelling``
 writes into the ledger of a run.
 """

@@ -7,7 +7,7 @@ from PIL import Image
 
 from retouch.records.files import inside
 from retouch.records.folder import RunFolder
-from retouch.rewards.ledger.image_store import ImageStore, read_image
+from retouch.rewards.ledger.database import ImageStore, read_image
 from retouch_view.ledger.ledger_view import LedgerSample
 
 _SETS = {"group": "train", "heldout": "heldout"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
+from retouch.rewards.ledger.database import UNREADABLE, image_hash
 from retouch_view.ledger.ledger_view import LedgerSample
 
 COLUMN = "rating"

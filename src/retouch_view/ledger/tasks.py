@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import cache
 
-from retouch.assembly.phases import sets_of, steps_of
 from retouch.data.sampler import Subset, UnindexedTasks, draw, further_tasks
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.ledger.database import encode_text
+from retouch.run.build import sets_of, steps_of
 from retouch.types import Codes, Task
 from retouch_view.ledger.ledger_view import LedgerSample
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retouch_serve.wire.hosts import is_from_own_host
+from retouch_serve.wire.errors import is_from_own_host
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from retouch.records.files import open_file
-from retouch.rewards.ledger.hashing import UNREADABLE
+from retouch.rewards.ledger.database import UNREADABLE
 
 EDGE = 192
 _MOST_BYTES = 64 * 2**20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from retouch.recipe.derived.differences import leaves
+from retouch.recipe.derived_facts import leaves
 from retouch.records.folder import RunFolder
 from retouch.records.heldout import paired_change, read_scores, read_sources
 from retouch_view.report.curves import headline_column, seconds_spent

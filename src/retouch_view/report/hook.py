@@ -2,9 +2,9 @@
 
 import logging
 
-from retouch.assembly.hooks import Hook, StepResult
 from retouch.records.folder import RunFolder
-from retouch.training.loop import ScoredRollout
+from retouch.run.hooks import Hook, StepResult
+from retouch.run.step import ScoredRollout
 from retouch_view.report.page import write_report
 
 log = logging.getLogger("retouch")

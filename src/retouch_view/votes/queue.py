@@ -17,7 +17,7 @@ from typing import Any
 from PIL.Image import Image
 
 from retouch.records import files
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.database import image_hash
 from retouch.types import Json, Task
 from retouch_view.votes.log import Side, VoteLog, VotePair, pair_id
 

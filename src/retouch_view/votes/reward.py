@@ -92,7 +92,7 @@ class VotesReward(RewardSection):
         yield from whole_group_problems(run, column=f"{prefix}preference", reward="votes")
 
     def _put(self, samples: Sequence[Sample]) -> _Queued:
-        from retouch.rewards.ledger.hashing import image_hash
+        from retouch.rewards.ledger.database import image_hash
         from retouch_view.votes.queue import VoteQueue
 
         queue = VoteQueue(Path(self.queue))

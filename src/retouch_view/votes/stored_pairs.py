@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
+from retouch.rewards.ledger.database import UNREADABLE, image_hash
 from retouch_view.votes.log import Side, VotePair
 
 

@@ -6,8 +6,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransf
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from retouch.models.flux.fill import FluxFill
-from retouch.models.flux.text import FluxText
+from retouch.models.flux.model import FluxFill, FluxText
 from retouch_worlds.playground.world.words import LETTERS
 
 LATENT_CHANNELS = 8

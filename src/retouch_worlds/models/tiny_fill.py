@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import T5Tokenizer
 
-from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import FluxFill
 from retouch_worlds.models.flux_parts import autoencoder, scheduler, text, transformer
 
 _LONGEST = 64

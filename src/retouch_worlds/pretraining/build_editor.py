@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
 from retouch.records import files
 from retouch.renderers.decoders import LatentRenderer
-from retouch.training.evaluation import score_table
+from retouch.run.evaluation import score_table
 from retouch_worlds.data.tasks import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.playground import playground_weights

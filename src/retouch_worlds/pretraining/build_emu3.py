@@ -13,7 +13,7 @@ from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.decoders import CodesDecoder
-from retouch.training.evaluation import score_table
+from retouch.run.evaluation import score_table
 from retouch_worlds.data.tasks import PlaygroundData
 from retouch_worlds.playground import playground_weights
 from retouch_worlds.playground.world.scenes import SIZE

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image.model import QwenImage, QwenImageEdit
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -15,7 +14,7 @@ from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.records import files
 from retouch.renderers.prompts import PromptRenderer
-from retouch.training.evaluation import score_table
+from retouch.run.evaluation import score_table
 from retouch_worlds.data.text_to_image import TextToImageData
 from retouch_worlds.models.family import PlaygroundModel, PlaygroundTextToImage
 from retouch_worlds.playground import playground_weights

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import FluxFill
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
@@ -12,7 +12,7 @@ from retouch.protocols import Reward
 from retouch.records import files
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.text.ocr import OcrReward
-from retouch.training.evaluation import score_table
+from retouch.run.evaluation import score_table
 from retouch_worlds.data.words import WordData
 from retouch_worlds.models import flux_parts
 from retouch_worlds.playground import playground_weights

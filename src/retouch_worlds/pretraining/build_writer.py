@@ -6,15 +6,14 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.encoder import ResponseEncoder
+from retouch.models.qwen_image.model import QwenImageEdit, ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
-from retouch.training.evaluation import score_table
+from retouch.run.evaluation import score_table
 from retouch_worlds.data.indirect import IndirectPlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.playground import playground_weights

@@ -9,10 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit, QwenText
 from retouch.models.qwen_image.responses import CLOSING
-from retouch.models.qwen_image.text import QwenText
-from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.objectives.imitation import CrossEntropy
 from retouch.types import Loss, Minibatch, Task
 
 STRIDE = 2  # distil the states of only every second task, which halves the cost and is sufficient

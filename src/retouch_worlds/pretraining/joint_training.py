@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from retouch.models.common.wrappers import ModelWrapper
 from retouch.models.qwen_image.model import Prepared, QwenFlow
-from retouch.objectives.supervised import Supervised
+from retouch.objectives.imitation import Supervised
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition

@@ -16,7 +16,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.protocols import Renderer, Reward
 from retouch.records import files
 from retouch.rewards.judging import RewardScorer
-from retouch.training.evaluation import EvaluationResult, Evaluator
+from retouch.run.evaluation import EvaluationResult, Evaluator
 from retouch.types import Task
 
 log = logging.getLogger("retouch")

@@ -9,13 +9,13 @@ import torch
 from retouch.core.weights import Normalise
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
-from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.objectives.imitation import CrossEntropy
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, SupportsLosses
-from retouch.training.clock import Clock
-from retouch.training.loop import Phase, Run, train
+from retouch.run.clock import Clock
+from retouch.run.step import Phase, Run, train
 from retouch.types import Batch, Task
 
 

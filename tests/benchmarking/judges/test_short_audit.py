@@ -24,7 +24,7 @@ from retouch.rewards.vlm.base import JudgeClients
 from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.models import Endpoint, InProcess
 from retouch.rewards.vlm.questions import Question
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_bench.judges import short_audit
 from retouch_bench.judges.asking import AuditAnswers, Spending, ask
 from retouch_bench.judges.ladders import playground_ladders

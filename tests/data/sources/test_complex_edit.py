@@ -6,7 +6,6 @@ import datasets
 import pytest
 from PIL import Image
 
-from retouch.assembly.phases import build_sets
 from retouch.data.check import check
 from retouch.data.rows import sources
 from retouch.data.sources.complex_edit import levels, read_complex_edit
@@ -14,6 +13,7 @@ from retouch.data.split import split_by_source
 from retouch.data.tasks import Tasks
 from retouch.recipe.checks import problems
 from retouch.recipe.recipe import parse
+from retouch.run.build import build_sets
 
 PICTURES = 12
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from retouch.assembly.phases import sets_of
 from retouch.cli import main
 from retouch.data.guard import find_test_sets
 from retouch.data.sources.mmmg import DIFFICULTY, TRAIN, write_curriculum
 from retouch.data.sources.prompts import read_prompts
 from retouch.recipe.recipe import load
 from retouch.rewards.judges.mmmg import KnowledgeGraph
+from retouch.run.build import sets_of
 
 LEVELS = {"0_preschool": ("Math", "Biology"), "1_primaryschool": ("Math",), "5_PhD": ("Math", "History")}
 

@@ -109,7 +109,7 @@ QUOTATIONS = {  # None: without a certain quotation, a reward that needs a text 
 
 @pytest.mark.parametrize("prompt", QUOTATIONS)
 def test_point_1_7_the_text_to_show_is_the_whole_first_quotation_or_none(prompt):
-    from retouch_serve.server.requests import single_score
+    from retouch_serve.server import request_bodies as single_score
 
     assert quoted(prompt) == single_score.quoted_text(prompt) == QUOTATIONS[prompt]
 

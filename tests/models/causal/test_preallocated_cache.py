@@ -5,8 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import tiny_writers
-from retouch.models.causal.decoding import new_cache
-from retouch.models.causal.preallocated_cache import ROOM, PreallocatedCacheLayer, with_preallocated_layers
+from retouch.models.causal.decoding import ROOM, PreallocatedCacheLayer, new_cache, with_preallocated_layers
 
 
 def caches(**text):

@@ -20,7 +20,7 @@ from retouch.models.common.pretrained import fetch_language_model, fetch_tokeniz
 from retouch.models.qwen_vl.family import QwenLanguageModel
 from retouch.recipe.recipe import parse
 from retouch.rewards.weights import weights_folder
-from retouch.session.session import run
+from retouch.run.session import run
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 

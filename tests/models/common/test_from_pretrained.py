@@ -8,12 +8,9 @@ from PIL import Image
 
 import tiny_models
 import tiny_pipelines
-from retouch.models.flux.fill import FluxFill
-from retouch.models.flux.kontext import FluxKontext
-from retouch.models.flux.model import Flux
-from retouch.models.qwen_image import text as qwen_text
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.model import QwenImage
+from retouch.models.flux.model import Flux, FluxFill, FluxKontext
+from retouch.models.qwen_image import model as qwen_text
+from retouch.models.qwen_image.model import QwenImage, QwenImageEdit, QwenImageEditPlus
 from retouch.models.sd3.model import SD3
 from retouch.models.z_image.model import ZImage
 

@@ -11,7 +11,7 @@ import tiny_policies
 import tiny_writers
 import tiny_writing
 from retouch.models.common import kernels
-from retouch.models.ip_adapter.attention import ReferenceAttention
+from retouch.models.ip_adapter.adapter import ReferenceAttention
 from retouch.types import Needs
 
 CPU = torch.device("cpu")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny_writer_runs
-from retouch.assembly.assembly import assemble
 from retouch.cli import main
 from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
@@ -17,7 +16,8 @@ from retouch.recipe.checks import check_ranks
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.session.session import run
+from retouch.run.build import assemble
+from retouch.run.session import run
 from slow_params import slow_after, slow_except
 
 RL = {

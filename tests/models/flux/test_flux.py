@@ -7,9 +7,7 @@ from diffusers.pipelines.flux import pipeline_flux_fill
 from PIL import Image, ImageDraw
 
 import tiny_models
-from retouch.models.flux.fill import FluxFill
-from retouch.models.flux.kontext import FluxKontext
-from retouch.models.flux.model import Flux
+from retouch.models.flux.model import Flux, FluxFill, FluxKontext
 from retouch.protocols import DenoisingModel
 from retouch.types import Task
 

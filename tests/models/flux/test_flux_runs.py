@@ -21,12 +21,11 @@ from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
 from retouch.inference.sampling import sample_target
 from retouch.models.base import DiffusersModel, TaskInputs
-from retouch.models.flux.kontext import FluxKontext
-from retouch.models.flux.text import FluxText
+from retouch.models.flux.model import FluxKontext, FluxText
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageEditPlusModel
 from retouch.recipe.recipe import parse
-from retouch.session.session import run
+from retouch.run.session import run
 
 KINDS = {"flux": FluxPipeline, "flux-fill": FluxFillPipeline, "flux-kontext": FluxKontextPipeline}
 PROMPTS = {"kind": "prompts", "held_out": 1}

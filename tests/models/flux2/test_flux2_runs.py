@@ -10,7 +10,7 @@ from family_runs import metrics_rows, small_recipe
 from retouch.models.flux2.family import Flux2KleinModel
 from retouch.models.sizes import parameter_count, stored_count
 from retouch.recipe.recipe import load, parse
-from retouch.session.session import run
+from retouch.run.session import run
 
 FAMILY = Flux2KleinModel(path="black-forest-labs/FLUX.2-klein-base-4B")
 RECIPE = "recipes/flux2/ocr-grpo.jsonnet"

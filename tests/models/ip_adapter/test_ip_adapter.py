@@ -22,15 +22,13 @@ from transformers import (
 import tiny_encoders
 import tiny_models
 from retouch.models.common.wrappers import Guided
-from retouch.models.flux.fill import FluxFill
-from retouch.models.flux.model import Flux
+from retouch.models.flux.model import Flux, FluxFill
 from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.models.ip_adapter import files as ip_adapter_files
-from retouch.models.ip_adapter.image_encoder import ImageEncoder, embed_width, vision_part
-from retouch.models.ip_adapter.reference_model import ReferenceModel
+from retouch.models.ip_adapter import adapter as ip_adapter_files
+from retouch.models.ip_adapter.adapter import ImageEncoder, ReferenceModel, embed_width, vision_part
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import read_description
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.sizes import build_meta, image_encoder, parameter_count
 from retouch.types import Conditioning, Task
 from retouch_worlds.testing.models import check_model

@@ -13,7 +13,7 @@ from retouch.config.packaged import find
 from retouch.models.common.pretrained import find_encoder
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.recipe import load
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_worlds.models import flux_parts
 from retouch_worlds.pretraining.build_words import write
 from retouch_worlds.pretraining.networks.image_encoder import build_image_encoder

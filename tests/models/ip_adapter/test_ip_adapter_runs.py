@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 import tiny_encoders
 import tiny_models
 from rank_commands import on_two_ranks
-from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.ranks import Ranks
 from retouch.inference.exporting import export_target, write_export
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.models.ip_adapter import files as ip_adapter_files
+from retouch.models.ip_adapter import adapter as ip_adapter_files
 from retouch.policies.denoising.policy import drop_references
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
-from retouch.training import checkpoint
+from retouch.run import checkpoint
+from retouch.run.build import Assembly, assemble
+from retouch.run.session import run
 from retouch.types import Batch, Conditioning
 from retouch_worlds.data.tasks import PlaygroundData
 from tiny_recipes import SMALL

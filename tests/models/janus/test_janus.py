@@ -12,9 +12,8 @@ import tiny_janus
 import tiny_models
 import tiny_policies
 import tiny_writing
-from retouch.models.janus.load import load_janus
-from retouch.models.janus.model import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules
-from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.models.janus.model import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules, load_janus
+from retouch.objectives.imitation import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.decoders import CodesDecoder, DecodesCodes
 from retouch.types import Kind, Minibatch, Needs, Slice, Task

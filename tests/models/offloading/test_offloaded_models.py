@@ -11,9 +11,9 @@ import pytest
 
 import tiny_recipes
 from image_levels import ROUNDING, max_level_difference
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
-from retouch.session.session import run
+from retouch.run.session import run
 from retouch_plan.doctor.checks import check_prompt_embeddings
 from warm_python import python
 

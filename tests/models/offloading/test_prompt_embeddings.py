@@ -22,8 +22,7 @@ from retouch.models.flux.model import Flux
 from retouch.models.flux2.model import Flux2Klein
 from retouch.models.offloading.prompt_embeddings import CachedPrompts, describe
 from retouch.models.offloading.store import EmbeddingStore
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image.model import QwenImage, QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image_2.model import QwenImage2
 from retouch.models.sd3.model import SD3
 from retouch.models.z_image.model import ZImage

@@ -13,8 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_models
 from retouch.models.qwen_image.family import QwenImageModel
-from retouch.models.qwen_image.model import QwenImage
-from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, OFFICIAL_PREFIX, TEXT_TO_IMAGE, QwenText
+from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, OFFICIAL_PREFIX, TEXT_TO_IMAGE, QwenImage, QwenText
 from retouch.protocols import DenoisingModel
 
 TEXTS = ["a red circle", "blue"]

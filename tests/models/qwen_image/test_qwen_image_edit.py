@@ -13,7 +13,7 @@ from PIL.Image import new
 
 import tiny_models
 from retouch.models.common.latents import fit, pack, unpack
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 

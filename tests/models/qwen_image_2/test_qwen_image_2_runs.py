@@ -9,7 +9,7 @@ from family_runs import metrics_rows, write_edits
 from retouch.models.qwen_image_2.family import QwenImage2Model
 from retouch.models.sizes import parameter_count
 from retouch.recipe.recipe import load
-from retouch.session.session import run
+from retouch.run.session import run
 
 FAMILY = QwenImage2Model(path="Qwen/Qwen-Image-2.1")
 RECIPE = "recipes/qwen-image-2/flow-grpo.jsonnet"

@@ -7,7 +7,7 @@ import torch
 
 import tiny_writers
 from retouch.models.language import require_attention
-from retouch.models.qwen_vl.load import load_writer
+from retouch.models.qwen_vl.model import load_writer
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -12,9 +12,8 @@ import tiny_writers
 from retouch.models.common.chat_template import TURNS, VISION
 from retouch.models.common.latents import fit
 from retouch.models.language import PretrainedLanguageModel
-from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, QwenText
-from retouch.models.qwen_vl.load import load_writer
-from retouch.models.qwen_vl.model import QwenWriter
+from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
+from retouch.models.qwen_vl.model import QwenWriter, load_writer
 from retouch.recipe.policy import LanguageModelLora
 from retouch.types import Prompts, Task
 
@@ -190,7 +189,7 @@ def test_default_lora_adapts_only_the_language_model(kind):
 @pytest.mark.parametrize(("template", "picture"), [(EDIT, ""), (EDIT_PLUS, "Picture {}: " + VISION)])
 def test_writer_prompt_equals_the_prompt_of_qwen_image_edit(template, picture, monkeypatch):
     """What the writer reads is, token for token, what Qwen-Image-Edit's encoder would read."""
-    monkeypatch.setattr("retouch.models.qwen_image.text.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
+    monkeypatch.setattr("retouch.models.qwen_image.model.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
     module, processor = tiny_writers.module(), tiny_writers.image_processor("qwen2.5-vl")
     writer = QwenWriter(
         module, tiny_writers.tokenizer(), template=template, image_processor=processor, image_block=picture, area=32 * 32

@@ -14,8 +14,8 @@ from retouch.data.sampler import assign
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, TokenCycle
 from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.training.clock import Clock
-from retouch.training.loop import Run, accumulate, collect, make_minibatch, train
+from retouch.run.clock import Clock
+from retouch.run.step import Run, accumulate, collect, make_minibatch, train
 from retouch.types import Needs
 
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01))

@@ -17,7 +17,7 @@ from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.mismatch import check_mismatch
 from retouch.policies.autoregressive.rollout import CachedEngine
 from retouch.policies.engine import EngineFault
-from retouch.training.completions import completion_metrics
+from retouch.run.completions import completion_metrics
 from retouch.types import Needs, Slice
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])

@@ -14,15 +14,15 @@ from transformers import Emu3ForConditionalGeneration, Qwen2_5_VLForConditionalG
 import tiny_writer_runs
 import vllm_runner
 from retouch import cli
-from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.models.emu3.load import language_model
 from retouch.policies.engine import EngineFault
-from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.session.session import run
-from retouch.training import checkpoint
+from retouch.run import checkpoint
+from retouch.run.build import assemble
+from retouch.run.session import run
 from retouch_plan.doctor.checks import check_engines
 from retouch_serve.engines import server_section
 from retouch_serve.engines.wire import PLUGIN

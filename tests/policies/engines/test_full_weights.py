@@ -13,10 +13,10 @@ import tiny_models
 import tiny_writers
 import tiny_writing
 import vllm_runner
-from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.policies.engine import EngineContext, EngineFault
 from retouch.recipe.recipe import load, parse
+from retouch.run.build import assemble
 from retouch_plan.doctor.checks import check_engines
 from retouch_serve.engines.vllm import VllmEngine
 from vllm_double import GENERATE, Double, at_first, serving

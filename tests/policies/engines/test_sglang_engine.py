@@ -26,8 +26,8 @@ from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.engine import EngineContext, EngineFault
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
-from retouch.session.session import run
-from retouch.training.completions import completion_metrics
+from retouch.run.completions import completion_metrics
+from retouch.run.session import run
 from retouch.types import Needs, Slice
 from retouch_serve.engines.sglang.msgpack import unpack
 from retouch_serve.engines.sglang.section import SglangEngine

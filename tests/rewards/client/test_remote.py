@@ -20,9 +20,8 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.types import Sample
 from retouch_serve.client import discovery
 from retouch_serve.client.client import RemoteClient
-from retouch_serve.client.pool import EndpointPool
 from retouch_serve.client.remote import RemoteReward
-from retouch_serve.client.session import RetryBudget
+from retouch_serve.client.session import EndpointPool, RetryBudget
 from retouch_serve.client.transport import RequestFault, fault_of_status
 from retouch_worlds.data.tasks import PlaygroundData
 from retouch_worlds.rewards.edit_judge import PlaygroundReward

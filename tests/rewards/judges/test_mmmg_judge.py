@@ -8,7 +8,7 @@ from PIL import Image
 
 from judge_double import on_panel
 from retouch.rewards.judges.mmmg import KnowledgeGraph, MmmgReward
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.vlm.questions import Answer
 from retouch.types import Sample, Task
 

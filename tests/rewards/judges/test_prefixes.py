@@ -18,7 +18,7 @@ from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.complex_edit import ComplexEditReward
 from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.judges.viescore import EditScore, VieScore
 from retouch.rewards.judges.win_rate import WinRateReward
 from retouch.rewards.vlm.local_model import LocalJudge

@@ -22,11 +22,9 @@ from retouch.protocols import Reward
 from retouch.rewards.combine.combination import Combine
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judging import RewardScorer, ScoredBatch
-from retouch.rewards.ledger.database import Database, decode_scores
-from retouch.rewards.ledger.hashing import image_hash
-from retouch.rewards.ledger.image_store import ImageStore
+from retouch.rewards.ledger.database import Database, ImageStore, decode_scores, image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
-from retouch.training.ledger import ledger_path
+from retouch.run.ledger import ledger_path
 from retouch.types import Batch, Column, Sample, Scores, Task
 
 NAN = float("nan")

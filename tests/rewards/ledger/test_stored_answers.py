@@ -17,14 +17,12 @@ from judge_double import on_panel
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.complex_edit import ComplexEditReward
 from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.panel import Panel
-from retouch.rewards.judges.rubrics import fingerprint
+from retouch.rewards.judges.rubrics import Panel, fingerprint
 from retouch.rewards.judges.viescore import EditScore, VieScore
 from retouch.rewards.ledger.answers import AnswerCache, RequestStats
 from retouch.rewards.ledger.caching import CachedJudgeClient, CachedReward, question_hash
-from retouch.rewards.ledger.database import Database, open_read_only
-from retouch.rewards.ledger.hashing import ImageHasher, image_hash
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.ledger.database import Database, ImageHasher, image_hash, open_read_only
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ChoiceForm, ScoresForm, WordForm
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.types import Column, Sample, Task

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retouch.rewards.quota.progress_semaphore import ProgressSemaphore
+from retouch.rewards.quota.event_loop import ProgressSemaphore
 
 
 class Clock:

@@ -14,7 +14,7 @@ from retouch.recipe.recipe import load
 from retouch.rewards.base import visible_samples
 from retouch.rewards.combine.several import SeveralRewards
 from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.text.completion_quality import CompletionQualityReward
 from retouch.rewards.vlm.local_model import LocalJudge
 from retouch.rewards.vlm.questions import Answer, Question

@@ -9,9 +9,8 @@ from PIL import Image
 
 from faulty_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, faulty_judge
 from retouch.rewards.quota.quota import BudgetSpent, Quota
-from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.backoff import retry_after
-from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.answers.wording import Scale
+from retouch.rewards.vlm.chat_client import ChatClient, retry_after
 from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
 from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
 from retouch.rewards.vlm.models import Endpoint

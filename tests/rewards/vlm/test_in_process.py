@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 import tiny_writers
 from judge_double import on_panel
 from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.panel import Panel
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import Panel
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm, WordForm
 from retouch.rewards.vlm.local_model import LocalJudge
 from retouch.rewards.vlm.questions import JudgeClient, Question

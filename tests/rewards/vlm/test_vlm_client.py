@@ -16,12 +16,11 @@ import loopback
 from judge_double import FAULTS, KEY, Double, expected_score, on_panel
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import Panel
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.vlm import chat_client
-from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.backoff import backoff_pause, retry_after
-from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.answers.wording import Scale
+from retouch.rewards.vlm.chat_client import ChatClient, backoff_pause, retry_after
 from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.rewards.vlm.models import Endpoint

@@ -18,8 +18,7 @@ from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.combine.calibrated import CalibratedReward, CalibratedScores
 from retouch.rewards.identity import fingerprint
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Batch, Column, Sample, Task

@@ -11,8 +11,7 @@ from PIL import Image
 
 from live_server import body_of, noise_image
 from retouch.types import Sample, Task
-from retouch_serve.server.requests.decoding import Decoded, decode
-from retouch_serve.server.requests.limits import Limits
+from retouch_serve.server.request_bodies import Decoded, Limits, decode
 from retouch_serve.wire.bodies import BodyForm, decode_body, encode_body
 from retouch_serve.wire.errors import RequestError
 from retouch_serve.wire.packing import ImageEncoding, pack

@@ -12,7 +12,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Emu3ForCausalLM, Emu3VQVAE, PreTrainedTokenizerBase
 
-from retouch.models.causal.text import CausalText, require_no_special_tokens
+from retouch.models.causal.text_grammar import CausalText, require_no_special_tokens
 from retouch.models.emu3.grammar import GridGrammar, NoGrammar
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.tokens import Emu3Tokens

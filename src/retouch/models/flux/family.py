@@ -54,7 +54,7 @@ class FluxFillModel(FluxFamily):
     kind: Literal["flux-fill"] = "flux-fill"
 
     takes = TaskInputs(images=(1, 1), mask=True)
-    adapter = "retouch.models.flux.fill:FluxFill"
+    adapter = "retouch.models.flux.model:FluxFill"
     pipeline = "FluxFillPipeline"
     configurations = (("", "flux.1-fill-dev.json"),)
 
@@ -68,5 +68,5 @@ class FluxKontextModel(FluxFamily):
     kind: Literal["flux-kontext"] = "flux-kontext"
 
     takes = TaskInputs(images=(1, 1))
-    adapter = "retouch.models.flux.kontext:FluxKontext"
+    adapter = "retouch.models.flux.model:FluxKontext"
     pipeline = "FluxKontextPipeline"

@@ -61,9 +61,8 @@ class IpAdapter(TrainSection):
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         """Add the trainable adapter. Raises ValueError if ``init_from`` is an adapter with other tokens, projection or blocks."""
         from retouch.models.common.pretrained import fetch_encoder
-        from retouch.models.ip_adapter import files
-        from retouch.models.ip_adapter.adapter import attach
-        from retouch.models.ip_adapter.image_encoder import embed_width
+        from retouch.models.ip_adapter import adapter as files
+        from retouch.models.ip_adapter.adapter import attach, embed_width
 
         module.requires_grad_(False).eval()
         if self.lora is not None:
@@ -80,15 +79,14 @@ class IpAdapter(TrainSection):
         import torch
 
         from retouch.models.common.pretrained import fetch_encoder
-        from retouch.models.ip_adapter.image_encoder import ImageEncoder
-        from retouch.models.ip_adapter.reference_model import ReferenceModel
+        from retouch.models.ip_adapter.adapter import ImageEncoder, ReferenceModel
 
         encoder = ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=getattr(torch, dtype), device=device)
         return ReferenceModel(model, encoder)
 
     def export(self, module: Any, to: Path, written: ExportFiles) -> None:
         """Write ``ip_adapter.safetensors``, and ``ip_adapter.json`` with its settings and whether diffusers can load it."""
-        from retouch.models.ip_adapter import files
+        from retouch.models.ip_adapter import adapter as files
         from retouch.models.ip_adapter.adapter import loadable_by_diffusers
 
         files.write(module, to)

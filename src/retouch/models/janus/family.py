@@ -35,7 +35,7 @@ class JanusModel(PretrainedLanguageModel):
         return True
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        from retouch.models.janus.load import load_janus
+        from retouch.models.janus.model import load_janus
 
         return load_janus(
             self.fetch_weights(),

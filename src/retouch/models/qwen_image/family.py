@@ -40,15 +40,13 @@ class QwenImageFamily(DiffusersModel):
         return same_prompts
 
     def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-        from retouch.models.qwen_image.encoder import share_encoder
-        from retouch.models.qwen_image.model import QwenFlow
+        from retouch.models.qwen_image.model import QwenFlow, share_encoder
 
         assert isinstance(editor, QwenFlow)
         share_encoder(editor, writer, policy_encodes=policy_encodes, base_frozen=base_frozen)
 
     def response_editor(self, editor: DenoisingModel, writer: nn.Module, **options: Any) -> Any:
-        from retouch.models.qwen_image.encoder import encoder_for
-        from retouch.models.qwen_image.model import QwenFlow
+        from retouch.models.qwen_image.model import QwenFlow, encoder_for
         from retouch.models.qwen_image.responses import QwenResponses
 
         assert isinstance(editor, QwenFlow)
@@ -81,7 +79,7 @@ class QwenImageEditModel(QwenImageEditor):
     kind: Literal["qwen-image-edit"] = "qwen-image-edit"
 
     takes = TaskInputs(images=(1, 1), responses=True)
-    adapter = "retouch.models.qwen_image.edit:QwenImageEdit"
+    adapter = "retouch.models.qwen_image.model:QwenImageEdit"
     pipeline = "QwenImageEditPipeline"
 
 
@@ -94,5 +92,5 @@ class QwenImageEditPlusModel(QwenImageEditor):
     kind: Literal["qwen-image-edit-plus"] = "qwen-image-edit-plus"
 
     takes = TaskInputs(images=(1, 8), responses=True)
-    adapter = "retouch.models.qwen_image.edit:QwenImageEditPlus"
+    adapter = "retouch.models.qwen_image.model:QwenImageEditPlus"
     pipeline = "QwenImageEditPlusPipeline"

@@ -1,29 +1,236 @@
-"""Qwen-Image, text to image, and the base class that it shares with its editing models, as diffusers runs them.
+"""Qwen-Image and Qwen-Image-Edit: the layout of latents, the prompts' embeddings, and the velocity of the transformer.
+
+Latents of the Qwen-Image family, whose autoencoder is a video model; an image is one frame after two frames of zeros.
+
+In its causal convolutions, all temporal taps except the last are multiplied with these zeros. So for an image, the last tap alone
+gives the same numbers up to rounding, with a third of the work, or even less if the 3D kernels are slow.
+
+Qwen-Image, text to image, and the base class that it shares with its editing models, as diffusers runs them.
 
 x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, d) and "mask" (r, L) for the text, and "source" (r, S, 64)
 for source images. ``shared`` has "grids", the (1, height, width) in tokens of the output and of each source image, and "size", the
 output's (height, width) in px.
+
+Qwen-Image's text encoding of an instruction: hidden states of Qwen2.5-VL for a chat template, without the template's beginning.
+
+They are the last hidden states (after the final norm) of all tokens except padding, the system turn and the user header: (r, L, d)
+with a mask. An image is a run of image tokens, one for each merged patch, with three-axis positions (time, height, width).
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from jaxtyping import Float
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from jaxtyping import Bool, Float
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from retouch.models.common.chat_template import Tokens
-from retouch.models.common.latents import Size
-from retouch.models.common.parts import Scheduler, Source, compute_device, load_parts
-from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
-from retouch.models.qwen_image.layout import QwenLatents
-from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText
+from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate, Tokens
+from retouch.models.common.latents import Area, FrameLatents, Size, fit
+from retouch.models.common.parts import Scheduler, Source, compute_device, load_image_processor, load_parts
+from retouch.models.common.pipeline_model import PipelineModel, common_size, reference_inputs
 from retouch.types import Conditioning, Task
+
+
+class QwenLatents(FrameLatents):
+    """Converts images to packed latents and back; each channel is normalised. Afterwards, ``vae`` accepts single frames only."""
+
+    def __init__(self, vae: AutoencoderKLQwenImage) -> None:
+        use_last_temporal_tap(vae)
+        super().__init__(vae)
+
+    @staticmethod
+    def geometry(config: Mapping[str, Any]) -> tuple[int, int]:
+        return config["z_dim"], 2 ** len(config["temperal_downsample"])
+
+
+def use_last_temporal_tap(vae: nn.Module) -> None:
+    """Make every causal convolution of ``vae`` compute only its last temporal tap. Inputs must then be (b, c, 1, h, w)."""
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d) and module.stride[0] == 1:
+            module.forward = _LastTap(module)
+
+
+class _LastTap:
+    def __init__(self, convolution: QwenImageCausalConv3d) -> None:
+        self.convolution = convolution
+
+    def __call__(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        convolution = self.convolution
+        assert x.shape[2] == 1, "only single frames are supported, not videos"
+        width, height = convolution._padding[0], convolution._padding[2]
+        weight = convolution.weight[:, :, -1]
+        return F.conv2d(x.squeeze(2), weight, convolution.bias, stride=convolution.stride[1:], padding=(height, width)).unsqueeze(2)
+
+
+_DESCRIBE = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the objects and "
+    "background:"
+)
+_MODIFY = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how the user's "
+    "text instruction should alter or modify the image. Generate a new image that meets the user's requirements while maintaining "
+    "consistency with the original input where appropriate."
+)
+TEXT_TO_IMAGE = TURNS.format(system=_DESCRIBE, user="{}")
+EDIT = TURNS.format(system=_MODIFY, user=VISION + "{}")
+EDIT_PLUS = TURNS.format(system=_MODIFY, user="{}")
+OFFICIAL_PREFIX = {TEXT_TO_IMAGE: 34, EDIT: 64, EDIT_PLUS: 64}
+
+
+class QwenText:
+    """A Qwen2.5-VL text encoder with its tokenizer and image processor, and the template that it reads.
+
+    ``template`` has one placeholder ``{}``; the text before it, or before its first vision block, is the prefix that is dropped.
+    Raises ValueError if an official template has another number of prefix tokens than in the training of the models.
+    """
+
+    def __init__(
+        self,
+        encoder: Qwen2_5_VLForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str,
+        image_processor: Any = None,
+    ) -> None:
+        self._image_token = encoder.config.image_token_id
+        self.template = QwenTemplate(tokenizer, template=template, image_processor=image_processor, image_token=self._image_token)
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        before_vision = self.template.head.partition("<|vision_start|>")[0]
+        self.prefix = len(tokenizer(before_vision)["input_ids"]) if before_vision else 0
+        if self.prefix != OFFICIAL_PREFIX.get(template, self.prefix):
+            raise ValueError(
+                f"the prefix of the official template must have {OFFICIAL_PREFIX[template]} tokens, but has {self.prefix} with "
+                "this tokenizer: use the model's own tokenizer, or a template of your own"
+            )
+
+    @property
+    def encoders(self) -> list[nn.Module]:
+        return [self.encoder]
+
+    def check(self, instruction: str, task: str) -> None:
+        """Raise ValueError if an instruction contains a special token of the tokenizer, which would change the template."""
+        self.template.check(instruction, task)
+
+    def tokenise(self, bodies: Sequence[str], images: Sequence[Sequence[Image]]) -> Tokens:
+        """Return the encoder's inputs for ``bodies``, which replace the placeholder, and the images; see ``QwenTemplate``."""
+        return self.template.tokenise(bodies, images)
+
+    def embed(self, tokens: Tokens) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
+        """Return embeddings and their mask, padded on the right with zeros; with gradient if gradients are enabled.
+
+        Padding in ``tokens`` may be on either side. Rows of different lengths do not influence each other.
+        """
+        tokens = {name: tensor.to(self.encoder.device) for name, tensor in tokens.items()}
+        keep = tokens["attention_mask"].bool()
+        # Without the token types, the encoder gives image tokens the positions of text, without an error.
+        types = (tokens["input_ids"] == self._image_token).int()
+        states = self.encoder.model(**tokens, mm_token_type_ids=types, use_cache=False).last_hidden_state
+        rows = [state[real][self.prefix :] for state, real in zip(states, keep, strict=True)]
+        lengths = torch.tensor([len(row) for row in rows], device=states.device)
+        embeds = pad_sequence(rows, batch_first=True)
+        return embeds, torch.arange(embeds.shape[1], device=states.device) < lengths[:, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResponseEncoder:
+    """A Qwen2.5-VL that encodes responses, in eval mode and without gradient.
+
+    ``published`` opens a context in which ``module`` has the weights with which the image model was trained; the negative branch of
+    guidance is encoded in it, so that it does not change during training. ``reading`` opens a context around every encoding.
+    """
+
+    module: Qwen2_5_VLForConditionalGeneration
+    published: Callable[[], AbstractContextManager[None]] = nullcontext
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @classmethod
+    def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "ResponseEncoder":
+        """A separate encoder, which is frozen here: an image depends on the response, but not on the policy's weights."""
+        module.requires_grad_(False).eval()
+        return cls(module)
+
+    @classmethod
+    def without_adapter(
+        cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
+    ) -> "ResponseEncoder":
+        """A frozen encoder that shares its weights with the policy: the policy's module, always inside ``published``."""
+        return cls(module, published, published)
+
+    @classmethod
+    def policy(
+        cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
+    ) -> "ResponseEncoder":
+        """The policy's module with its current weights, so that images change when the policy is trained.
+
+        ``published``: for example ``functools.partial(copies.using, "reference")``.
+        """
+        return cls(module, published)
+
+
+def encoder_for(
+    editor: "QwenFlow",
+    writer: nn.Module,
+    *,
+    frozen: bool,
+    guided: bool,
+    published: Callable[[], AbstractContextManager[None]] | None,
+) -> ResponseEncoder:
+    """Return the encoder of responses: the editor's text encoder (``frozen``) or the policy's module ``writer``.
+
+    ``guided``: a negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if
+    they are kept. Raises ValueError if the editor cannot use the policy's hidden states.
+    """
+    if frozen and editor.text.encoder is not writer:
+        return ResponseEncoder.frozen(editor.text.encoder)
+    if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
+        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; use frozen")
+    config: Any = editor.module.config
+    width = config.joint_attention_dim
+    if writer.get_input_embeddings().weight.shape[1] != width:
+        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
+    if not guided and not frozen:
+        return ResponseEncoder(writer)
+    assert published is not None, "a negative branch and a frozen encoder need the policy's weights from before training"
+    made = ResponseEncoder.without_adapter if frozen else ResponseEncoder.policy
+    return made(writer, published=published)
+
+
+def share_encoder(editor: "QwenFlow", writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+    """Replace the editor's text encoder by the policy's module ``writer`` if possible, so that the weights are in memory once.
+
+    It is possible if the policy encodes responses, or if the policy's base weights do not train (``base_frozen``: a LoRA) and both
+    modules have the same class, attention and weights. Call it before training, and before the editor is moved to its device.
+    """
+    if policy_encodes or (base_frozen and _interchangeable(editor.text.encoder, writer)):
+        editor.text.encoder = writer
+
+
+def _interchangeable(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have the same class, attention and weights (types and values)."""
+    if type(one) is not type(other) or _attention(one) != _attention(other):
+        return False
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    if mine.keys() != theirs.keys():
+        return False
+    return all(
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name].to(tensor.device)) for name, tensor in mine.items()
+    )
+
+
+def _attention(module: nn.Module) -> object:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
 
 _PARTS = {
     "transformer": QwenImageTransformer2DModel,
@@ -235,3 +442,73 @@ class QwenImage(QwenFlow):
     def check_prompt(self, prompt: str, task: str) -> None:
         """Raise ValueError if the model cannot read this prompt of the task with this id."""
         self.prepare([Task(id=task, instruction=prompt)])
+
+
+class QwenImageEdit(QwenFlow):
+    """Qwen-Image-Edit: the text encoder reads the source image, and the source's latents follow those of the output.
+
+    ``size``: None takes the source's size after it is resized to ``source_area``. ``condition_area``, ``source_area``: area in px
+    to which an image is resized for the text encoder and for the autoencoder. The aspect ratio is kept, and sides are multiples of
+    32 (None: the pipeline's area; "as_is": images are not resized).
+
+    Source: diffusers' QwenImageEditPipeline.
+    """
+
+    TEMPLATE = EDIT
+    CONDITION_AREA: ClassVar[int] = 1024 * 1024
+    SOURCE_AREA: ClassVar[int] = 1024 * 1024
+    MOST_SOURCES: ClassVar[int] = 1
+
+    def __init__(self, *, condition_area: Area | None = None, source_area: Area | None = None, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.condition_area: Area = self.CONDITION_AREA if condition_area is None else condition_area
+        self.source_area: Area = self.SOURCE_AREA if source_area is None else source_area
+
+    @classmethod
+    def processors(cls, path: Source) -> dict[str, Any]:
+        return {"image_processor": load_image_processor(path)}
+
+    def layout(self, tasks: Sequence[Task]) -> tuple[Float[Tensor, "p s d"], Mapping[str, Any]]:
+        """Return the packed source latents, and the values that all rows share.
+
+        Raises ValueError if a task has too many images or none, or if sizes differ between tasks.
+        """
+        for task in tasks:
+            if not 1 <= len(task.images) <= self.MOST_SOURCES:
+                raise ValueError(
+                    f"task {task.id!r} has {len(task.images)} source images; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
+                )
+        sizes = common_size([tuple(fit(image, self.source_area) for image in task.images) for task in tasks], tasks)
+        source = self.latents.encode_sources([task.images for task in tasks], sizes)
+        size = sizes[-1] if self.size is None else self.size
+        grids = tuple((1, *self.latents.grid(each)) for each in (size, *sizes))
+        return source, {"grids": grids, "size": size}
+
+    def encoder_inputs(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> EncoderInputs:
+        texts = self.checked(tasks, instructions)
+        seen = [[self.latents.resize(image, fit(image, self.condition_area)) for image in task.images] for task in tasks]
+        bodies = [self._body(text, len(task.images)) for task, text in zip(tasks, texts, strict=True)]
+        return EncoderInputs(bodies, seen)
+
+    def _body(self, instruction: str, images: int) -> str:
+        assert images == 1  # the template contains the image's vision block
+        return instruction
+
+    def fit(self, image: Image) -> Size:
+        return fit(image, self.source_area)
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit-Plus: one or more source images ("Picture 1: ..."), which the text encoder reads at a small size.
+
+    The output has the size of the last source image. 2511 differs from 2509 only in its transformer's configuration (zero_cond_t).
+
+    Source: diffusers' QwenImageEditPlusPipeline.
+    """
+
+    TEMPLATE = EDIT_PLUS
+    CONDITION_AREA: ClassVar[int] = 384 * 384
+    MOST_SOURCES: ClassVar[int] = 8
+
+    def _body(self, instruction: str, images: int) -> str:
+        return "".join(f"Picture {k}: {VISION}" for k in range(1, images + 1)) + instruction

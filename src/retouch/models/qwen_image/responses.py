@@ -16,10 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from retouch.models.common.chat_template import VISION, Tokens
 from retouch.models.common.parts import evaluating
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.encoder import ResponseEncoder
-from retouch.models.qwen_image.model import Prepared, QwenFlow
-from retouch.models.qwen_image.text import QwenText
+from retouch.models.qwen_image.model import Prepared, QwenFlow, QwenImageEdit, QwenImageEditPlus, QwenText, ResponseEncoder
 from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
 from retouch.types import Conditioning, Task
 

@@ -26,7 +26,7 @@ class QwenFamily(PretrainedLanguageModel):
         ``options``: further arguments of ``load_writer``; by default, ``template`` has the enhancer's system prompt.
         """
         from retouch.models.common.chat_template import TURNS
-        from retouch.models.qwen_vl.load import load_writer
+        from retouch.models.qwen_vl.model import load_writer
 
         defaults = {"template": TURNS.format(system=enhancer_system_prompt(), user="{}")}
         settings = {"dtype": self.torch_dtype, "attention": self.attention, "device": device}

@@ -1,10 +1,18 @@
-"""Qwen's instruct models as writers: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL with images, Qwen2.5
+"""Qwen2, Qwen3 and the Qwen vision-language models as writers: loading, images, and the language model.
+
+Qwen's instruct models as writers: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL with images, Qwen2.5
 and Qwen3 (arXiv 2505.09388) without.
 
 A prompt is a chat template with a task's images and instruction in it. Image placeholder tokens are never generated.
+
+Images in a Qwen vision-language model: features of the vision tower at the positions of image tokens.
+
+Qwen3-VL also adds features to its first layers (DeepStack, arXiv 2406.04334). If the vision tower is frozen, its features are
+computed once per task and stored with the prompt; otherwise the patches are stored, and every forward pass encodes them again.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +24,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
+    Qwen2Tokenizer,
     Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
     Qwen3ForCausalLM,
     Qwen3VLForConditionalGeneration,
 )
@@ -26,10 +36,64 @@ from retouch.models.causal.decoding import LayerFeatures
 from retouch.models.causal.text_grammar import TextGrammar
 from retouch.models.common.chat_template import VISION, QwenTemplate
 from retouch.models.common.latents import Area, fit
+from retouch.models.common.loaded import LoadedLanguageModel
+from retouch.models.common.parts import LOCAL, evaluating
 from retouch.models.common.recompute import recomputing
-from retouch.models.qwen_vl import vision
+from retouch.models.language import Attention, require_attention
+from retouch.models.qwen_vl import model as vision
 from retouch.protocols import Grammar
+from retouch.records.files import read_json
 from retouch.types import Prompts, Task
+
+
+def by_row(
+    module: nn.Module, pixels: Float[Tensor, "n d"], grids: Int[Tensor, "m 3"], *, numbers: Sequence[int], merge: int
+) -> tuple[dict[str, Tensor], ...]:
+    """Return the entries of ``Prompts.image_inputs``: each row's patches and grids, or its features, of which each covers
+    ``merge`` x ``merge`` patches.
+
+    ``pixels``: patches of all images; ``grids``: (time, height, width) of each image in patches; ``numbers``: images per row.
+    """
+    patches = [int(part.prod(-1).sum()) for part in grids.split(list(numbers))]
+    columns: dict[str, Sequence[Tensor]] = {"pixels": pixels.split(patches), "grids": grids.split(list(numbers))}
+    visual = module.get_submodule("model.visual")
+    if not any(parameter.requires_grad for parameter in visual.parameters()):
+        with evaluating(visual):
+            features, deep = _encode(module, pixels, grids)
+        merged = [count // merge**2 for count in patches]
+        columns = {"features": features.split(merged), **{f"deep_{k}": each.split(merged) for k, each in enumerate(deep)}}
+    rows = ({name: parts[row] for name, parts in columns.items()} for row in range(len(numbers)))
+    return tuple(row if number else {} for row, number in zip(rows, numbers, strict=True))
+
+
+def embed(module: nn.Module, prompts: Prompts, image_token: int | None) -> tuple[Float[Tensor, "p l d"], LayerFeatures | None]:
+    """Return the prompts' embeddings with image features at image tokens, and the features that Qwen3-VL adds to its first layers.
+
+    Source: Qwen2-VL (arXiv 2409.12191); DeepStack (arXiv 2406.04334) for Qwen3-VL.
+    """
+    embeds = decoding.embeddings(module, prompts.ids)
+    image_inputs = [row for row in prompts.image_inputs if row]
+    if not image_inputs:
+        return embeds, None
+    joined = {name: torch.cat([row[name] for row in image_inputs]) for name in image_inputs[0]}
+    if "pixels" in joined:
+        features, deep = _encode(module, joined["pixels"], joined["grids"])
+    else:
+        features, deep = joined["features"], tuple(tensor for name, tensor in joined.items() if name.startswith("deep_"))
+    positions = (prompts.ids == image_token) & prompts.mask
+    embeds = embeds.masked_scatter(positions[..., None], features.to(embeds.dtype))
+    return embeds, LayerFeatures(positions, deep) if deep else None
+
+
+def _encode(module: nn.Module, pixels: Tensor, grids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the features of all merged patches, and the features for the first layers (DeepStack)."""
+    model: Any = module.get_submodule("model")
+    output = model.get_image_features(pixels, grids, return_dict=True)
+    deep = output.deepstack_features if isinstance(module, Qwen3VLForConditionalGeneration) else ()
+    features = torch.cat(list(output.pooler_output))
+    # A layer's features are one tensor in transformers 5.17, and one tensor per image in 5.23.
+    return features, tuple(torch.cat([part.view(-1, features.shape[-1]) for part in layer]) for layer in deep)
+
 
 STOP = ("<|im_end|>", "<|endoftext|>")
 VisionModel: TypeAlias = Qwen2VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
@@ -159,3 +223,62 @@ class QwenWriter:
 
 def _decoder(module: nn.Module) -> nn.Module:
     return module.get_submodule("model.language_model" if isinstance(module, VisionModel) else "model")
+
+
+CLASSES: dict[str, Any] = {
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+}
+
+
+def load_writer(
+    source: Path | str | LoadedLanguageModel,
+    *,
+    template: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: Attention = "sdpa",
+    image_block: str = VISION,
+    area: Area = "as_is",
+    stop: Sequence[str] = STOP,
+    gradient_checkpointing: bool = False,
+) -> QwenWriter:
+    """Load the writer in ``dtype`` on ``device`` with all weights frozen; a loaded model keeps its dtype and its attention. For the
+    other arguments see ``QwenWriter``.
+
+    Raises ValueError for a folder with another model, and for an attention implementation that is not available.
+    """
+    image_processor = None
+    if isinstance(source, LoadedLanguageModel):
+        module, tokenizer = source.base(), source.tokenizer
+        if isinstance(module, VisionModel):
+            image_processor = source.image_processor
+    else:
+        require_attention(attention, dtype=dtype, device=torch.device(device))
+        settings = {"dtype": dtype, "attn_implementation": attention}
+        module = _class_in(Path(source)).from_pretrained(source, **settings, **LOCAL)
+        tokenizer = Qwen2Tokenizer.from_pretrained(source, local_files_only=True)
+        if isinstance(module, VisionModel):
+            image_processor = Qwen2VLImageProcessorPil.from_pretrained(source, local_files_only=True)  # needs no torchvision
+    return QwenWriter(
+        module.requires_grad_(False).eval().to(device),
+        tokenizer,
+        template=template,
+        image_processor=image_processor,
+        image_block=image_block,
+        area=area,
+        stop=stop,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def _class_in(path: Path) -> Any:
+    config = path / "config.json"
+    kind = read_json(config)["model_type"] if config.is_file() else None
+    if kind not in CLASSES:
+        found = "no config.json" if kind is None else f"a model of type {kind!r}"
+        raise ValueError(f"{path} contains {found}; set the local folder of a model of type {', '.join(CLASSES)}")
+    return CLASSES[kind]

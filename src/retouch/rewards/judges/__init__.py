@@ -6,7 +6,7 @@ Example::
     reward = AspectsReward(judge=judge, n_evals=3, temperature=0.7)
     reward([Sample(task, image)])  # {"alignment": ..., "quality": ..., "identity": ...}
 
-Each file contains one reward or one family of rewards. ``base.py`` has their base class, ``panel.py`` sends their prompts,
-``rubrics.py`` and ``prompts/`` contain the texts. Modules may import ``rewards.base`` and ``rewards.vlm``; torch only inside
+Each file contains one reward or one family of rewards. ``base.py`` has their base class, ``rubrics.py`` sends their prompts,
+and ``prompts/`` contains the texts. Modules may import ``rewards.base`` and ``rewards.vlm``; torch only inside
 functions.
 """

@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 from retouch.config.section import Count
 from retouch.rewards.facts import TaskFacts
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.rubrics import edit_parts, image_parts, quoted, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import Prompt, edit_parts, image_parts, quoted, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores
 

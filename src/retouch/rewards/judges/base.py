@@ -13,8 +13,7 @@ from retouch.config.section import Count
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
 from retouch.rewards.facts import LoadedModel, RunFacts
-from retouch.rewards.judges.panel import Panel
-from retouch.rewards.judges.rubrics import fingerprint, rubric
+from retouch.rewards.judges.rubrics import Panel, fingerprint, rubric
 from retouch.rewards.vlm.base import JudgeClients
 from retouch.rewards.vlm.models import AnyJudgeModel
 from retouch.rewards.vlm.questions import JudgeClient

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import NAN, Prompt, Verdict
-from retouch.rewards.judges.rubrics import edit_parts, image_parts, quoted, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import NAN, Prompt, Verdict, edit_parts, image_parts, quoted, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores, Task
 

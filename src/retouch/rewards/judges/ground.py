@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.rubrics import judged_image, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import Prompt, judged_image, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores
 

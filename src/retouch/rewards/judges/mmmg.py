@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import Prompt, Verdict
-from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import Prompt, Verdict, image_parts, quoted, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores, Task
 

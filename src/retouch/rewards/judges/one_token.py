@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.rubrics import edit_parts, image_parts, quoted, rubric
+from retouch.rewards.judges.rubrics import Prompt, edit_parts, image_parts, quoted, rubric
 from retouch.rewards.vlm.forms import ChoiceForm, Form, WordForm
 from retouch.types import Column, Sample, Scores
 

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 
 from retouch.rewards.facts import RunFacts, whole_group_problems
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import NAN, Prompt, Verdict
-from retouch.rewards.judges.rubrics import judged_image, quoted, rubric
+from retouch.rewards.judges.rubrics import NAN, Prompt, Verdict, judged_image, quoted, rubric
 from retouch.rewards.vlm.forms import WordForm
 from retouch.types import Column, Sample, Scores
 

@@ -2,5 +2,5 @@
 
 ``database`` opens the file. ``journal`` stores the scores of samples by their position in the run, for resuming. ``answers`` and
 ``caching`` store the answers of judges and servers by the content that was judged, so that nothing is paid for twice. May import
-``core``, ``types``, ``protocols``, ``rewards/vlm`` and ``rewards/judges``; a training run opens it in ``training/ledger.py``.
+``core``, ``types``, ``protocols``, ``rewards/vlm`` and ``rewards/judges``; a training run opens it in ``run/ledger.py``.
 """

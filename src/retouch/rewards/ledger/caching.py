@@ -17,12 +17,9 @@ import torch
 from retouch.protocols import Reward
 from retouch.rewards import identity
 from retouch.rewards.base import close
-from retouch.rewards.judges.panel import Panel
-from retouch.rewards.judges.rubrics import fingerprint
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall, ReportsRequestStats, RequestStats
-from retouch.rewards.ledger.database import encode_scores
-from retouch.rewards.ledger.hashing import ImageHasher, json_hash, sample_hash
-from retouch.rewards.ledger.single_flight import SingleFlight
+from retouch.rewards.judges.rubrics import Panel, fingerprint
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall, ReportsRequestStats, RequestStats, SingleFlight
+from retouch.rewards.ledger.database import ImageHasher, encode_scores, json_hash, sample_hash
 from retouch.rewards.vlm.questions import Answer, JudgeClient, Question
 from retouch.types import Column, Json, Sample, Scores
 

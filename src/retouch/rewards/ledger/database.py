@@ -1,23 +1,30 @@
-"""The file of the ledger: SQLite in write-ahead mode, written by one process and readable by other processes at any time.
+"""The database of a run's scores, the hashes by which it knows images and samples, and the images that it keeps.
+
+The file of the ledger: SQLite in write-ahead mode, written by one process and readable by other processes at any time.
 
 It has three tables. ``judges``: the fingerprint of each reward of the run, and the step from which it was used. ``samples``: the
 journal, one row for each scored sample, with its position in the run as the key. ``answers``: one row for each question to a judge,
 or sample sent to a reward server, indexed by its content. Scores are JSON objects by column; null means "could not be judged".
 """
 
+import hashlib
 import json
 import logging
 import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from PIL import Image
+from PIL.Image import DecompressionBombError
+
 from retouch.records import files
+from retouch.types import Json, Sample
 
 FORMAT = 2
 _LARGEST = 3.4028234663852886e38  # of float32
@@ -252,3 +259,78 @@ def _explained(path: Path) -> Iterator[None]:
             f"the ledger {path} cannot be used: {error}. If the disk is full, free some space; if the file is damaged, move it "
             "away (the judge is then asked again for the lost scores) and start the run again"
         ) from error
+
+
+UNREADABLE = (OSError, ValueError, SyntaxError, DecompressionBombError)
+"""The errors of PIL for a file that is not an intact image; a damaged chunk of a PNG is a SyntaxError."""
+
+
+def image_hash(image: Image.Image | None) -> str:
+    """A hash of the image's mode, size and pixels; empty for None."""
+    if image is None:
+        return ""
+    digest = hashlib.sha256(f"{image.mode} {image.width}x{image.height}\n".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+class ImageHasher:
+    """``image_hash`` with a cache by object, because the samples of a group share their source images."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Image.Image, str]] = {}  # keeps a reference to the image, so that its id is not reused
+
+    def __call__(self, image: Image.Image | None) -> str:
+        if image is None:
+            return ""
+        if id(image) not in self._known:
+            self._known[id(image)] = image, image_hash(image)
+        return self._known[id(image)][1]
+
+
+def sample_hash(sample: Sample, judge: str, hasher: ImageHasher) -> str:
+    """A hash of everything that a reward receives of a sample, and of the reward's fingerprint ``judge``."""
+    task = sample.task
+    images = [hasher(image) for image in (task.mask, task.reference, task.target, sample.image)]
+    texts: list[Json] = [task.id, task.instruction, task.text, sample.completion, dict(task.tags), dict(task.meta)]
+    return json_hash([judge, *texts, *images, *(hasher(image) for image in task.images)])
+
+
+def json_hash(values: Sequence[Json]) -> str:
+    """A hash of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+class ImageStore:
+    """The folder ``pictures/`` of a run. Each image is one file ``pictures/ab/ab12....png``, even if it was scored several
+    times."""
+
+    def __init__(self, run: Path) -> None:
+        self._root = run / "pictures"
+
+    def path(self, digest: str) -> Path:
+        """The path of the image with this SHA-256; the file may not exist."""
+        return self._root / digest[:2] / f"{digest}.png"
+
+    def save(self, digest: str, image: Image.Image) -> None:
+        """Write the image unless its file exists. If the process is killed, the file is complete or does not exist."""
+        path = self.path(digest)
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_png(path, image, compress_level=1)
+
+    def read(self, digest: str) -> Image.Image | None:
+        """The image; None if it was not stored, or if its file contains another image."""
+        return read_image(self.path(digest), digest)
+
+
+def read_image(path: Path, digest: str) -> Image.Image | None:
+    """The image in a file; None if the file cannot be read, or if its image has another SHA-256."""
+    try:
+        with files.open_file(path) as file, Image.open(file) as opened:
+            opened.load()
+            image = opened.copy()
+    except UNREADABLE:
+        return None
+    return image if image_hash(image) == digest else None

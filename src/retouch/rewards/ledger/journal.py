@@ -14,12 +14,11 @@ from jaxtyping import Bool
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.rewards.ledger.database import Database, all_finite, decode_scores, encode_scores, encode_text
-from retouch.rewards.ledger.hashing import ImageHasher
+from retouch.rewards.ledger.database import Database, ImageHasher, all_finite, decode_scores, encode_scores, encode_text
 from retouch.types import Batch, Sample, Scores
 
 if TYPE_CHECKING:
-    from retouch.rewards.ledger.image_store import ImageStore
+    from retouch.rewards.ledger.database import ImageStore
 
 Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "watch", "canary"]
 

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal
 
 from retouch.rewards.base import completion_of
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.rubrics import quoted, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import Prompt, quoted, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from retouch.rewards.vlm.answers.json_scores import parse
-from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.answers.scores import read_scores
+from retouch.rewards.vlm.answers.scores import parse, read_scores
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.types import Json
 
 _LONGEST_VOTE = 1000  # characters

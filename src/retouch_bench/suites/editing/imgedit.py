@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.rubrics import edit_parts, quoted, rubric
+from retouch.rewards.judges.rubrics import Prompt, edit_parts, quoted, rubric
 from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample
 from retouch_bench.suite import Scored, SuiteItem

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.rewards.judges.panel import NAN, Prompt
-from retouch.rewards.judges.rubrics import image_parts, judged_image, quoted, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import NAN, Prompt, image_parts, judged_image, quoted, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.rewards.vlm.questions import Part
 from retouch.types import Column, Sample

@@ -11,7 +11,7 @@ from retouch.data.sources.folder import read_folder
 from retouch.rewards.base import RewardSection
 from retouch.rewards.combine.several import SeveralRewards
 from retouch.rewards.facts import PathText
-from retouch.rewards.judges.panel import NAN
+from retouch.rewards.judges.rubrics import NAN
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.dino import DinoReward
 from retouch.rewards.scorers.lpips import LpipsReward

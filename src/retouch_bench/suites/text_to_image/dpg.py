@@ -11,8 +11,7 @@ from retouch.data.rows import InvalidRow, Layout, Problem, Row, Rows
 from retouch.data.sources.table import encoded_image
 from retouch.data.sources.tables import read_table
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import NAN, Prompt
-from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
+from retouch.rewards.judges.rubrics import NAN, Prompt, image_parts, quoted, rubric
 from retouch.rewards.vlm.forms import ChoiceForm
 from retouch.types import Column, Json, Sample, Scores, Task
 from retouch_bench.suite import SuiteItem

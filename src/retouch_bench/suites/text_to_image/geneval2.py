@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.prompts import read_prompts
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
+from retouch.rewards.judges.rubrics import Prompt, image_parts, quoted, rubric
 from retouch.rewards.vlm.forms import WordForm
 from retouch.types import Column, Json, Sample, Scores
 from retouch_bench.suite import SuiteItem

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.prompts import read_prompts
 from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.panel import NAN, Prompt
-from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
-from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.judges.rubrics import NAN, Prompt, image_parts, quoted, rubric
+from retouch.rewards.vlm.answers.wording import Scale
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Json, Sample, Scores
 from retouch_bench.suite import SuiteItem

@@ -10,7 +10,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.qwen_image.layout import use_last_temporal_tap
+from retouch.models.qwen_image.model import use_last_temporal_tap
 from retouch_worlds.data.tasks import PlaygroundData
 from retouch_worlds.playground.world.scenes import CELLS, GRID
 

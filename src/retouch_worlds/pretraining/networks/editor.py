@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLQwenImage
 from torch import nn
 
 from retouch.core.random import generator
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.types import Batch
 from retouch_worlds.data.tasks import PlaygroundData
 from retouch_worlds.pretraining.joint_training import JointModel, train_jointly, with_blank_instructions

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from retouch.core.random import generator
 from retouch.models.common.chat_template import TURNS
-from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image.model import QwenImage, QwenImageEdit
 from retouch.types import Batch, Task
 from retouch_worlds.data.text_to_image import TextToImageData
 from retouch_worlds.playground.world.descriptions import free_description

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.common.wrappers import ModelWrapper
-from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import FluxFill
 from retouch.types import Batch, Conditioning, Task
 from retouch_worlds.data.words import WordData
 from retouch_worlds.models.flux_parts import autoencoder, untrained

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.qwen_image.responses import writer_for
 from retouch_worlds.data.indirect import IndirectPlaygroundData
 from retouch_worlds.pretraining.distillation import HiddenStateDistillation

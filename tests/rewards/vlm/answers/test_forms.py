@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.chat_format import parse_reply
+from retouch.rewards.vlm.answers.wording import Scale
+from retouch.rewards.vlm.chat_client import parse_reply
 from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
 
 VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})

@@ -13,9 +13,8 @@ from re import _constants, _parser
 import pytest
 
 from retouch.rewards.vlm import answers
-from retouch.rewards.vlm.answers.patterns import bounded, compiled, squeezed
-from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.scores import LONGEST, read_scores
+from retouch.rewards.vlm.answers.wording import Scale, bounded, compiled, squeezed
 
 ONE = {"score": Scale(0, 10)}
 TWO = {"instruction_following": Scale(0, 10), "quality": Scale(0, 10)}

@@ -1,0 +1,590 @@
+"""Builds the parts of a run from its recipe: models, data, judge, phases and the value head."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from retouch.config.imports import import_class
+from retouch.core.random import generator
+from retouch.data.base import DataContext, DataSets, DataSource
+from retouch.data.requirements import RowRequirements
+from retouch.data.sampler import (
+    Drawable,
+    Subset,
+    UnindexedTasks,
+    assign,
+    examples,
+    further_tasks,
+    global_rows,
+    places_in_step,
+    steps_for_passes,
+    tasks_for_step,
+)
+from retouch.distributed.placement import Placement, plan_placement
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import HeadStepper, ReplicatedStepper, Stepper
+from retouch.models.common.parts import compute_device, frozen_hashes
+from retouch.models.train import FullWeights
+from retouch.objectives.base import ValueHead
+from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
+from retouch.policies.context import FirstGradientStep, PolicyContext
+from retouch.policies.engine import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
+from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
+from retouch.policies.weights import WeightCopies, stale_copies
+from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
+from retouch.recipe.checks import check_ranks, evaluated_columns, rewards_of
+from retouch.recipe.phases import ResolvedPhase, Rollout
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
+from retouch.recipe.recipe import Recipe
+from retouch.records.folder import RunFolder
+from retouch.renderers.decoders import LatentRenderer
+from retouch.rewards.base import unchanged
+from retouch.rewards.judging import BatchScorer, RewardScorer
+from retouch.run.clock import Clock
+from retouch.run.completions import completion_metrics, completion_texts
+from retouch.run.ledger import Ledger
+from retouch.run.preflight import Check, trial_steps
+from retouch.run.step import Phase, Run
+from retouch.types import Batch, Task
+
+if TYPE_CHECKING:
+    from retouch.policies.autoregressive.policy import AutoregressivePolicy
+    from retouch.policies.denoising.policy import DenoisingPolicy
+    from retouch.run.evaluation import Evaluator
+
+SAMPLED = 32
+"""Number of tasks from which the normalisation of the head's inputs is computed."""
+
+
+@torch.no_grad()
+def build_head(
+    section: ValueHead, model: DenoisingModel | AutoregressiveModel, *, tasks: Sequence[Task], seed: int
+) -> LatentValues | TokenValues:
+    """Build a value head for the model's states. ``tasks``: training tasks, the same on every rank; the first ones are encoded."""
+    device = compute_device(model.module)
+    if not isinstance(model, DenoisingModel):
+        states, _ = model.prefill(model.module, model.encode([tasks[0]]))
+        return TokenValues(states.shape[1], width=section.width, seed=seed, coefficient=section.coefficient).to(device)
+    conditioning = [model.encode([tasks[index]]) for index in range(min(SAMPLED, len(tasks)))]
+    x = model.initial_noise(conditioning[0], [generator(seed, "size of a state")])
+    sampled = torch.cat([summary(each) for each in conditioning])
+    return LatentValues(channels_of(x), sampled, width=section.width, seed=seed).to(device)
+
+
+def sets_of(
+    recipe: Recipe, phases: Sequence[ResolvedPhase], *, size: tuple[int, int] | None, trains: bool = True
+) -> list[DataSets]:
+    """Return the tasks of each phase, built by ``build_sets``. Data that several phases share are read once."""
+    read: list[tuple[DataSource, DataSets]] = []
+    for phase in phases:
+        if all(phase.data != data for data, _ in read):
+            read.append((phase.data, build_sets(recipe, phase.data, size=size, trains=trains)))
+    return [next(sets for data, sets in read if data == phase.data) for phase in phases]
+
+
+def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None, trains: bool = True) -> DataSets:
+    """Build the training tasks of a data source and the held-out tasks of the run.
+
+    ``size``: the (height, width) in px that the model works at, if fixed. ``trains``: False if the policy is only evaluated or
+    used. Raises ValueError if rows are unusable, if no task is left, or if a known test set would be trained on.
+    """
+    given = recipe.eval
+    return data.build(
+        DataContext(
+            seed=recipe.seed,
+            size=size,
+            eval_split=given.split,
+            eval_tasks=given.tasks,
+            eval_seed=given.seed,
+            eval_source=recipe.eval_data(),
+            required=required_rows(recipe, data),
+            trains=trains,
+        )
+    )
+
+
+def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[range]:
+    """Return the range of the run's steps that each phase takes."""
+    steps: list[range] = []
+    for phase, data in zip(phases, sets, strict=True):
+        length = phase.steps
+        if length is None:
+            assert phase.passes is not None
+            if isinstance(data.train, UnindexedTasks):
+                raise ValueError("passes: the number of rows of a stream is not known; give `steps` instead")
+            length = steps_for_passes(phase.passes, size=max(1, len(data.train)), count=phase.tasks_per_step)
+        start = steps[-1].stop if steps else 0
+        steps.append(range(start, start + length))
+    return steps
+
+
+def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
+    """Return what the rows of ``data`` must contain: the images that the image model takes (any number if the renderer uses none),
+    the text and the target image that the reward reads, and the pairs that an objective learns from."""
+    model = recipe.image_model
+    takes = model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
+    return RowRequirements(
+        images=(0, sys.maxsize) if takes is None else takes.images,
+        mask=takes is not None and takes.mask,
+        reference=recipe.policy.train.reads_reference,
+        text=any(part.reads_text for _, part in rewards_of(recipe)),
+        target=any(part.needs_target for _, part in rewards_of(recipe)),
+        pairs=any(phase.objective.needs_pairs for phase in recipe.resolved_phases() if phase.data == data),
+        model=model.kind,
+        takes=str(takes),
+    )
+
+
+def build_phase(
+    recipe: Recipe,
+    phase: ResolvedPhase,
+    *,
+    steps: range,
+    tasks: Drawable,
+    ranks: Ranks,
+    reward_range: tuple[float, float],
+) -> Phase:
+    """Build the phase that trains on ``tasks`` in ``steps`` of the run. ``reward_range``: the smallest and largest reward."""
+    order = [
+        row
+        for rank in range(ranks.world)
+        for row in global_rows(rows=phase.rows, minibatches=recipe.minibatches, rank=rank, world=ranks.world)
+    ]
+
+    count = phase.tasks_per_step
+    share = {
+        **{"group_size": phase.group_size, "minibatches": recipe.minibatches},
+        **{"rank": ranks.rank, "world": ranks.world},
+    }
+
+    def batch(step: int) -> Batch:
+        first = step - steps.start
+        if isinstance(tasks, UnindexedTasks):
+            drawn = tasks.at_step(first, count=count, places=places_in_step(count=count, **share))
+        else:
+            drawn = Subset(tasks, tasks_for_step(seed=recipe.seed, step=first, count=count, size=len(tasks)))
+        return assign(seed=recipe.seed, step=step, tasks=drawn, **share)
+
+    def further(step: int, turn: int) -> Sequence[Task]:
+        assert not isinstance(tasks, UnindexedTasks), "refused below"
+        drawn = further_tasks(seed=recipe.seed, step=step - steps.start, count=count, size=len(tasks), turn=turn)
+        return Subset(tasks, drawn)
+
+    source = None
+    if phase.rollout.staleness and not phase.imitates:
+        from retouch.run.collecting import collect_ahead
+
+        source = partial(collect_ahead, staleness=phase.rollout.staleness, truncate_at=phase.rollout.truncate_at)
+    if phase.rollout.refill is not None and not phase.imitates:
+        from retouch.run.collecting import collect_refilled
+
+        if isinstance(tasks, UnindexedTasks):
+            raise ValueError("rollout.refill: a stream has no further tasks for a step; remove it, or stream no data")
+        source = partial(collect_refilled, rounds=phase.rollout.refill.rounds, further=further)
+    objective = phase.objective
+    entropy = recipe.policy.entropy
+    return Phase(
+        name=phase.name,
+        steps=steps,
+        objective=objective.build(entropy=entropy, value_head=None if phase.imitates else recipe.advantage.value_head),
+        batch=batch,
+        order=torch.tensor(order),
+        group=torch.arange(phase.rows) // phase.group_size,
+        advantage=None if phase.imitates else recipe.advantage,
+        reward_range=reward_range,
+        normalise=objective.loss_weights,
+        max_length=phase.rollout.longest if objective.loss_weights == "dr_grpo" else None,
+        epochs=recipe.epochs,
+        minibatches=recipe.minibatches,
+        learning_rate=recipe.optimizer.learning_rate(peak=phase.learning_rate, steps=steps),
+        trained_kinds=lambda step: objective.trained_kinds(step - steps.start),
+        source=source,
+        demonstrate=objective.demonstrate,
+    )
+
+
+def copies_needed(recipe: Recipe) -> set[str]:
+    """Return the names of the weight copies that the phases need besides the current weights."""
+    needed = {"average"} if recipe.policy.ema is not None else set()
+    if recipe.renderer is not None:
+        needed |= recipe.renderer.weight_copies
+    for phase in recipe.resolved_phases():
+        needed |= phase.objective.weight_copies
+    return needed | _stale_copies(recipe)
+
+
+def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
+    """Return the names of the weight copies that are in CPU memory while they are not used.
+
+    FSDP2 instead keeps all copies where the weights are.
+    """
+    reference = {"reference"} if recipe.devices is not None and recipe.devices.reference is not None else set()
+    return _stale_copies(recipe) | reference
+
+
+def _stale_copies(recipe: Recipe) -> set[str]:
+    phases = recipe.resolved_phases()
+    return {name for phase in phases if not phase.imitates for name in stale_copies(phase.rollout.staleness)}
+
+
+def has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[Task], bool]:
+    """Return the function that says whether a task contains what the model imitates in supervised learning."""
+    if isinstance(model, DenoisingModel):
+        return _has_target
+    from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
+
+    return _has_target if isinstance(model, TokenizesTargets) else has_completion
+
+
+def _has_target(task: Task) -> bool:
+    return task.target is not None
+
+
+_CPU = torch.device("cpu")
+_SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyParts:
+    """The models of a run: they sample and make images.
+
+    ``placement``: the devices of the parts. ``model``: the model that is trained. ``image_model``: the model that makes images; the
+    same as ``model``, except for policies that write text. ``copies``: weight copies besides the current weights. ``head``: the
+    value head that is trained with the policy, if there is one.
+    """
+
+    recipe: Recipe
+    ranks: Ranks
+    placement: Placement
+    model: DenoisingModel | AutoregressiveModel
+    image_model: DenoisingModel | AutoregressiveModel
+    copies: WeightCopies
+    head: LatentValues | TokenValues | None = None
+    hashes: Mapping[str, str] | None = None
+    """The result of ``weights``, if it was computed before the weights were sharded."""
+
+    def weights(self) -> Mapping[str, str]:
+        """A hash of the frozen weights of each part (``retouch.models.common.parts.frozen_hashes``)."""
+        return _weights(self.model, self.image_model) if self.hashes is None else self.hashes
+
+    def policy(
+        self,
+        rollout: Rollout,
+        *,
+        acting: Literal["current", "old"] = "current",
+        keep_means: bool = False,
+        engine: Engine | DenoisingEngine | None = None,
+        first_gradient_step: FirstGradientStep | None = None,
+    ) -> "DenoisingPolicy | AutoregressivePolicy":
+        """Build a policy that samples as ``rollout`` says. All policies of a run share their weights.
+
+        ``acting``: the weights that sample in rollouts. ``engine``: samples the completions or the denoising chains of a rollout;
+        None: the policy's own model. ``first_gradient_step``: from the objective, if its loss needs a state of the chain.
+        """
+        context = PolicyContext(
+            copies=self.copies,
+            microbatch=self.recipe.microbatch,
+            eval_steps=self.recipe.eval.num_steps,
+            acting=acting,
+            keep_means=keep_means,
+            engine=engine,
+            any_rank=self.ranks.any,
+            in_step=self._in_step,
+            head=self.head,
+            first_gradient_step=first_gradient_step,
+        )
+        return self.recipe.policy.build(rollout, self.model, context)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all ranks must call the trained model the same number of times."""
+        return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
+
+    def renderer(self, *, num_steps: int | None = None) -> Renderer:
+        """Build the renderer of trajectories. ``num_steps``: denoising steps for the image of a completion; None: the recipe's."""
+        if isinstance(self.model, DenoisingModel):
+            return LatentRenderer(self.model)
+        assert self.recipe.renderer is not None, "the recipe's checks ensure it"
+        published = partial(self.copies.using, "reference") if "reference" in self.copies.copies else None
+        section = self.recipe.renderer.with_num_steps(num_steps)
+        renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
+        if not self.placement.offload:
+            return renderer
+        from retouch.models.offloading.on_device import on_device, page_lock, parts_of
+        from retouch.renderers.wrappers import RendererInContext
+
+        assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
+        parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
+        page_lock(parts, self.placement.renderer)
+        return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
+
+    def users_renderer(self) -> Renderer:
+        """Build the renderer for the policy's ``sample``. If the policy encodes responses, it uses its averaged weights too."""
+        renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
+        if section is not None and section.policy_encodes and "average" in self.copies.copies:
+            from retouch.renderers.wrappers import RendererInContext
+
+            return RendererInContext(renderer, partial(self.copies.using, "average"))
+        return renderer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly(PolicyParts):
+    """The parts of a run. ``plan``: each phase with its range of the run's steps. ``engines``: the engines by recipe section."""
+
+    judge: RewardScorer
+    sets: Sequence[DataSets]
+    plan: Sequence[tuple[ResolvedPhase, range]]
+    clock: Clock = field(default_factory=Clock)
+    engines: dict[EngineSection | ChainEngineSection, Engine | DenoisingEngine] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the run."""
+        return self.plan[-1][1].stop
+
+    def stepper(self) -> Stepper:
+        """Build a new stepper over the trained weights. A single rank never shards the weights."""
+        options = self.recipe.optimizer.options
+        sharding = self.recipe.sharding if self.ranks.world > 1 else None
+        kind = ReplicatedStepper if sharding is None else import_class(_SHARDED_STEPPERS[sharding])
+        stepper: Stepper = kind(self.model.module, self.ranks, **options)
+        section = self.recipe.advantage.value_head
+        if self.head is None or section is None:
+            return stepper
+        return HeadStepper(
+            stepper,
+            ReplicatedStepper(self.head, self.ranks, **options),
+            learning_rate=section.learning_rate,
+            loss_scale=self.ranks.world if sharding == "zero2" else 1,
+        )
+
+    def phase(self, index: int, *, stepper: Stepper, judge: BatchScorer) -> tuple[Run, Phase]:
+        """Return the arguments of the training loop for the phase with this index."""
+        resolved, steps = self.plan[index]
+        objective = resolved.objective
+        keeps_state = objective.differentiates_reward or (objective.can_pair_noise and objective.needs_initial_noise)
+        policy = self.policy(
+            resolved.rollout,
+            acting=objective.acts_with,
+            keep_means=objective.needs_acting_means,
+            engine=self._engine(resolved.rollout),
+            first_gradient_step=objective.first_gradient_step if keeps_state else None,
+        )
+        policy.module = stepper.module
+        run = Run(
+            policy=policy,
+            renderer=self.renderer(),
+            judge=judge,
+            stepper=stepper,
+            ranks=self.ranks,
+            chunk=resolved.rollout.chunk,
+            max_missing=self.recipe.reward.max_missing,
+            average=self._average,
+            clock=self.clock,
+            describe=partial(completion_metrics, ranks=self.ranks),
+            completions=completion_texts,
+            counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
+        )
+        combined = self.judge.combination
+        phase = build_phase(
+            self.recipe,
+            resolved,
+            steps=steps,
+            tasks=self.sets[index].train,
+            ranks=self.ranks,
+            reward_range=(combined.low, combined.high),
+        )
+        return run, phase
+
+    def trial_steps(self, *, stepper: Stepper, judge: BatchScorer, done: int) -> Iterator[Check]:
+        """Run the preflight of each phase that is not finished after ``done`` steps. It calls no judge and restores every bit."""
+        build = partial(self.phase, stepper=stepper, judge=judge)
+        return trial_steps([steps for _, steps in self.plan], build, done=done, named=self.recipe.phases is not None)
+
+    def begin(self, index: int) -> None:
+        """Reset weight copies at the first step of a phase.
+
+        ``old`` (the old policy of DiffusionNFT) is set to the current weights. After a supervised warm-up phase, ``reference`` is
+        set to the current weights too, because a KL to the weights before the warm-up would undo it. The weights of a frozen
+        encoder stay those of the run's start.
+        """
+        if "old" in self.plan[index][0].objective.weight_copies:
+            self.copies.snapshot("old")
+        earlier = [phase for phase, steps in self.plan[:index] if steps]
+        warmed_up = bool(earlier) and earlier[-1].imitates
+        fixed = self.recipe.renderer is not None and self.recipe.renderer.keeps_first_reference
+        if warmed_up and "reference" in self.copies.copies and not fixed:
+            self.copies.snapshot("reference")
+
+    def evaluator(self, judge: BatchScorer) -> "Evaluator":
+        """Build the held-out evaluation of the run."""
+        from retouch.run.evaluation import Evaluator
+
+        return Evaluator(
+            tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
+            renderer=self.users_renderer(),
+            judge=judge,
+            ranks=self.ranks,
+            seed=self.recipe.eval.seed,
+            batch=self.recipe.eval.batch,
+            pictures=self.recipe.samples.tasks,
+            scores_images=bool(self.judge.reward.columns),
+            lower_is_better=[name for name, column in self.judge.reward.columns.items() if not column.higher_is_better],
+            objective=self.recipe.heldout_objective,
+            demonstrates=has_demonstration(self.model),
+        )
+
+    def _engine(self, rollout: Rollout) -> Engine | DenoisingEngine | None:
+        """Return the engine of the rollout. Phases with the same engine section share one engine."""
+        section = rollout.engine or (CachedEngine() if isinstance(rollout, TokenRollout) else None)
+        if section is None:
+            return None
+        if section not in self.engines:
+            model, full_weights = self.model, isinstance(self.recipe.policy.train, FullWeights)
+            context = EngineContext(
+                weights=self.copies.parameters,
+                save=partial(_save_trained, model.module, full_weights=full_weights),
+                folder=self.recipe.folder,
+                full_weights=full_weights,
+                first=self.ranks.is_main,
+                any_rank=self.ranks.any,
+                in_step=self._in_step,
+            )
+            if isinstance(section, ChainEngineSection):
+                assert isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+                self.engines[section] = section.build(model, context)
+            else:
+                assert not isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+                self.engines[section] = section.build(model, context)
+        return self.engines[section]
+
+    def close_engines(self) -> None:
+        """Remove what the engines keep outside of this process, such as adapters in a server."""
+        for engine in self.engines.values():
+            if isinstance(engine, ClosableEngine):
+                engine.close()
+
+    def _average(self, taken: int) -> None:
+        ema = self.recipe.policy.ema
+        if ema is not None and taken % ema.every == 0:
+            # Warm-up of the decay, as in diffusers' EMAModel: after few steps, the initial weights must not dominate the average.
+            self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
+
+
+def assemble(
+    recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, resumed: RunFolder | None = None, trains: bool = True
+) -> Assembly:
+    """Build a run's parts.
+
+    ``ledger``: caches the answers of judges; None: no cache. ``resumed``: the folder of the run, if it has steps. ``trains``: False
+    if the policy is only evaluated or used. Raises ValueError, before any weight of a policy is loaded, if the rows of a step
+    cannot be divided among the ranks, the data are invalid, the reward reads a column that the data do not have, the judge differs
+    from the judge in the ledger, or the data of a resumed run have changed; and then if its base weights have.
+    """
+    check_ranks(recipe, ranks.world)
+    placement = plan_placement(recipe, ranks)
+    recipe.policy.require_kernels(placement.policy)
+    reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
+    if ledger is not None:
+        ledger.require_same_judge(reward)
+    judge = RewardScorer(reward, recipe.reward.combine, device=placement.reward)
+    recipe.advantage.check_range(judge.combination.low, judge.combination.high)
+    column = recipe.eval.column
+    if column not in (None, *reward.columns) and column not in (columns := evaluated_columns(recipe, reward.columns)):
+        raise ValueError(
+            f"eval.column: the reward has no column {column!r}, only {', '.join(columns)}; name one of them, or "
+            "give null for the combined reward"
+        )
+    phases = recipe.resolved_phases()
+    for phase in phases if trains else ():
+        if phase.objective.differentiates_reward:
+            phase.objective.load(placement.reward)
+    sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
+    if first := sets[0].heldout[: recipe.eval.batch]:
+        for _, _, part in recipe.reward.parts():
+            part.require_columns(first)
+    if resumed is None:
+        return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+    from retouch.run.identity import require_same_data, require_same_weights
+
+    require_same_data(resumed, sets, ranks)
+    parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+    require_same_weights(resumed, parts.weights(), ranks)
+    return parts
+
+
+def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: RewardScorer, sets: Sequence[DataSets]) -> Assembly:
+    """Build the model, its weight copies and the value head, and combine them with the other parts of the run.
+
+    ``sets``: the tasks of each phase. Raises ValueError if the loaded weights are not the weights that the recipe needs.
+    """
+    phases = recipe.resolved_phases()
+    plan = list(zip(phases, steps_of(phases, sets), strict=True))
+    acting = assemble_policy(recipe, ranks)
+    sets = [each.with_model(acting.image_model) for each in sets]
+    head = None
+    if recipe.advantage.value_head is not None:
+        first = examples(sets[0].train) or sets[0].heldout
+        head = build_head(recipe.advantage.value_head, acting.model, tasks=first, seed=recipe.seed)
+    clock = Clock(partial(torch.cuda.Event, enable_timing=True) if placement.policy.type == "cuda" else None)
+    return Assembly(**{**vars(acting), "head": head}, judge=judge, sets=sets, plan=plan, clock=clock)
+
+
+def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
+    """Build the models of a run, without data and judge. Weights that the policy and the image model share are loaded once."""
+    placement, policy, renderer = plan_placement(recipe, ranks), recipe.policy, recipe.renderer
+    model: DenoisingModel | AutoregressiveModel
+    image_model: DenoisingModel | AutoregressiveModel
+    if renderer is None:
+        assert isinstance(policy, DenoisingPolicyKeys), "the recipe's checks ensure it"
+        model = image_model = policy.build_model(device=placement.policy, offload=placement.offload)
+    else:
+        assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
+        model, image_model = renderer.load(
+            partial(policy.build_model, device=placement.policy),
+            device=_CPU if placement.offload else placement.renderer,
+            base_frozen=policy.train.reference_is_base,
+        )
+    if image_model.module is not model.module:
+        image_model.module.requires_grad_(False)
+    policy.make_trainable(model.module, seed=recipe.seed)
+    hashes = None
+    copies = WeightCopies(model.module, devices=dict.fromkeys(copies_in_cpu_memory(recipe), _CPU))
+    if recipe.sharding == "fsdp2" and ranks.world > 1:
+        from retouch.distributed.fsdp import shard
+        from retouch.distributed.sharded_copies import ShardedCopies
+
+        hashes = _weights(model, image_model)
+        shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
+        copies = ShardedCopies(model.module, ranks)
+    names = copies_needed(recipe)
+    if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
+        names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
+    for name in sorted(names):
+        if name == "reference" and policy.train.reference_is_base:
+            copies.snapshot_without_adapter(name)
+        else:
+            copies.snapshot(name)
+    made = PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
+    return made if hashes is None else replace(made, hashes=hashes)
+
+
+def _weights(model: Any, image_model: Any) -> dict[str, str]:
+    if image_model is model:
+        return frozen_hashes(model)
+    return frozen_hashes({"policy": model, "renderer": image_model})
+
+
+def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:
+    if full_weights:
+        module.save_pretrained(folder)
+        return
+    from retouch.models.common.lora import write_lora
+
+    write_lora(module, folder, pipeline=None)

@@ -1,0 +1,179 @@
+"""The recorder writes a run's metrics, times and samples, and logs one line per step."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.policies.denoising.trajectory import DenoisingTrajectory
+from retouch.protocols import AutoregressiveModel, DenoisingModel
+from retouch.recipe.keys import Samples
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord, SampleSet
+from retouch.records.trackers import CompositeTracker
+from retouch.renderers.decoders import LatentRenderer
+from retouch.run.completions import completion_texts
+from retouch.run.evaluation import EvaluationResult
+from retouch.run.step import Metrics, ScoredRollout
+from retouch.types import Kind, Sample, Scores, Trajectory
+
+
+class SampleDetails:
+    """Reads only stored tensors, so nothing is sampled again. ``model``: the model that is trained."""
+
+    def __init__(self, model: DenoisingModel | AutoregressiveModel, *, tokens: bool, states: bool) -> None:
+        self._decode = model.decode if tokens and not isinstance(model, DenoisingModel) else None
+        self._renderer = LatentRenderer(model) if states and isinstance(model, DenoisingModel) else None
+
+    def tokens(self, trajectory: Trajectory, row: int) -> list[tuple[str, float]] | None:
+        """Return the text tokens that the policy sampled in a row, with log-probabilities in nats; None if it sampled no text.
+
+        Tokens that the grammar forced are left out, because the policy did not choose them.
+        """
+        if self._decode is None or not isinstance(trajectory, AutoregressiveTrajectory):
+            return None
+        chosen = trajectory.mask[row].cpu() & (trajectory.kind[row].cpu() == Kind.TEXT_TOKEN)
+        if not chosen.any():
+            return None
+        ids, log_probs = (each[row].cpu()[chosen].tolist() for each in (trajectory.ids, trajectory.log_probs))
+        return [(self._decode([token]), value) for token, value in zip(ids, log_probs, strict=True)]
+
+    @torch.no_grad()
+    def states(self, collected: ScoredRollout, row: int) -> list[Image]:
+        """Return an image of each state of the row, before each action and after the last one, including its remaining noise.
+
+        Empty for a policy that does not denoise.
+        """
+        trajectory = collected.trajectory
+        if self._renderer is None or not isinstance(trajectory, DenoisingTrajectory):
+            return []
+        task = collected.batch.tasks[collected.batch.group[row]]
+        single = trajectory.take(slice(row, row + 1))
+        latents = (single.latents[:, place] for place in range(single.latents.shape[1]))
+        found = (self._renderer([task], replace(single, outputs=each))[0] for each in latents)
+        return [image for image in found if image is not None]
+
+
+log = logging.getLogger("retouch")
+
+
+class Recorder:
+    """Records a run; only the main rank uses it. ``total``: the number of steps of the run, for the remaining time. ``samples``:
+    the section ``samples`` of the recipe. ``details``: reads the tokens and denoising states to store; None stores neither."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        tracker: CompositeTracker,
+        *,
+        total: int,
+        samples: Samples,
+        details: "SampleDetails | None" = None,
+    ) -> None:
+        self.folder = folder
+        self.samples = samples
+        self.details = details
+        self.tracker = tracker
+        self.total = total
+        self._began: tuple[float, int] | None = None
+        self.resume_clock()
+
+    def step(self, done: int, phase: str, metrics: Metrics, seconds: Mapping[str, float]) -> None:
+        """Record a step and log its line. ``done``: the number of finished steps, including this one."""
+        self.folder.append_metrics(done, phase, metrics)
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = (self._last, done - 1)
+        timed = {**seconds, "time/step": now - self._last, "cpu/step": time.process_time() - self._cpu}
+        self.resume_clock()
+        self.folder.append_timings(done, timed)
+        self.tracker.log({**metrics, **timed}, done)
+        log.info(self._line(done, phase, metrics, now))
+
+    def resume_clock(self) -> None:
+        """Start timing the next step now. Work between two steps (an evaluation, for example) is not part of a step."""
+        self._last, self._cpu = time.perf_counter(), time.process_time()
+
+    def groups(self, done: int, collected: ScoredRollout) -> None:
+        """Store the samples of the step's first groups."""
+        if collected.judged is None:
+            return
+        batch, texts = collected.batch, completion_texts(collected.trajectory)
+        records: list[SampleRecord] = []
+        for row, group in enumerate(batch.group):
+            if group < self.samples.groups:
+                first = not records or records[-1].group != batch.group_ids[group]
+                records.append(
+                    SampleRecord(
+                        sample=Sample(batch.tasks[group], collected.images[row]),
+                        group=batch.group_ids[group],
+                        slot=batch.slot[row],
+                        scores=_row(collected.judged.scores, row),
+                        reward=collected.judged.rewards[row].item(),
+                        advantage=_advantage(collected, row),
+                        text=texts[row],
+                        tokens=None if self.details is None else self.details.tokens(collected.trajectory, row),
+                        states=[] if self.details is None or not first else self.details.states(collected, row),
+                    )
+                )
+        self._write(done, "group", records)
+
+    def heldout(self, done: int, evaluated: EvaluationResult) -> None:
+        """Store the images of the first held-out tasks."""
+        records = [
+            SampleRecord(
+                sample=Sample(evaluated.tasks[row], image),
+                group=row,
+                slot=0,
+                scores=_row(evaluated.scores, row),
+                reward=evaluated.rewards[row].item(),
+                text=text,
+            )
+            for row, (image, text) in enumerate(zip(evaluated.images, evaluated.texts, strict=True))
+        ]
+        self._write(done, "heldout", records)
+
+    def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
+        self.folder.write_samples(done, kind, records)
+        if self.samples.tables:
+            lines = [line for line in self.folder.read_samples(done) if line["set"] == kind]
+            self.tracker.log_samples(kind, [_shown(line, self.folder.samples(done)) for line in lines], done)
+
+    def _line(self, done: int, phase: str, metrics: Metrics, now: float) -> str:
+        assert self._began is not None
+        began, first = self._began
+        pace = (now - began) / (done - first)
+        left = pace * (self.total - done)
+        words = [f"step {done}/{self.total}"] + ([] if phase == "main" else [phase])
+        if "reward/mean" in metrics:
+            words.append(f"reward {metrics['reward/mean']:.3f}")
+            if not math.isnan(metrics["group/zero_std_fraction"]):  # NaN for groups of one sample
+                words.append(f"equal groups {metrics['group/zero_std_fraction']:.0%}")
+            if metrics["reward/missing_fraction"]:
+                words.append(f"missing {metrics['reward/missing_fraction']:.1%}")
+        words += [f"loss {metrics['policy/loss']:.4g}", f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
+        return "  ".join(words)
+
+
+def _advantage(collected: ScoredRollout, row: int) -> float:
+    """Return the mean advantage over the row's actions that the mask contains."""
+    mask = collected.trajectory.mask[row].cpu()
+    return collected.advantages[row][mask].mean().item() if mask.any() else 0.0
+
+
+def _shown(line: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a stored sample as a row of a table, with the paths of its images."""
+    images = {name: None if line[name] is None else folder / line[name] for name in ("source", "image")}
+    about = {"instruction": line["instruction"], "text": line.get("text"), "reward": line["reward"], "advantage": line["advantage"]}
+    return {"task": line["task"], "slot": line["slot"], **about, **images, **line["scores"]}
+
+
+def _row(scores: Scores, row: int) -> dict[str, float]:
+    return {name: column[row].item() for name, column in scores.items()}

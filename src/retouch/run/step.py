@@ -1,0 +1,359 @@
+"""The training loop: collect, update, accumulate. It is the same for every policy and every objective.
+
+    tasks -> rollout -> render -> reward -> advantages -> losses -> optimizer step
+
+Rewards are gathered over ranks before advantages are computed, so a group may span ranks. Every rank makes the same calls in the
+same order with equally many rows, and raises the same errors, because they depend only on gathered values.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from PIL.Image import Image
+from torch import Tensor
+
+from retouch.core.advantages import zero_std_groups
+from retouch.core.intervals import estimate_mean
+from retouch.core.weights import Normalise, denominator, loss_weights
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import Stepper
+from retouch.models.common.parts import to_device
+from retouch.objectives.advantages import Advantage
+from retouch.protocols import Renderer, SupportsLosses
+from retouch.rewards.judging import ScoredBatch
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.types import Batch, Minibatch, Sample, Trajectory
+
+Metrics = dict[str, float]
+
+
+STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.25
+_log = logging.getLogger("retouch")
+
+
+class RewardsAbandoned(Exception):
+    """The run was asked to stop, and the rewards did not arrive within ``STOP_SECONDS``. The step made no update."""
+
+
+class TooManyMissing(ValueError):
+    """More samples than allowed have no reward. The step made no update."""
+
+
+class RewardFailed(ValueError):
+    """The reward raised ValueError on a rank; the message is that of the error. The samples have no scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """How to collect samples and what to learn from them.
+
+    ``batch``: maps a step to this rank's rows. ``order``: the global row numbers of the rows of all ranks, in the order of ranks.
+    ``group``: the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no
+    reward). ``reward_range``: the smallest and the largest possible reward. ``normalise`` and ``max_length``: see
+    ``core/weights.py``. ``trained_kinds``: maps a step to the kinds of actions (see ``Kind``) that it trains; None: all kinds.
+    Actions of other kinds have loss weight 0. ``demonstrate``: makes a trajectory from the targets of the tasks; used without an
+    ``advantage``. ``source``: yields the training data of each step, from a given step on (``collecting.py``); None:
+    collect one step after the other.
+    """
+
+    name: str
+    steps: range
+    objective: SupportsLosses
+    batch: Callable[[int], Batch]
+    order: Int[Tensor, " rows"]
+    group: Int[Tensor, " rows"]
+    advantage: Advantage | None
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    normalise: Normalise
+    max_length: int | None
+    epochs: int
+    minibatches: int
+    learning_rate: Callable[[int], float]
+    trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
+    source: "Callable[[Run, Phase, int], Iterator[ScoredRollout]] | None" = None
+    demonstrate: Callable[[Any, Batch], Trajectory] = lambda policy, batch: policy.demonstrate(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run that are the same in all phases.
+
+    ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: the number of rows that are sampled, rendered and
+    scored together. ``max_missing``: the largest allowed fraction of samples without a reward. ``average``: updates the weight
+    average; called with the number of optimizer steps in the phase. ``clock``: times a named stage. ``describe``: computes metrics
+    of a trajectory, over all ranks. ``completions``: returns the text of each row, None if the policy writes no text. ``counted``:
+    the columns whose fraction of missing scores is logged.
+    """
+
+    policy: Any
+    renderer: Renderer
+    judge: Callable[[Batch, Sequence[Sample]], "Future[ScoredBatch]"]
+    stepper: Stepper
+    ranks: Ranks
+    chunk: int
+    max_missing: float
+    average: Callable[[int], None]
+    clock: Callable[[str], AbstractContextManager[None]]
+    describe: Callable[[Trajectory], Metrics] = lambda trajectory: {}
+    completions: Callable[[Trajectory], Sequence[str | None]] = lambda trajectory: [None] * len(trajectory)
+    counted: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRollout:
+    """This rank's rows of a step with their advantages. ``valid``: whether the row has a reward. ``returns``: the targets of a
+    value head. ``importance``: the importance weights of actions that were sampled with older weights."""
+
+    batch: Batch
+    trajectory: Trajectory
+    advantages: Float[Tensor, "b t"]
+    valid: Bool[Tensor, " b"]
+    metrics: Metrics
+    judged: ScoredBatch | None = None
+    images: Sequence[Image | None] = ()
+    returns: Float[Tensor, "b t"] | None = None
+    importance: Float[Tensor, "b t"] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingRollout:
+    """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk."""
+
+    batch: Batch
+    trajectory: Trajectory
+    images: Sequence[Image | None]
+    pending: "Sequence[Future[ScoredBatch]]"
+
+
+def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRollout, Metrics]]:
+    """Train the phase's steps from ``start`` on; yields (step, collected samples, metrics) after each step."""
+    steps = range(max(start, phase.steps.start), phase.steps.stop)
+    every = map(partial(collect, run, phase), steps) if phase.source is None else phase.source(run, phase, steps.start)
+    for step, collected in zip(steps, every, strict=True):
+        metrics = update(run, phase, step, collected)
+        yield step, collected, {**collected.metrics, **metrics}
+
+
+def collect(run: Run, phase: Phase, step: int) -> ScoredRollout:
+    """Sample, render, score and compute advantages; for an imitation objective, encode the targets of the tasks instead."""
+    if phase.advantage is None:
+        batch = phase.batch(step)
+        with run.clock("encode"):
+            trajectory = phase.demonstrate(run.policy, batch)
+        ones = torch.ones(trajectory.mask.shape)
+        return ScoredRollout(batch, trajectory, ones, ones[:, 0].bool(), {})
+    return finish_collecting(run, phase, begin_collecting(run, phase.batch(step)))
+
+
+def begin_collecting(run: Run, batch: Batch) -> PendingRollout:
+    """Sample and render these rows, and start scoring them."""
+    parts, images, pending = [], [], []
+    for first in range(0, len(batch), run.chunk):
+        chunk = batch.take(slice(first, first + run.chunk))
+        with run.clock("rollout"):
+            parts.append(run.policy.rollout(chunk))
+        tasks = [chunk.tasks[k] for k in chunk.group]
+        with run.clock("render"):
+            rendered = run.renderer(tasks, parts[-1])
+        images += rendered
+        samples = [Sample(*made) for made in zip(tasks, rendered, run.completions(parts[-1]), strict=True)]
+        pending.append(run.judge(chunk, samples))
+    return PendingRollout(batch, type(parts[0]).concat(parts), images, pending)
+
+
+def finish_collecting(run: Run, phase: Phase, made: PendingRollout) -> ScoredRollout:
+    """Wait for the rewards and compute advantages."""
+    with run.clock("judge"):
+        judged = wait_for_rewards(run.ranks, made.pending)
+    return assign_credit(run, phase, made, judged)
+
+
+def assign_credit(run: Run, phase: Phase, made: PendingRollout, judged: ScoredBatch) -> ScoredRollout:
+    """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
+    assert phase.advantage is not None
+    row_advantages, metrics = compute_advantages(run, phase, judged)
+    trajectory = made.trajectory
+    credit = phase.advantage.assign(row_advantages, trajectory, run.ranks)
+    metrics |= {**credit.metrics, **run.describe(trajectory)}
+    valid = ~judged.rewards.isnan()
+    return ScoredRollout(made.batch, trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
+
+
+def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
+    """Return the scores of all chunks, in order. Raises the same errors as ``wait_for_chunks``, on every rank."""
+    return ScoredBatch.concat(wait_for_chunks(ranks, pending))
+
+
+def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> list[ScoredBatch]:
+    """Return the scores of each chunk; a rank may have no chunks.
+
+    Raises on every rank: RewardFailed if the reward of one rank raised ValueError, BudgetSpent if the judge of one rank has spent
+    its budget, RewardsAbandoned if one rank was asked to stop and its rewards did not arrive within ``STOP_SECONDS``.
+    """
+    parts: list[ScoredBatch] = []
+    failed: ValueError | None = None
+    spent: BudgetSpent | None = None
+    abandoned = not _all_done(ranks, pending)
+    for future in () if abandoned else pending:
+        try:
+            parts.append(future.result())
+        except BudgetSpent as error:
+            spent = error
+        except ValueError as error:
+            failed = failed or error
+    flags = torch.tensor([float(each) for each in (failed is not None, spent is not None, abandoned)])
+    any_failed, any_spent, any_abandoned = ranks.max(flags).tolist()
+    if any_abandoned:
+        raise RewardsAbandoned
+    if any_failed:
+        raise RewardFailed("the reward failed on another rank, as its log says" if failed is None else str(failed)) from failed
+    if any_spent:
+        raise spent or BudgetSpent("the judge's budget is spent, as another rank's log says")
+    return parts
+
+
+def _all_done(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> bool:
+    """Wait for the futures; False if this process was asked to stop and they did not finish within ``STOP_SECONDS``."""
+    deadline = math.inf
+    while unfinished := wait(pending, timeout=_POLL_SECONDS).not_done:
+        if not ranks.stop.is_set():
+            continue
+        if deadline == math.inf:
+            deadline = time.monotonic() + STOP_SECONDS
+            _log.info("asked to stop: waiting at most %.0f s for the rewards of %d chunks", STOP_SECONDS, len(unfinished))
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:
+    """Return one advantage per row of this rank, computed from the rewards of all ranks, and metrics of the scores.
+
+    Raises TooManyMissing on every rank if more than the fraction ``run.max_missing`` of the rows has no reward.
+    """
+    assert phase.advantage is not None
+    names = list(judged.scores)
+    table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
+    gathered = in_global_order(run, phase, table)
+    rewards = gathered[:, 0]
+    missing = rewards.isnan().double().mean().item()  # in fp32, a fraction that equals the limit could exceed it
+    if missing > run.max_missing:
+        raise TooManyMissing(
+            f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing). "
+            "Nothing was learned from this step. If the judge is failing, start the run again when it answers; if the reward "
+            "leaves samples out on purpose, set max_missing to the share that it leaves out"
+        )
+    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range).float()
+    valid = rewards[~rewards.isnan()]
+    metrics = {
+        "reward/mean": valid.mean().item(),
+        "reward/std": valid.std(correction=0).item(),
+        "reward/count": float(len(valid)),
+        "reward/ci95": estimate_mean(rewards.tolist(), [str(number) for number in phase.group.tolist()]).half_width,
+        "reward/missing_fraction": missing,
+        "reward/fault_fraction": run.ranks.sum(torch.tensor(float(judged.faults))).item() / len(rewards),
+        "group/zero_std_fraction": zero_std_groups(rewards, phase.group),
+    }
+    for name, column in zip(names, gathered[:, 1:].unbind(dim=1), strict=True):
+        metrics[f"reward/{name}"] = column.nanmean().item()
+        if name in run.counted:
+            metrics[f"missing/{name}"] = column.isnan().double().mean().item()
+    mine = phase.order.view(run.ranks.world, -1)[run.ranks.rank]
+    return advantages[mine], metrics
+
+
+def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
+    """Gather the rows of all ranks, (b, ...) on each rank, to (rows, ...) in the step's global order."""
+    gathered = torch.empty(len(phase.order), *values.shape[1:], dtype=values.dtype)
+    gathered[phase.order] = run.ranks.gather(values)
+    return gathered
+
+
+def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metrics:
+    """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each."""
+    rows = len(collected.batch) // phase.minibatches
+    taken = (step - phase.steps.start) * phase.epochs * phase.minibatches
+    metrics: Metrics = {}
+    for epoch in range(phase.epochs):
+        for part in range(phase.minibatches):
+            minibatch = make_minibatch(run, phase, collected, slice(part * rows, (part + 1) * rows), epoch)
+            if phase.advantage is not None and phase.advantage.weighs:
+                minibatch = weighted_rows(run.ranks, minibatch)
+            with run.clock("update"):
+                sums, maxima = accumulate(run, phase.objective, minibatch)
+                sums["policy/grad_norm"] = run.stepper.step(phase.learning_rate(step))
+                taken += 1
+                phase.objective.after_step(run.policy, taken)
+                run.average(taken)
+            if "policy/ratio_max" in maxima and not metrics:
+                metrics["policy/ratio_max_first"] = maxima["policy/ratio_max"]
+            for name, value in maxima.items():
+                metrics[name] = max(value, metrics.get(name, value))
+            for name, value in sums.items():
+                metrics[name] = metrics.get(name, 0.0) + value / (phase.epochs * phase.minibatches)
+    return {**metrics, "policy/learning_rate": phase.learning_rate(step)}
+
+
+def make_minibatch(run: Run, phase: Phase, collected: ScoredRollout, rows: slice, epoch: int) -> Minibatch:
+    """Return the given rows with loss weights that are normalised over all ranks, so the loss does not depend on their number."""
+    trajectory = collected.trajectory.take(rows)
+    mask, valid = trajectory.mask.cpu(), collected.valid[rows]
+    if (kinds := phase.trained_kinds(collected.batch.step)) is not None:
+        mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))
+    total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
+    weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
+    # With the other modes the sum is 1.
+    weight_sum = run.ranks.sum(weights.sum()).item() if phase.normalise == "dr_grpo" else 1.0
+    device = trajectory.mask.device
+    advantages = collected.advantages[rows].masked_fill(~valid[:, None], 0.0)  # NaN times weight 0 would be NaN
+    if collected.importance is not None:  # surrogates are proportional to the advantage, so this weights them
+        advantages = advantages * collected.importance[rows]
+    advantages, weights = (to_device(each, device) for each in (advantages, weights))
+    returns = None if collected.returns is None else collected.returns[rows].to(device)
+    return Minibatch(collected.batch.take(rows), trajectory, advantages, weights, epoch, returns, weight_sum or 1.0)
+
+
+def weighted_rows(ranks: Ranks, minibatch: Minibatch) -> Minibatch:
+    """Return the rows whose loss weight is not 0 after the advantages were multiplied into the weights. Their advantages become 1.
+
+    Every rank gets the same number of rows, at least one; the surplus rows of a rank have weight 0.
+    """
+    weights = minibatch.weights * minibatch.advantages
+    unused = (weights == 0).all(dim=1).cpu()
+    count = max(1, int(ranks.max((~unused).sum().float())))
+    rows = unused.int().argsort(stable=True)[:count].sort().values
+    there = rows.to(weights.device)
+    return Minibatch(
+        minibatch.batch.take(rows.tolist()),
+        minibatch.trajectory.take(there),
+        torch.ones_like(weights[there]),
+        weights[there],
+        minibatch.epoch,
+        None if minibatch.returns is None else minibatch.returns[there],
+        minibatch.weight_sum,
+    )
+
+
+def accumulate(run: Run, objective: SupportsLosses, minibatch: Minibatch) -> tuple[Metrics, Metrics]:
+    """Run backward for every microbatch. Returns the sums and the maxima of the metrics over microbatches and ranks."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for loss in objective.losses(run.policy, minibatch):
+        run.stepper.backward(loss.value)
+        for name, value in loss.sums.items():
+            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value)
+        for name, value in loss.maxima.items():
+            maxima[name] = torch.maximum(maxima.get(name, torch.as_tensor(value)), torch.as_tensor(value))
+    totals = run.ranks.sum(torch.stack([value.double() for value in sums.values()])).tolist() if sums else []
+    highest = run.ranks.max(torch.stack([value.double() for value in maxima.values()])).tolist() if maxima else []
+    return dict(zip(sums, totals, strict=True)), dict(zip(maxima, highest, strict=True))
