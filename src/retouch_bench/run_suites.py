@@ -45,6 +45,10 @@ class OpenSuite:
         """The suite's name."""
         return self.scorer.suite.name
 
+    def alarm(self, text: str) -> Alarm:
+        """Return an alarm of this suite, with the response of the recipe."""
+        return Alarm(f"suite {self.name}", text, self.keys.on_alarm)
+
 
 def open_suites(recipe: Recipe, ranks: Ranks) -> list[OpenSuite]:
     """Read the items of the recipe's suites, and audit their judges if ``eval.audit`` is true, before any image is made.
@@ -97,7 +101,7 @@ class RunSuites(Hook):
                 step.metrics[f"suite/{suite.name}"] = math.nan if mean is None else mean
                 if line["alarm"] is not None:
                     step.metrics[f"watch/alarm/suite {suite.name}"] = 1.0
-                    step.alarms.append(Alarm(f"suite {suite.name}", line["alarm"], suite.keys.on_alarm))
+                    step.alarms.append(suite.alarm(line["alarm"]))
 
     def catch_up(self, step: int) -> Iterator[Alarm]:
         """Run the due suites that have no result after ``step`` steps, because the run was interrupted.
@@ -111,7 +115,7 @@ class RunSuites(Hook):
             yield from self.stored_alarms(step)
         for suite in self._due(step):
             if suite.name not in done and (text := self._run(suite, step, {})["alarm"]) is not None:
-                yield Alarm(f"suite {suite.name}", text, suite.keys.on_alarm)
+                yield suite.alarm(text)
 
     def stored_alarms(self, step: int) -> list[Alarm]:
         """Return the alarms that the recipe's current rules raise on the stored results after ``step`` steps."""
@@ -120,7 +124,7 @@ class RunSuites(Hook):
         for suite in self._suites:
             if suite.name in results:
                 text = self._alarm(suite, step, self._stored(suite, step), {})
-                found += [] if text is None else [Alarm(f"suite {suite.name}", text, suite.keys.on_alarm)]
+                found += [] if text is None else [suite.alarm(text)]
         return found
 
     def _due(self, step: int) -> list[OpenSuite]:

@@ -1,6 +1,4 @@
-"""Limits on the bodies of requests: time, size, and the memory of all of them together.
-
-Reads bodies within limits on size, rate and memory.
+"""Reads bodies within limits on size, rate and the memory of all of them together.
 
 Bodies that arrive slowly share half of the memory, so they leave room for those that are sent at once.
 """

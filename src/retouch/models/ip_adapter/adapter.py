@@ -61,7 +61,6 @@ from transformers import (
 from retouch.core.random import generator
 from retouch.models.common.parts import LOCAL
 from retouch.models.common.wrappers import ModelWrapper
-from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.protocols import DenoisingModel
 from retouch.records.files import read_json
 from retouch.types import Conditioning, Task
@@ -110,7 +109,7 @@ def read(transformer: nn.Module, path: Path) -> None:
 
 def _named(transformer: nn.Module) -> dict[str, Tensor]:
     """The adapter's tensors by their names in a file."""
-    found: list[Any] = ip_adapter.modules(transformer)
+    found: list[Any] = modules(transformer)
     projection = found[0].image_projection_layers[0].state_dict()
     named = {f"image_proj.{name.replace('image_embeds.', 'proj.')}": tensor for name, tensor in projection.items()}
     for k, processor in enumerate(found[1:]):

@@ -40,7 +40,6 @@ from retouch.models.common.loaded import LoadedLanguageModel
 from retouch.models.common.parts import LOCAL, evaluating
 from retouch.models.common.recompute import recomputing
 from retouch.models.language import Attention, require_attention
-from retouch.models.qwen_vl import model as vision
 from retouch.protocols import Grammar
 from retouch.records.files import read_json
 from retouch.types import Prompts, Task
@@ -168,12 +167,12 @@ class QwenWriter:
         image_inputs: tuple[dict[str, Tensor], ...] = tuple({} for _ in tasks)
         if grids is not None:
             numbers, merge = [len(row) for row in images], self.template.image_processor.merge_size
-            image_inputs = vision.by_row(self.module, tokens["pixel_values"], grids, numbers=numbers, merge=merge)
+            image_inputs = by_row(self.module, tokens["pixel_values"], grids, numbers=numbers, merge=merge)
         return Prompts(ids, mask, positions.permute(1, 2, 0), image_inputs)
 
     def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Cache]:
         assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
-        embeds, features = vision.embed(module, prompts, self.image_token)
+        embeds, features = embed(module, prompts, self.image_token)
         decoder = _decoder(module)
         cache = decoding.new_cache(decoder)
         states = decoding.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache, layer_features=features)
@@ -199,7 +198,7 @@ class QwenWriter:
         new = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
         positions = torch.cat([prompts.positions, new[..., None].expand(*new.shape, prompts.positions.shape[-1])], dim=1)
         with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
-            embeds, features = vision.embed(module, prompts, self.image_token)
+            embeds, features = embed(module, prompts, self.image_token)
             if features is not None:
                 features = LayerFeatures(nn.functional.pad(features.positions, (0, more)), features.features)
             embeds = torch.cat([embeds, decoding.embeddings(module, ids[:, :more])], dim=1)

@@ -1,6 +1,4 @@
-"""Quotas: requests and tokens per minute, and a budget, shared by the threads of a process or by several processes.
-
-Limits on calls to a judge or to reward servers: per minute, and in total.
+"""Limits on calls to a judge or to reward servers: per minute, and in total.
 
 All processes of a machine that use the same file share one quota. A run on several machines has one file on each machine, with the
 share of the ranks on that machine; without a file, each rank has its own share. A caller first claims all its calls from the total
