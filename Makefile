@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-slow test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-dry-run gpu-wheels
+.PHONY: install quickstart test test-cpus test-all test-slow test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-dry-run gpu-wheels
 
 install: $(STAMP)
 
@@ -25,10 +25,19 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python benchmarks/structure/shape.py --check
+	$(BIN)/python measurements/structure/shape.py --check
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# The same tests with the kernels of other processors, as far as this one can run them: a test must not depend on the kind of processor.
+test-cpus: install
+	for kernels in "default SSE41" "avx2 AVX2" "avx512 AVX512_CORE"; do \
+	  set -- $$kernels; case $$1 in default) need=sse4_1;; avx512) need=avx512bw;; *) need=$$1;; esac; \
+	  grep -qw $$need /proc/cpuinfo || { echo "$$1: not on this processor"; continue; }; \
+	  echo "kernels: $$1"; ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 OMP_NUM_THREADS=1 \
+	    $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" || exit 1; \
+	done
 
 # The imports fail where a broken installation would only skip tests.
 test-all: lint .venv-all/.installed
@@ -105,26 +114,26 @@ test-floors:
 	.venv-floors/bin/pip install --quiet --requirement tests/floors.txt
 	.venv-floors/bin/pip install --quiet --no-deps --editable .
 	OMP_NUM_THREADS=1 .venv-floors/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
-	OMP_NUM_THREADS=1 .venv-floors/bin/pytest tests/benchmarks/test_gpu_checks.py -m slow
+	OMP_NUM_THREADS=1 .venv-floors/bin/pytest tests/measurements/test_gpu_checks.py -m slow
 
 bench: install
-	$(BIN)/python benchmarks/speed/run.py
+	$(BIN)/python measurements/speed/run.py
 
 results: install
-	$(BIN)/python benchmarks/results/results.py
+	$(BIN)/python measurements/results/results.py
 
 # Compares the algorithms and writes docs/league.md. Takes hours of CPU time; several processes may run at once, and each continues
 # from the stored results.
 league: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[league]'
 	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/league.py
+	OMP_NUM_THREADS=1 $(BIN)/python measurements/league/league.py
 
 # Measures how far one algorithm gets with more samples, larger groups, more trained steps, a worse judge or a larger network, and
 # writes docs/scaling.md. Takes about 50 minutes of CPU time; it continues from the stored results.
 scaling: install
 	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/scaling.py
+	OMP_NUM_THREADS=1 $(BIN)/python measurements/league/scaling.py
 
 # Checks on one GPU in at most 9 minutes, without a network and with the Python of this machine (docs/machines.md). Packages that
 # this Python lacks are downloaded on another machine with `make gpu-wheels`, and unpacked here.
@@ -132,14 +141,14 @@ OUT ?= runs/gpu
 gpu:
 	rm -rf build/gpu-site && mkdir -p build/gpu-site
 	for wheel in $(wildcard .wheels/*.whl); do $(PYTHON) -m zipfile -e $$wheel build/gpu-site; done
-	PYTHONPATH=$(CURDIR)/build/gpu-site:$(CURDIR)/src $(PYTHON) benchmarks/gpu/run.py --out $(OUT)
+	PYTHONPATH=$(CURDIR)/build/gpu-site:$(CURDIR)/src $(PYTHON) measurements/gpu/run.py --out $(OUT)
 
 # The same checks with tiny models on the CPU. (`make gpu --dry-run` only prints the commands: --dry-run is an option of make.)
 gpu-dry-run: install
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu/run.py --dry-run --minutes 20 --out $(OUT)-dry-run
+	OMP_NUM_THREADS=1 $(BIN)/python measurements/gpu/run.py --dry-run --minutes 20 --out $(OUT)-dry-run
 
 gpu-wheels:
-	PYTHON=$(PYTHON) benchmarks/gpu/wheels.sh .wheels
+	PYTHON=$(PYTHON) measurements/gpu/wheels.sh .wheels
 
 # Builds the documentation site in site/. It loads nothing from other sites; its search needs a server:
 # python -m http.server -d site
@@ -151,7 +160,7 @@ docs: install
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
-# The size of each package against its budget (benchmarks/structure/budgets.toml), what a step of the quickstart enters, and the cold
+# The size of each package against its budget (measurements/structure/budgets.toml), what a step of the quickstart enters, and the cold
 # start. Takes about 4 minutes.
 shape: install
-	$(BIN)/python benchmarks/structure/shape.py
+	$(BIN)/python measurements/structure/shape.py

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from retouch.config.kinds import Imported
-from retouch.config.schema import alternatives, annotation_of, is_list, is_map, keys_of, kinds_of, open_kinds
-from retouch.config.section import Section
+from retouch.config.errors import alternatives, annotation_of, is_list, is_map, keys_of, kinds_of, open_kinds
+from retouch.config.section import Imported, Section
 from retouch.recipe.recipe import Recipe
 
 PAGE = Path(__file__).parent / "recipes.md"

@@ -11,8 +11,8 @@ import sys
 
 import retouch
 from retouch.data.sources.tokens import TokenData
-from retouch.models.emu3.family import Emu3Model
-from retouch.rewards.vlm.models import Endpoint
+from retouch.models.language import Emu3Model
+from retouch_judge.kinds import Endpoint
 
 tokens, judge_url = sys.argv[1:3] if len(sys.argv) > 2 else ("tokens", "http://localhost:4877/v1")
 judge = Endpoint(model="Qwen/Qwen2.5-VL-72B-Instruct", base_url=judge_url, key=None, concurrency=64)

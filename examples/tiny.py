@@ -33,7 +33,7 @@ def sd3() -> dict[str, Any]:
 
 def enhancer() -> dict[str, Any]:
     """A tiny Qwen2-VL that writes prompts, and a text-to-image model that renders them."""
-    from retouch_worlds.data.text_to_image import TextToImageData
+    from retouch_worlds.data import TextToImageData
 
     return {
         **RUN,
@@ -46,7 +46,7 @@ def enhancer() -> dict[str, Any]:
 
 def writer() -> dict[str, Any]:
     """A tiny Qwen2.5-VL that sees an image and writes how to edit it, and an editor that follows this text."""
-    from retouch_worlds.data.indirect import IndirectPlaygroundData
+    from retouch_worlds.data import IndirectPlaygroundData
 
     return {
         **RUN,
@@ -62,7 +62,7 @@ def writer() -> dict[str, Any]:
 
 def inpainting() -> dict[str, Any]:
     """A tiny FLUX.1-Fill that renders words on signs, with an IP-Adapter."""
-    from retouch_worlds.data.words import WordData
+    from retouch_worlds.data import WordData
 
     return {
         **RUN,
@@ -76,7 +76,7 @@ def inpainting() -> dict[str, Any]:
 
 def emu3() -> dict[str, Any]:
     """A tiny Emu3 that edits images of the playground."""
-    from retouch_worlds.data.tasks import PlaygroundData
+    from retouch_worlds.data import PlaygroundData
 
     return {
         **RUN,

@@ -26,21 +26,20 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 from retouch.data.base import DataContext, DataSets, ImageData
-from retouch.data.requirements import RowRequirements
+from retouch.data.rows import RowRequirements
 from retouch.data.sources.complex_edit import ComplexEditData
 from retouch.data.sources.folder import FolderData
-from retouch.integrations.trl import RetouchReward
-from retouch.integrations.trl_prompts import dataset_of, processor_for
+from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.qwen_vl.family import QwenLanguageModel
+from retouch.models.language import QwenLanguageModel
 from retouch.protocols import Reward
 from retouch.renderers.responses import ResponseRenderer
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.vlm.models import Endpoint
-from retouch_worlds.data.indirect import IndirectPlaygroundData
+from retouch_judge.kinds import Endpoint
+from retouch_judge.rewards import AspectsReward
+from retouch_worlds.data import IndirectPlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.models.language import PlaygroundWriter
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_worlds.rewards import PlaygroundReward
 
 
 @dataclass

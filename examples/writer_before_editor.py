@@ -11,7 +11,7 @@ scores how well the edit follows the instruction, and how much of the rest was k
 import sys
 
 import retouch
-from retouch.rewards.vlm.models import Endpoint
+from retouch_judge.kinds import Endpoint
 
 judge = Endpoint(model="gpt-4o", base_url="https://api.openai.com/v1")
 

@@ -38,7 +38,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
-LONG = ("session", "rehearsal", "distributed", "models", "benchmarks", "training", "pretraining", "trainer", "doctor", "serving")
+LONG = ("session", "distributed", "models", "measurements", "training", "pretraining", "trainer", "plan", "serving")
 """Folders with the longest files."""
 
 

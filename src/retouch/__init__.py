@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retouch.inference.opening import open_writer as open_writer
-    from retouch.models.ip_adapter.section import IpAdapter as IpAdapter
     from retouch.models.train import FullWeights as FullWeights
+    from retouch.models.train import IpAdapter as IpAdapter
     from retouch.models.train import Lora as Lora
     from retouch.objectives.advantages import BatchAdvantage as BatchAdvantage
     from retouch.objectives.advantages import BestAdvantage as BestAdvantage
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from retouch.objectives.policy_gradient import PolicyGradient as PolicyGradient
     from retouch.objectives.reward_gradient import DRaFT as DRaFT
     from retouch.objectives.reward_gradient import ReFL as ReFL
-    from retouch.policies.denoising.transitions import CPSTransition as CPSTransition
-    from retouch.policies.denoising.transitions import ODETransition as ODETransition
-    from retouch.policies.denoising.transitions import SDETransition as SDETransition
+    from retouch.policies.rollout import CPSTransition as CPSTransition
+    from retouch.policies.rollout import ODETransition as ODETransition
+    from retouch.policies.rollout import SDETransition as SDETransition
     from retouch.recipe.recipe import Recipe as Recipe
     from retouch.rewards.function import reward as reward
     from retouch.rewards.scoring import score as score
-    from retouch.trainer.callbacks import Callback as Callback
     from retouch.trainer.loaded_run import load_run as load_run
-    from retouch.trainer.sampling import sample as sample
+    from retouch.trainer.loaded_run import sample as sample
+    from retouch.trainer.trainer import Callback as Callback
     from retouch.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -48,8 +48,8 @@ _NAMES = {
     "BatchAdvantage": "retouch.objectives.advantages",
     "BestAdvantage": "retouch.objectives.advantages",
     "CISPO": "retouch.objectives.policy_gradient",
-    "CPSTransition": "retouch.policies.denoising.transitions",
-    "Callback": "retouch.trainer.callbacks",
+    "CPSTransition": "retouch.policies.rollout",
+    "Callback": "retouch.trainer.trainer",
     "CrossEntropy": "retouch.objectives.imitation",
     "DPO": "retouch.objectives.dpo",
     "DRaFT": "retouch.objectives.reward_gradient",
@@ -59,22 +59,22 @@ _NAMES = {
     "GRPO": "retouch.objectives.policy_gradient",
     "GSPO": "retouch.objectives.policy_gradient",
     "GroupAdvantage": "retouch.objectives.advantages",
-    "IpAdapter": "retouch.models.ip_adapter.section",
+    "IpAdapter": "retouch.models.train",
     "Kl": "retouch.objectives.policy_gradient",
     "Lora": "retouch.models.train",
     "NFT": "retouch.objectives.nft",
-    "ODETransition": "retouch.policies.denoising.transitions",
+    "ODETransition": "retouch.policies.rollout",
     "PolicyGradient": "retouch.objectives.policy_gradient",
     "REINFORCE": "retouch.objectives.policy_gradient",
     "ReFL": "retouch.objectives.reward_gradient",
     "Recipe": "retouch.recipe.recipe",
-    "SDETransition": "retouch.policies.denoising.transitions",
+    "SDETransition": "retouch.policies.rollout",
     "Supervised": "retouch.objectives.imitation",
     "Trainer": "retouch.trainer.trainer",
     "load_run": "retouch.trainer.loaded_run",
     "open_writer": "retouch.inference.opening",
     "reward": "retouch.rewards.function",
-    "sample": "retouch.trainer.sampling",
+    "sample": "retouch.trainer.loaded_run",
     "score": "retouch.rewards.scoring",
 }
 _PACKAGES = ("core", "models", "rewards")

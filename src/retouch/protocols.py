@@ -15,8 +15,6 @@ from retouch.types import (
     Column,
     Conditioning,
     Evaluation,
-    Loss,
-    Minibatch,
     Needs,
     Prompts,
     Sample,
@@ -291,20 +289,6 @@ class AsyncReward(Reward, Protocol):
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
         """Score the samples in the background."""
-        ...
-
-
-@runtime_checkable
-class SupportsLosses(Protocol):
-    """An object that yields the losses of the training loop, usually an objective (``retouch.objectives.base.Objective``)."""
-
-    def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """Yield this rank's share of the loss of each microbatch; backward runs before the next share is computed. Every rank
-        yields the same number of shares."""
-        ...
-
-    def after_step(self, policy: Any, step: int) -> None:
-        """Called after each optimizer step."""
         ...
 
 

@@ -186,7 +186,7 @@ def add_judge(commands: Commands) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from retouch_bench.judges.audit import judge_audit
+    from retouch_judge.audit import judge_audit
 
     result = judge_audit(
         arguments.judge,

@@ -16,9 +16,8 @@ from numpy import ndarray
 from retouch.records.files import write_atomic
 from retouch_bench.results import BenchmarkResult, ImageRow, shown_difference
 from retouch_bench.suite import Suite, SuiteItem
-from retouch_view.report.markup import Html, join, tag
+from retouch_view.report.markup import Html, join, picture, tag
 from retouch_view.report.page import html_page
-from retouch_view.report.pictures import picture
 
 log = logging.getLogger("retouch")
 Values = Mapping[str, Float[ndarray, " n"]]

@@ -9,10 +9,10 @@ from typing import Literal, overload
 
 from PIL import Image
 
-from retouch.core.set_distances import frechet_distance, kernel_distance
+from retouch.core.measures import frechet_distance, kernel_distance
 from retouch.data.images import SUFFIXES, load_image
 from retouch.distributed.ranks import scoring_device
-from retouch.rewards.scorers.style import dinov2_features
+from retouch.rewards.scorers.dino import dinov2_features
 from retouch_bench.inception import inception_features
 
 # With fewer images than the 2048 features of Inception, the covariance of the features does not have full rank.

@@ -96,7 +96,7 @@ def fid(
 
     Source: Heusel et al. 2017 (arXiv 1706.08500), with the network and the resizing of the package pytorch-fid.
     """
-    from retouch.core.set_distances import frechet_distance
+    from retouch.core.measures import frechet_distance
 
     if min(len(images), len(references)) < 2:
         raise ValueError(f"{len(images)} and {len(references)} images: FID needs at least two of each")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retouch.config.imports import did_you_mean
-from retouch.config.kinds import Kinds
+from retouch.config.section import Kinds
 from retouch_bench.suite import Suite
 
 SUITES = Kinds(

@@ -152,7 +152,7 @@ def _policy_maker(name: str, *, suite: Suite) -> ImageGenerator:
 def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
     from diffusers import DiffusionPipeline
 
-    from retouch.models.common.pretrained import fetch_weights
+    from retouch.models.pretrained import fetch_weights
     from retouch.records.libraries import silence_libraries
     from retouch_worlds.playground import playground_weights
 
@@ -185,7 +185,7 @@ def _playground_maker(
     import diffusers
 
     from retouch.config.imports import import_class
-    from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
+    from retouch.distributed.ranks import init_distributed_from_recipe, plan_placement
     from retouch.policies.weights import WeightCopies
     from retouch.recipe.recipe import load
     from retouch.run.build import PolicyParts

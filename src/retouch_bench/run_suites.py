@@ -12,18 +12,18 @@ from retouch.distributed.ranks import Ranks
 from retouch.recipe.keys import SuiteKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
-from retouch.rewards.quota.quota import Quota
 from retouch.run.build import Assembly
 from retouch.run.hooks import Alarm, Hook, StepResult
 from retouch.run.step import ScoredRollout
 from retouch_bench.comparison import compared
 from retouch_bench.image_files import ImageFolder
-from retouch_bench.judges.short_audit import audit_judges
 from retouch_bench.kinds import find_suite
 from retouch_bench.models import PolicyGenerator
 from retouch_bench.results import ALL, BenchmarkResult
 from retouch_bench.running import Items, choose_items, make_images, own_image_keys, score
 from retouch_bench.scoring import CountedClients, Scorer, choose_scorer
+from retouch_judge.quota import Quota
+from retouch_judge.short_audit import audit_judges
 
 log = logging.getLogger("retouch")
 

@@ -22,18 +22,18 @@ import torch
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.records import files
 from retouch.records.libraries import versions
-from retouch.rewards.base import RewardSection
-from retouch.rewards.quota.quota import BudgetSpent, Quota
-from retouch.rewards.vlm.base import JudgeClients, JudgeModel
+from retouch.rewards.base import BudgetSpent, JudgeClients, RewardSection
 from retouch.run.ledger import ledger_path
 from retouch.types import Json, Task
 from retouch_bench.image_files import ImageFolder, ImageKey, image_keys
-from retouch_bench.judges.short_audit import audit_judges
 from retouch_bench.kinds import find_suite
 from retouch_bench.models import ImageGenerator, open_generator
 from retouch_bench.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
 from retouch_bench.scoring import CountedClients, Scorer, choose_scorer, score_images, task_at
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem
+from retouch_judge.models import JudgeModel
+from retouch_judge.quota import Quota
+from retouch_judge.short_audit import audit_judges
 
 ABOUT = "benchmark.json"
 SCORES = "scores"

@@ -16,21 +16,18 @@ from PIL.Image import Image
 
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined, read_reward
 from retouch.rewards import identity
-from retouch.rewards.base import RewardSection
+from retouch.rewards.base import JudgeClients, RewardSection
 from retouch.rewards.judging import RewardScorer, ScoredBatch
-from retouch.rewards.ledger.answers import AnswerCache
-from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database, ImageHasher
 from retouch.rewards.ledger.journal import Journal
-from retouch.rewards.quota.quota import Quota
-from retouch.rewards.vlm.base import JudgeClients, JudgeModel
-from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.models import JUDGE_MODELS
-from retouch.rewards.vlm.questions import JudgeClient
 from retouch.types import Batch, Column, Sample, Task
 from retouch_bench.image_files import ImageFolder, ImageKey
 from retouch_bench.results import ImageRow, missing_images
 from retouch_bench.suite import Suite
+from retouch_judge.cache import AnswerCache, with_cache
+from retouch_judge.kinds import JUDGE_MODELS
+from retouch_judge.models import JudgeModel
+from retouch_judge.quota import Quota
 
 _CHUNK = 16  # images
 _MOST_CHUNKS = 8  # chunks that are scored at the same time
@@ -79,10 +76,10 @@ class CountedClients(JudgeClients):
         super().__init__(device)
         self._quotas = quotas
 
-    def open(self, model: JudgeModel) -> JudgeClient:
+    def open(self, model: JudgeModel) -> Any:
         """Open the client of a model. Raises ValueError as ``JudgeModel.open`` does."""
         client = super().open(model)
-        if isinstance(client, ChatClient) and client.quota is not None:
+        if getattr(client, "quota", None) is not None:
             client.share_quota(self._quotas.setdefault(model.model_dump_json(), client.quota))
         return client
 

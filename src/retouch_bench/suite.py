@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from retouch.config.section import Section
 from retouch.data.images import load_image, load_mask
 from retouch.rewards.base import RewardSection
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column, Json, Task
+from retouch_judge.models import JudgeModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -26,19 +26,23 @@ def add_doctor(commands: Commands) -> None:
         help="with --rehearse: run all blocks of the models, instead of extrapolating from two small depths",
     )
     doctor.add_argument(
-        "--ranks", type=int, help="with --rehearse: rehearse rank 0 of this many ranks (default: the ranks of the recipe)"
+        "--ranks", type=int, help="with --rehearse: as rank 0 of this many ranks (default: the ranks of the recipe)"
     )
     doctor.add_argument("--device", help="check for this device, this GPU (h200, h100, ...) or this measured profile (FILE.json)")
     doctor.add_argument(
-        "--base", metavar="MODEL", help="rehearse with this model of the same size while policy.model.path does not exist yet"
+        "--base",
+        metavar="MODEL",
+        help="make the dry run with this model of the same size while policy.model.path does not exist yet",
     )
     doctor.add_argument(
         "--no-rehearsal",
         action="store_true",
-        help="do not rehearse a step, which takes up to a minute; memory and time are not checked then",
+        help="make no dry run of a step, which takes up to a minute; memory and time are not checked then",
     )
     doctor.add_argument(
-        "--estimate", action="store_true", help="also rehearse a recipe for the CPU, to estimate its time and GPU hours on a GPU"
+        "--estimate",
+        action="store_true",
+        help="also make a dry run for the CPU, to estimate the time and GPU hours of the recipe on a GPU",
     )
     doctor.add_argument(
         "--price-per-hour",
@@ -56,12 +60,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.rehearse:
         if recipe is None:
             raise ValueError("--rehearse needs a recipe: retouch doctor RECIPE --rehearse")
-        from retouch_plan.rehearsal.command import run_rehearsal
+        from retouch_plan.estimate import print_dry_run
 
-        return run_rehearsal(
+        return print_dry_run(
             recipe, machine=arguments.device, world=arguments.ranks, full_depth=arguments.full_depth, out=sys.stdout
         )
-    from retouch_plan.doctor.doctor import DoctorOptions, run_checks
+    from retouch_plan.doctor import DoctorOptions, run_checks
 
     price = arguments.price_per_hour
     if price is not None and not price >= 0:
@@ -70,12 +74,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if estimate and recipe is None:
         raise ValueError("--estimate and --price-per-hour need a recipe: retouch doctor RECIPE --estimate")
     if estimate and arguments.no_rehearsal:
-        raise ValueError("--estimate and --price-per-hour need a rehearsal: omit --no-rehearsal")
-    doctor_options = DoctorOptions(
-        device=arguments.device, base=arguments.base, rehearsal=not arguments.no_rehearsal, estimate=estimate, price=price
+        raise ValueError("--estimate and --price-per-hour need a dry run: omit --no-rehearsal")
+    options = DoctorOptions(
+        device=arguments.device, base=arguments.base, dry_run=not arguments.no_rehearsal, estimate=estimate, price=price
     )
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]
     allowed = [word for module in arguments.allow_import for word in ("--allow-import", module)]
     named = [] if arguments.recipe is None else [arguments.recipe, *allowed, *changes]
-    return run_checks(recipe, distributed=arguments.distributed, doctor_options=doctor_options, arguments=named)
+    return run_checks(recipe, distributed=arguments.distributed, options=options, arguments=named)

@@ -1,10 +1,21 @@
 """``retouch report``, ``compare``, ``view``, ``control``, ``ledger`` and ``votes``."""
 
 import argparse
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from retouch.cli.arguments import RUN_HELP, Commands, debug_option, import_option, port, run_folder
+
+_LAST_SECONDS = 5.0
 
 
 def add_report(commands: Commands) -> None:
@@ -39,7 +50,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from retouch_view.report.comparison import comparison
+    from retouch_view.report.tables import comparison
 
     print(comparison(arguments.folders))
     return 0
@@ -86,8 +97,6 @@ def _view(arguments: argparse.Namespace) -> int:
         write_atomic(arguments.export, page.encode())
         print(arguments.export)
         return 0
-    from retouch_view.live.command import view
-
     return view(
         arguments.folder,
         port=arguments.port,
@@ -97,6 +106,61 @@ def _view(arguments: argparse.Namespace) -> int:
         trying=arguments.trying,
         report=partial(print, flush=True),
     )
+
+
+def view(
+    root: Path,
+    *,
+    port: int,
+    hosts: Sequence[str] = (),
+    vote: bool = False,
+    control: bool = False,
+    trying: str | None = None,
+    report: Callable[[str], None],
+) -> int:
+    """Serve the page on the loopback address until a signal stops it, and return the exit code.
+
+    ``port``: 0 chooses a free port. ``hosts``: further names under which a browser reaches this machine, for example behind a
+    proxy. ``vote``, ``control`` and ``trying``: see ``build_app``. ``report``: called with the line that contains the address.
+    Raises ValueError if the folder does not exist, the port is taken, or the extra ``serve`` is not installed.
+    """
+    for package in ("starlette", "uvicorn", "httptools"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"the page needs {package}: pip install 'retouch[serve]'")
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; give the folder that contains your runs, for example: retouch view runs")
+    import uvicorn
+
+    from retouch_serve.front import bounded_config
+    from retouch_view.live.app import LIMITS, build_app
+
+    token = secrets.token_urlsafe(24)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()  # before the address is printed, so that a browser that opens it at once waits and is not refused
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"port {port} cannot be used: {error.strerror}; choose another with --port, or 0 for any") from None
+    with listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        report(f"runs in {root.resolve()}: open {address}/?token={token}")
+        app = build_app(root, token=token, hosts=hosts, vote=vote, control=control, trying=trying)
+        config = bounded_config(app, LIMITS, log_level="warning", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        ends = server.handle_exit
+
+        def end(sig: int, frame: FrameType | None) -> None:
+            """End the process soon, also if a thread still reads a run."""
+            limit = threading.Timer(_LAST_SECONDS, os._exit, (128 + sig,))
+            limit.daemon = True
+            limit.start()
+            ends(sig, frame)
+
+        server.handle_exit = end  # type: ignore[method-assign]
+        server.run(sockets=[listener])
+    return 0
 
 
 def add_control(commands: Commands) -> None:
@@ -119,8 +183,6 @@ def add_control(commands: Commands) -> None:
 
 
 def _control(arguments: argparse.Namespace) -> int:
-    import time
-
     from retouch.records.control import make_request, read_requests
     from retouch.records.folder import RunFolder
 
@@ -206,9 +268,34 @@ def add_ledger(commands: Commands) -> None:
 
 
 def _ledger(arguments: argparse.Namespace) -> int:
-    from retouch_view.ledger.command import ledger_command
+    from retouch.records.files import jsonable
+    from retouch_judge.models import Prices
+    from retouch_view import ledger
 
-    print(ledger_command(arguments))
+    run: Path = arguments.ledger_of
+    result: object
+    if arguments.what == "rescore":
+        from retouch_view.rescoring import rescore
+
+        result, table = rescore(run, arguments.reward, name=arguments.name, split=arguments.split, steps=arguments.steps)
+    elif arguments.what == "expel":
+        selected = {name: getattr(arguments, name) for name in ("image", "judge", "split", "steps", "dry_run")}
+        result, table = ledger.expel(run, **selected)
+    elif arguments.what in ("agree", "worst"):
+        samples = ledger.select_samples(ledger.LedgerView.open(run).samples, split=arguments.split, steps=arguments.steps)
+        if (arguments.ratings is None) == (arguments.other is None):
+            raise ValueError("give either a second column, or human ratings with --ratings FILE.csv")
+        if arguments.ratings is not None:
+            samples = ledger.with_ratings(samples, arguments.ratings, run)
+        columns = arguments.column, arguments.other or ledger.RATING
+        if arguments.what == "agree":
+            result, table = ledger.agree(samples, columns)
+        else:
+            result, table = ledger.worst(samples, columns, run, top=arguments.top)
+    else:
+        prices = arguments.prices and Prices(input=arguments.prices[0], output=arguments.prices[1])
+        result, table = ledger.overview(ledger.LedgerView.open(run), prices=prices)
+    print(json.dumps(jsonable(result), indent=2) if arguments.json else table)
     return 0
 
 
@@ -259,7 +346,7 @@ def add_votes(commands: Commands) -> None:
 
 
 def _votes(arguments: argparse.Namespace) -> int:
-    from retouch_view.votes.command import votes_command
+    from retouch_view.votes.commands import votes_command
 
     print(votes_command(arguments))
     return 0

@@ -12,22 +12,20 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.core import agreement
+from retouch.core import measures
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, load
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.run.build import build_phase, build_sets
 from retouch.run.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
-from retouch_view.ledger.ledger_view import LedgerSample, LedgerView
-from retouch_view.ledger.ratings import with_ratings
-from retouch_view.ledger.tasks import RunTasks
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_judge.cache import AnswerCache, JudgeCall
+from retouch_view.ledger import LedgerSample, LedgerView, with_ratings
+from retouch_view.rescoring import RunTasks
+from retouch_worlds.rewards import PlaygroundReward
 
 STEPS = 3
 CALL = {"content": "c", "judge": "gpt, typed", "image": "p", "input_tokens": 1000, "output_tokens": 100, "seconds": 2.0}
@@ -253,9 +251,9 @@ def test_agree_reports_the_rank_correlations_of_the_two_columns(run_all_images, 
     found = ask(run_all_images, "agree", "IF", "PQ", "--split", "train")
     a, b = (torch.tensor(column(run_all_images, name)) for name in ("IF", "PQ"))
     group = torch.arange(24) // 4
-    assert found["spearman"] == pytest.approx(agreement.spearman(a, b))
-    assert found["kendall"] == pytest.approx(agreement.kendall(a, b))
-    share, pairs = agreement.pairwise_agreement(a, b, group)
+    assert found["spearman"] == pytest.approx(measures.spearman(a, b))
+    assert found["kendall"] == pytest.approx(measures.kendall(a, b))
+    share, pairs = measures.pairwise_agreement(a, b, group)
     assert (found["within_groups"]["same_order"], found["within_groups"]["pairs"]) == (pytest.approx(share), pairs)
     assert found["samples"] == 24
 
@@ -263,7 +261,7 @@ def test_agree_reports_the_rank_correlations_of_the_two_columns(run_all_images, 
 def test_worst_sorts_samples_by_rank_difference_and_names_their_images(run_all_images, ask):
     found = ask(run_all_images, "worst", "IF", "IP", "--split", "train", "--top", "24")
     a, b = (torch.tensor(column(run_all_images, name)) for name in ("IF", "IP"))
-    apart = (agreement.ranks(a) - agreement.ranks(b)).abs() / 23
+    apart = (measures.ranks(a) - measures.ranks(b)).abs() / 23
     assert [each["rank_difference"] for each in found] == pytest.approx(sorted(apart.tolist(), reverse=True))
     first = found[0]
     assert (first["IF"], first["IP"]) == (a[apart.argmax()].item(), b[apart.argmax()].item())
@@ -277,7 +275,7 @@ def test_ratings_identify_images_by_hash_by_file_or_by_step_group_and_slot(run_a
     rows = [sample for sample in LedgerView.open(run_all_images).samples if sample.split == "train" and sample.image][:6]
     rated = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6]
     scores = torch.tensor([sample.scores["overall"] for sample in rows])
-    wanted = agreement.spearman(scores, torch.tensor(rated))
+    wanted = measures.spearman(scores, torch.tensor(rated))
     shown = {image_hash(Image.open(path)): path for path in (run_all_images / "pictures").rglob("*.png")}
     files = {
         "sha256": [f"{sample.image}," for sample in rows],

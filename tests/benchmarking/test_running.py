@@ -19,11 +19,7 @@ from retouch.inference.exporting import export_target
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
-from retouch.rewards.base import RewardSection
-from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.quota.quota import BudgetSpent
-from retouch.rewards.vlm.endpoint_settings import JudgeQuota
-from retouch.rewards.vlm.models import Endpoint
+from retouch.rewards.base import BudgetSpent, RewardSection
 from retouch.run import session
 from retouch.types import Column
 from retouch_bench.comparison import compare
@@ -32,6 +28,9 @@ from retouch_bench.models import is_ours
 from retouch_bench.results import BenchmarkResult
 from retouch_bench.running import run
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
+from retouch_judge.kinds import Endpoint
+from retouch_judge.models import JudgeQuota
+from retouch_judge.rewards import VieScore
 from tiny_recipes import SMALL
 from warm_python import python
 

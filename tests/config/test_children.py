@@ -10,21 +10,23 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
 from retouch.config import imports
 from retouch.distributed.launching import guardian
-from retouch.recipe.jsonnet import evaluate_jsonnet
+from retouch.recipe.document import evaluate_jsonnet
+from retouch.records.folder import RunFolder
 from retouch_view.live.trying import TrialWorker
 from source_files import source_files
 
 STARTERS = {
     "distributed/launching.py": {"subprocess.Popen"},
-    "recipe/jsonnet.py": {"subprocess.run"},
+    "recipe/document.py": {"subprocess.run"},
     "retouch_view/live/trying.py": {"asyncio.create_subprocess_exec"},
     # These fork, so they start no interpreter; `imports` starts those that do not fork.
     "config/imports.py": {"multiprocessing.get_context('spawn')"},
-    "data/examination.py": {"multiprocessing.get_context('fork')"},
-    "retouch_serve/server/supervisor.py": {"multiprocessing.get_context('fork')"},
+    "data/checks.py": {"multiprocessing.get_context('fork')"},
+    "retouch_serve/replicas.py": {"multiprocessing.get_context('fork')"},
 }
 """The calls in the source that start a process."""
 NAMES = ("numpy", "torch", "struct", "pickle", "socket", "json", "sitecustomize", "usercustomize", "rjsonnet", "retouch")
@@ -104,13 +106,12 @@ def test_point_3_2_recipes_and_guardians_import_nothing_from_the_current_folder(
 
 
 def test_point_3_2_a_tried_checkpoint_imports_nothing_from_the_current_folder(hostile: Path) -> None:
+    async def connected() -> dict[str, str]:
+        return {"type": "http.request"}
+
     async def send_a_wrong_job() -> str:
-        worker = TrialWorker("cpu")
-        process = await worker._started()
-        assert process.stdin is not None
-        process.stdin.write(b"{}\n")
-        await process.wait()
-        return await worker._last_words()
+        asked = TrialWorker("cpu").events(RunFolder(hostile.parent), {}, Request({"type": "http"}, connected))
+        return "".join([line async for line in asked])
 
     assert "KeyError" in asyncio.run(send_a_wrong_job())
     assert not hostile.exists()

@@ -1,9 +1,10 @@
-"""Open sets of kinds: the table, plugins, imported classes, their errors, and serialisation."""
+"""Open sets of kinds: the table, plugins, imported classes, their errors, and serialisation; lists in sections."""
 
 import json
 import re
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
 
@@ -11,15 +12,15 @@ import pytest
 import rjsonnet
 from pydantic import TypeAdapter, ValidationError
 
+import retouch
 from retouch.config import consent
 from retouch.config.consent import GROUP
 from retouch.config.errors import unknown_keys, wrong_values
-from retouch.config.kinds import Imported, Kinds
-from retouch.config.schema import alternatives, annotation_of, keys_of
-from retouch.config.section import Count, Section, expected
+from retouch.config.section import Count, Kinds, Section, expected
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
 from retouch.recipe.recipe import load
+from retouch.rewards import Remote
 
 
 class Shape(Section):
@@ -147,43 +148,6 @@ def test_a_class_path_without_a_colon_is_refused_with_the_right_form() -> None:
         read({"shape": {"kind": "import", "class": "my_module.Circle"}})
 
 
-def test_renamed_kinds_and_keys_are_errors_with_their_new_names() -> None:
-    kinds = Kinds("shape", {"circle": f"{__name__}:Circle"}, renamed={"ring": "circle"})
-
-    class Picture(Section):
-        renamed_keys = {"form": "shape"}  # noqa: RUF012
-        shape: Annotated[Shape, kinds]
-
-    with pytest.raises(ValidationError, match="'ring' is now called 'circle'"):
-        Picture.model_validate({"shape": {"kind": "ring"}})
-    document = {"form": {}, "shape": {"kind": "circle", "radius": 1}}
-    assert unknown_keys(document, Picture) == ["form: unknown key; it is now called shape"]
-
-
-@pytest.mark.parametrize(
-    ("change", "present"),
-    [
-        ("data.vain=0.5", "data.impossible"),
-        ('data={"kind":"playground-indirect","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
-        ('data={"kind":"playground-scenes","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
-        ('data={"kind":"playground-words","count":8,"slips":0.5}', "data.wrong_letters"),
-        ('data={"kind":"playground-words","count":8,"apart":true}', "data.style_from_reference"),
-        ("policy.model.kind=playground-painter", "'playground-text-to-image'"),
-        ("data.kind=playground-paintings", "'playground-scenes'"),
-        ("reward.kind=playground-paintings", "'playground-scenes'"),
-        ("reward.kind=painted_text", "'unrequested_text'"),
-    ],
-)
-def test_renamed_recipe_keys_and_kinds_raise_with_their_new_names(change: str, present: str) -> None:
-    with pytest.raises(ValueError, match=f"now called {present}"):
-        load("recipes/playground/grpo.jsonnet", [change])
-
-
-def test_alternatives_of_a_field_are_all_its_classes() -> None:
-    assert alternatives(annotation_of(keys_of(Drawing)["shape"])) == (Circle, Imported)
-    assert alternatives(annotation_of(keys_of(Drawing)["more"])) == (Circle, Imported)
-
-
 def test_an_algorithm_name_as_kind_raises_with_the_settings_to_use_instead() -> None:
     for name in OBJECTIVES.other_names:
         with pytest.raises(ValidationError) as caught:
@@ -224,3 +188,35 @@ def test_a_line_about_a_value_has_the_whole_message_and_the_start_of_the_value(m
     line = expected({"msg": message, "input": "x" * 1000})
     assert line.startswith(shown)
     assert len(line) < 300
+
+
+GRPO = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.model.size=[48]", r"policy\.model\.size\.1: missing"),
+        ("policy.model.size=[]", r"policy\.model\.size\.0: missing"),
+        ('data={"kind": "folder", "path": "photos", "size": []}', r"data\.size\.0: missing"),
+        ('data={"kind": "folder", "path": "photos", "size": [1, 2, 3]}', r"data\.size: should "),
+    ],
+)
+def test_a_list_that_is_too_short_or_too_long_raises_with_its_key(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(GRPO, [override])
+
+
+class Boxes(Section):
+    corners: tuple[tuple[int, int], ...] | None = None
+
+
+def test_python_may_pass_a_list_where_a_section_has_a_tuple() -> None:
+    assert Remote(endpoints=["http://127.0.0.1:1"]).endpoints == ("http://127.0.0.1:1",)
+    assert retouch.Lora(rank=4, alpha=8, targets=["to_q"]).targets == ("to_q",)
+    assert Boxes(corners=[[0, 1], [2, 3]]).corners == ((0, 1), (2, 3))
+
+
+def test_a_list_with_wrong_values_raises_with_the_position() -> None:
+    with pytest.raises(ValueError, match=r"^Boxes: corners\.1\.0: should be a valid integer, not 'a'$"):
+        Boxes(corners=[[0, 1], ["a", 3]])

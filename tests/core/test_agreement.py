@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.core.agreement import kendall, pairwise_agreement, ranks, spearman
+from retouch.core.measures import kendall, pairwise_agreement, ranks, spearman
 
 NAN = float("nan")
 # Pairs of scores with few distinct values, so that there are ties and both lists have the same length.

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import TypeCheckError
 from torch.distributions import Categorical, Normal, kl_divergence
 
-from retouch.core.divergences import gaussian_kl, k3, velocity_mse
+from retouch.core.surrogates import gaussian_kl, k3, velocity_mse
 from retouch.core.transitions import transition
 
 

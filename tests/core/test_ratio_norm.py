@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.core.ratio_norm import gradient_balance, ratio_norm
-from retouch.core.transitions import TransitionResult, transition
+from retouch.core.transitions import TransitionResult, gradient_balance, ratio_norm, transition
 
 
 def pair(

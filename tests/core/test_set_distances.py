@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.core import set_distances
-from retouch.core.set_distances import frechet_distance, kernel_distance
+from retouch.core.measures import frechet_distance, kernel_distance
 
 
 def vectors(count: int, width: int, seed: int, shift: float = 0.0) -> torch.Tensor:
@@ -43,7 +42,7 @@ def test_frechet_distance_of_equal_sets_is_0_and_a_single_vector_raises() -> Non
 
 @pytest.mark.parametrize("rows", [2, 1024])
 def test_kernel_distance_equals_the_formula(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(set_distances, "_ROWS", rows)
+    monkeypatch.setattr("retouch.core.measures._ROWS", rows)
     random = torch.Generator().manual_seed(0)
     one, other = torch.randn(5, 4, generator=random), torch.randn(7, 4, generator=random) + 0.3
 

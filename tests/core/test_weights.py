@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from retouch.core.weights import denominator, loss_weights, numerators
+from retouch.core.surrogates import loss_weights
 
 MODES = [("token", None), ("sequence", None), ("dr_grpo", 16)]
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -41,8 +41,10 @@ def test_weights_do_not_depend_on_the_ranks(batch, mode, data):
     normalise, max_length = mode
     cut = data.draw(st.integers(0, len(mask)))
     ranks = [(mask[:cut], valid[:cut]), (mask[cut:], valid[cut:])]
-    total = sum(denominator(m, v, normalise=normalise, max_length=max_length) for m, v in ranks)
-    parts = [loss_weights(m, v, normalise=normalise, max_length=max_length, total=total) for m, v in ranks]
+    counts = []  # the counts of both ranks, which each of them divides by
+    for m, v in ranks:
+        loss_weights(m, v, normalise=normalise, max_length=max_length, over_ranks=lambda count: counts.append(count) or count)
+    parts = [loss_weights(m, v, normalise=normalise, max_length=max_length, over_ranks=lambda count: sum(counts)) for m, v in ranks]
     assert torch.equal(torch.cat(parts), loss_weights(mask, valid, normalise=normalise, max_length=max_length))
 
 
@@ -67,16 +69,17 @@ def test_batches_without_valid_rows_get_weight_0(normalise, max_length):
     mask, valid = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
     for rows in (slice(0, 2), slice(0, 0)):
         assert (loss_weights(mask[rows], valid[rows], normalise=normalise, max_length=max_length) == 0).all()
-        assert denominator(mask[rows], valid[rows], normalise=normalise, max_length=max_length) == 0
 
 
-def test_invalid_normalisation_options_raise():
-    mask, valid = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="needs max_length"):
-        loss_weights(mask, valid, normalise="dr_grpo")
-    with pytest.raises(ValueError, match="only it takes one"):
-        denominator(mask, valid, normalise="token", max_length=3)
-    with pytest.raises(ValueError, match="at least 1"):
-        denominator(mask, valid, normalise="dr_grpo", max_length=0)
-    with pytest.raises(REFUSED, match=r"'token', 'sequence' or 'dr_grpo'|Type-check"):
-        numerators(mask, valid, normalise="mean")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"normalise": "dr_grpo"}, "needs max_length"),
+        ({"normalise": "token", "max_length": 3}, "only it takes one"),
+        ({"normalise": "dr_grpo", "max_length": 0}, "at least 1"),
+        ({"normalise": "mean"}, r"'token', 'sequence' or 'dr_grpo'|Type-check"),
+    ],
+)
+def test_invalid_normalisation_options_raise(options, told):
+    with pytest.raises(REFUSED, match=told):
+        loss_weights(torch.ones(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.bool), **options)

@@ -6,12 +6,11 @@ import logging
 import pytest
 from PIL import Image
 
-from retouch.data.check import check, read_path
+from retouch.data.checks import accept_rows
+from retouch.data.kinds import check
 from retouch.data.rows import Problem
-from retouch.data.sampler import Subset
 from retouch.data.sources.folder import read_folder
-from retouch.data.tasks import Tasks
-from retouch.data.validation import accept
+from retouch.data.tasks import Subset, Tasks
 
 
 @pytest.fixture
@@ -46,7 +45,8 @@ def notes(problems) -> list[tuple[int, str]]:
 def test_a_good_data_set_has_no_problems(photos):
     write(photos, row(), row(mask="mask.png", target="a.png", reference="noise.jpg", text="x", id="y"))
     assert check(photos) == []
-    assert accept(read_folder(photos), on_bad_row="refuse") == ((0, 1), [])
+    found = accept_rows(read_folder(photos), on_bad_row="refuse")
+    assert (found.indices, found.problems) == ((0, 1), ())
 
 
 def test_a_folder_of_images_without_metadata_is_reported(photos):
@@ -187,20 +187,10 @@ def test_a_missing_path_is_reported_as_a_problem(tmp_path):
     assert problem == Problem(str(tmp_path / "none"), 0, f"{tmp_path / 'none'}: no such file or folder")
 
 
-def test_prompt_lists_are_checked_too(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "id": "1"}\n{"prompt": "", "id": "2"}\n{"prompt": "y", "id": "1"}\n')
-    assert [line for line, _ in errors(check(tmp_path / "a.jsonl"))] == [2, 3]
-
-
-def test_problems_are_formatted_like_compiler_messages():
-    assert str(Problem("a.jsonl", 3, "no such file")) == "a.jsonl:3: error: no such file"
-    assert str(Problem("a.jsonl", 0, "odd", "note")) == "a.jsonl: note: odd"
-
-
 def test_accept_with_refuse_raises_and_lists_the_invalid_rows(photos):
     file = write(photos, row(), *(row(file_name=f"gone{n}.png") for n in range(7)), row(instruction="", file_name="gone.png"))
     with pytest.raises(ValueError, match="8 of 9 rows cannot be used") as refused:
-        accept(read_folder(photos), on_bad_row="refuse")
+        accept_rows(read_folder(photos), on_bad_row="refuse")
     assert [line.split(": error")[0].strip() for line in str(refused.value).splitlines()[1:6]] == [
         f"{file}:{n}" for n in range(2, 7)
     ]
@@ -210,7 +200,8 @@ def test_accept_with_refuse_raises_and_lists_the_invalid_rows(photos):
 def test_bad_rows_are_skipped_counted_and_logged(photos, caplog):
     file = write(photos, row(), row(file_name="gone.png"), "{", row(), row(id="x"), row(id="x"))
     with caplog.at_level(logging.WARNING):
-        good, problems = accept(read_folder(photos), on_bad_row="skip")
+        accepted = accept_rows(read_folder(photos), on_bad_row="skip")
+        good, problems = accepted.indices, list(accepted.problems)
     assert good == (0, 3, 4)
     assert [problem.line for problem in problems] == [2, 3, 6]
     (record,) = caplog.records
@@ -234,7 +225,7 @@ def test_exactly_the_accepted_rows_can_be_loaded(photos):
     write(photos, *lines)
     rows = read_folder(photos)
     tasks = Tasks(rows, resize=None)
-    good, _ = accept(rows, on_bad_row="skip")
+    good = accept_rows(rows, on_bad_row="skip").indices
     assert good == (0, 4, 6)
     loads, said = [], {}
     for index in range(len(rows)):
@@ -254,15 +245,8 @@ class NoRows(list):
 def test_accept_raises_without_usable_rows_or_with_an_unknown_on_bad_row(photos):
     write(photos, row(file_name="gone.png"))
     with pytest.raises(ValueError, match="1 of 1 rows cannot be used"):
-        accept(read_folder(photos), on_bad_row="skip")
+        accept_rows(read_folder(photos), on_bad_row="skip")
     with pytest.raises(ValueError, match="no rows"):
-        accept(NoRows(), on_bad_row="skip")
+        accept_rows(NoRows(), on_bad_row="skip")
     with pytest.raises(ValueError, match='must be "refuse" or "skip"'):
-        accept(read_folder(photos), on_bad_row="ignore")
-
-
-def test_read_path_reads_image_folders_and_prompt_lists(photos, tmp_path):
-    write(photos, row())
-    assert len(read_path(photos)[0].images) == 1
-    (tmp_path / "a.txt").write_text("a cat\n")
-    assert read_path(tmp_path / "a.txt")[0].instruction == "a cat"
+        accept_rows(read_folder(photos), on_bad_row="ignore")

@@ -1,15 +1,21 @@
-"""Random crops of training images."""
+"""Random crops of training images; and what the crop to the model's size removes, which is reported before a run starts."""
 
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.cli.parser import main
 from retouch.data.base import DataContext
-from retouch.data.crops import SMALLEST, Crop, random_crop
+from retouch.data.images import Exact, off_centre, removed_by_fit
 from retouch.data.sources.folder import FolderData
+from retouch.data.sources.hub import TableData
+from retouch.data.sources.stream import IterableData
+from retouch.data.tasks import SMALLEST, Crop, load_task, random_crop
+from retouch.recipe.recipe import load
 
 SIDE = 40
 
@@ -79,3 +85,94 @@ def test_one_version_is_the_default_and_not_written_into_the_recipe(tmp_path: Pa
     data = FolderData(path=str(gradient(tmp_path)), held_out=1)
     assert "crops" not in data.model_dump()
     assert len(data.build(DataContext()).train) == 3
+
+
+WIDE, SQUARE = (192, 48), (48, 48)
+
+
+def mask(box: tuple[int, int, int, int], size: tuple[int, int] = WIDE) -> Image.Image:
+    made = Image.new("L", size)
+    made.paste(255, box)
+    return made
+
+
+# The part of the photograph that the mask shows, the size of the model, (height, width), and whether the crop keeps any of it.
+REGIONS = {
+    "at the left": (mask((0, 10, 30, 40)), SQUARE, False),
+    "at both ends, with a bounding box around the middle": (mask((190, 10, 192, 40)), SQUARE, False),
+    "one pixel beyond the crop": (mask((71, 10, 72, 40)), SQUARE, False),
+    "at the first pixel of the crop": (mask((72, 10, 73, 40)), SQUARE, True),
+    "at the left of a size of the same shape": (mask((0, 10, 30, 40)), (24, 96), True),
+    "at the top of an upright photograph": (mask((10, 0, 40, 30), (48, 192)), SQUARE, False),
+    "nowhere: nothing should change": (Image.new("L", WIDE), SQUARE, True),
+}
+REGIONS["at both ends, with a bounding box around the middle"][0].paste(255, (0, 0, 2, 9))
+
+
+def rows(shape: Image.Image, count: int = 4) -> list[dict[str, object]]:
+    return [{"prompt": f"edit {n}", "image": Image.new("RGB", shape.size, (n, 9, 9)), "mask": shape} for n in range(count)]
+
+
+@pytest.mark.parametrize("case", REGIONS)
+def test_point_1_7_a_row_whose_mask_the_crop_removes_is_refused_at_the_start(case: str, tmp_path: Path) -> None:
+    shape, size, kept = REGIONS[case]
+    stream = datasets.Dataset.from_list(rows(shape)).to_iterable_dataset()
+    for number, row in enumerate(rows(shape)):
+        row["image"].save(tmp_path / f"{number}.png")  # type: ignore[attr-defined]
+    shape.save(tmp_path / "m.png")
+    lines = [{"file_name": f"{n}.png", "instruction": f"edit {n}", "mask": "m.png"} for n in range(4)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = FolderData(path=str(tmp_path), held_out=1)
+    for data in (TableData.of(rows(shape), held_out=1), folder, folder, IterableData.of(stream, held_out=1, ahead=0)):
+        if kept:
+            sets = data.build(DataContext(size=size))
+            assert sets.heldout[0].mask.getextrema()[1] == shape.getextrema()[1]
+        else:  # the second time from the stored check
+            with pytest.raises(ValueError, match=r"the crop of \d+x\d+ to the middle.* removes the whole mask"):
+                data.build(DataContext(size=size))
+
+
+def test_point_1_7_a_row_that_is_not_checked_at_the_start_is_refused_when_it_is_drawn() -> None:
+    row = TableData.of(rows(REGIONS["at the left"][0])).rows(seed=0)[1]
+    with pytest.raises(ValueError, match=r"train_dataset:2: the crop of .* removes the whole mask"):
+        load_task(row, resize=Exact(48, 48))
+
+
+def test_point_1_7_no_random_crop_removes_the_whole_mask(tmp_path: Path) -> None:
+    Image.new("RGB", (48, 48), "red").save(tmp_path / "0.png")
+    mask((0, 0, 6, 6), (48, 48)).save(tmp_path / "m.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "instruction": "x", "mask": "m.png"}\n')
+    sets = FolderData(path=str(tmp_path), held_out=0, crops=40).build(DataContext(size=(48, 48), eval_split="train"))
+    assert [task.mask.getextrema() for task in sets.train] == [(0, 255)] * 40
+
+
+def test_point_1_7_crops_of_more_than_half_and_of_what_the_target_changes_are_notes(caplog: pytest.LogCaptureFixture) -> None:
+    edited = Image.new("RGB", WIDE, "white")
+    edited.paste("blue", (0, 0, 20, 48))
+    for target, what in ((edited, "removes the whole region that the target changes"), (None, "keeps 25% of the image")):
+        pairs = [{"prompt": f"{n}", "image": Image.new("RGB", WIDE, (255 - n,) * 3), "target": target} for n in range(4)]
+        data = TableData.of(pairs if target else rows(mask((0, 0, *WIDE))), held_out=0)
+        sets = data.build(DataContext(size=SQUARE, eval_split="train"))
+        assert len(sets.problems) == 4
+        assert all(what in str(problem) for problem in sets.problems)
+        assert "4 of 4 rows are cropped to less than half, or lose what they change" in caplog.text
+
+
+def test_point_1_7_the_check_of_a_recipe_reports_what_its_size_crops_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    for number in range(2):
+        Image.new("RGB", WIDE, (number, 9, 9)).save(tmp_path / f"{number}.png")
+    mask((0, 10, 30, 40)).save(tmp_path / "m.png")
+    lines = [{"file_name": f"{n}.png", "instruction": f"edit {n}", "mask": "m.png"} for n in range(2)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = tmp_path / "recipe.jsonnet"
+    recipe.write_text(load("recipes/photos.jsonnet", [f"data.path={tmp_path}", "data.size=[48,48]"]).model_dump_json())
+    assert main(["data", "check", str(recipe)]) == 1
+    assert "removes the whole mask" in capsys.readouterr().out
+
+
+def test_a_region_on_both_sides_of_the_centre_is_never_removed() -> None:
+    for size in ((1, 100), (100, 1), (7, 7)):
+        assert not removed_by_fit("mask", off_centre(mask((90, 20, 100, 30))), WIDE, size=size)

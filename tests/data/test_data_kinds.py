@@ -18,7 +18,7 @@ from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 from retouch.types import Task, TaskContents
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 from retouch_worlds.testing import check_data_source
 
 

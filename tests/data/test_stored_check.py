@@ -10,16 +10,14 @@ import datasets
 import pytest
 from PIL import Image
 
-from retouch.data import examination, stored_check
+from retouch.data import checks
 from retouch.data.base import DataContext
-from retouch.data.check import check
-from retouch.data.examination import examine, examine_all
+from retouch.data.checks import accept_rows, examine, examine_all
 from retouch.data.images import EncodedImage
-from retouch.data.requirements import RowRequirements
-from retouch.data.rows import Row
+from retouch.data.kinds import check
+from retouch.data.rows import Row, RowRequirements
 from retouch.data.sources.folder import FolderData, read_folder
-from retouch.data.sources.table import TableData
-from retouch.data.validation import accept, accept_rows
+from retouch.data.sources.hub import TableData
 from retouch.recipe.recipe import load
 from retouch.run.build import build_sets
 
@@ -35,13 +33,13 @@ def cache(tmp_path, monkeypatch):
 def decoded(monkeypatch):
     """The names of the images that are decoded in this process."""
     names = []
-    whole = examination.read_header
+    whole = checks.read_header
 
     def read_header(image, **keys):
         names.append(image.name)
         return whole(image, **keys)
 
-    monkeypatch.setattr(examination, "read_header", read_header)
+    monkeypatch.setattr(checks, "read_header", read_header)
     return names
 
 
@@ -92,7 +90,7 @@ def test_a_changed_file_is_decoded_again_and_unchanged_files_are_not(tmp_path, d
     assert decoded == ["2.png"]
     assert "rows whose image files have changed are checked again: 1" in caplog.text
     with pytest.raises(ValueError, match="1 of 4 rows cannot be used"):
-        accept(read_folder(folder), on_bad_row="refuse")
+        accept_rows(read_folder(folder), on_bad_row="refuse")
     Image.new("RGB", (8, 6)).save(folder / "2.png")
     assert check(folder) == []
 
@@ -136,15 +134,15 @@ def test_a_moved_data_set_keeps_its_stored_check_and_reports_the_new_path(tmp_pa
 
 def test_the_check_of_a_read_only_folder_is_stored_in_the_users_cache(tmp_path, cache, decoded, monkeypatch):
     folder = photos(tmp_path / "photos")
-    writable = stored_check._writable
-    monkeypatch.setattr(stored_check, "_writable", lambda path: path.name != ".retouch" and writable(path))
+    writable = checks._writable
+    monkeypatch.setattr(checks, "_writable", lambda path: path.name != ".retouch" and writable(path))
     check(folder)
     assert not (folder / ".retouch").exists()
     assert len(list(cache.glob("*.json"))) == 1
     decoded.clear()
     check(folder)
     assert decoded == []
-    monkeypatch.setattr(stored_check, "_writable", lambda path: False)
+    monkeypatch.setattr(checks, "_writable", lambda path: False)
     for path in cache.iterdir():
         path.unlink()
     assert check(folder) == []
@@ -164,21 +162,32 @@ def test_an_invalid_stored_result_is_ignored(tmp_path, decoded, content):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("flags", [1]), ("flags", ["x"] * 4), ("ids", None), ("files", [[9, "a", 1, 1]]), ("problems", [[0, 1, "x", "fatal"]])],
+    [
+        ("rows", None),
+        ("rows", []),
+        ("rows", ["x"] * 4),
+        ("rows", [{"problems": [], "decoded": True, "readable": True, "line": "1"}] * 4),
+        ("rows", [{"problems": [], "decoded": True, "readable": True, "files": [["0.png", 1]]}] * 4),
+        (
+            "rows",
+            [{"problems": [{"file": "", "line": 1, "what": "x", "severity": "fatal"}], "decoded": True, "readable": True}] * 4,
+        ),
+    ],
 )
-def test_a_stored_result_with_invalid_values_is_ignored(tmp_path, key, value):
+def test_a_stored_result_with_invalid_values_is_ignored(tmp_path, decoded, key, value):
     folder = photos(tmp_path / "photos")
     check(folder)
     (name,) = kept_files(folder)
     path = folder / ".retouch" / name
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    damage(folder / "0.png")
-    assert [problem.line for problem in check(folder)] == [1]
+    decoded.clear()
+    assert check(folder) == []
+    assert len(decoded) == 4
 
 
 def test_row_requirements_of_a_run_are_checked_without_decoding_again(tmp_path, decoded):
     folder = photos(tmp_path / "photos")
-    accept(read_folder(folder), on_bad_row="refuse")
+    accept_rows(read_folder(folder), on_bad_row="refuse")
     decoded.clear()
     required = RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one image and a mask")
     with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
@@ -264,7 +273,7 @@ def test_checking_with_processes_gives_the_same_reports_as_with_threads(tmp_path
     rows = read_folder(folder)
 
     def found(cpus):
-        monkeypatch.setattr(examination, "available_cpus", lambda: cpus)
+        monkeypatch.setattr(checks, "available_cpus", lambda: cpus)
         return list(examine_all(rows, range(300), max_pixels=10**6, decode=range(300)))
 
     alone = found(1)
@@ -290,14 +299,14 @@ PARENT = os.getpid()
 
 
 def test_a_killed_worker_process_raises_with_the_probable_cause(monkeypatch):
-    monkeypatch.setattr(examination, "available_cpus", lambda: 2)
+    monkeypatch.setattr(checks, "available_cpus", lambda: 2)
     with pytest.raises(ValueError, match="was killed, probably because the memory was used up"):
         list(examine_all(KillsReader(), range(300), max_pixels=10, decode=range(300)))
 
 
 def test_a_long_check_logs_its_progress_and_the_remaining_time(tmp_path, monkeypatch, caplog):
     folder = photos(tmp_path / "photos", count=200)
-    monkeypatch.setattr(examination, "_FIRST_REPORT", 0.0)
+    monkeypatch.setattr(checks, "_FIRST_REPORT", 0.0)
     with caplog.at_level(logging.INFO, logger="retouch"):
         list(examine_all(read_folder(folder), range(200), max_pixels=10**6, decode=range(200), name="photos"))
     assert "checking photos: 64 of 200 rows, about 0 s left" in caplog.text

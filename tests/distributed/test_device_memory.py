@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.distributed.device_memory import DeviceMemory, peak_bytes
-from retouch.distributed.placement import Placement, limit_memory
-from retouch.distributed.ranks import Ranks
+from retouch.distributed.ranks import DeviceMemory, Placement, Ranks, limit_memory, peak_bytes
 from retouch.recipe.document import apply
 from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import parse

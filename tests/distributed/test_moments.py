@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from retouch.distributed.optimizer import BLOCK, SMALLEST, ReplicatedStepper, StoredMomentsAdamW, dequantise, dynamic_map, quantise
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import BLOCK, SMALLEST, ReplicatedStepper, StoredMomentsAdamW, dequantise, dynamic_map, quantise
 from warm_python import python
 
 
@@ -83,7 +83,7 @@ ON_A_DEVICE = """
 import json, torch, several_devices
 from torch import nn
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import ReplicatedStepper
+from retouch.distributed.optimizer import ReplicatedStepper
 
 def step(made):
     for parameter in made.parameters.values():

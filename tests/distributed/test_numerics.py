@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tiny_emu3
-from retouch.distributed.placement import set_numerics
-from retouch.models.common.parts import without_tf32
-from retouch.models.emu3.images import Emu3ImageTokenizer
+from retouch.distributed.ranks import set_numerics
+from retouch.models.emu3 import Emu3ImageTokenizer
+from retouch.models.parts import without_tf32
 from retouch.recipe.recipe import parse
 from tiny_models import image
 from tiny_recipes import SMALL

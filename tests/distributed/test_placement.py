@@ -15,12 +15,11 @@ from torch import nn
 
 import tiny_writer_runs
 from image_levels import ROUNDING, encode, max_level_difference
-from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
-from retouch.distributed.ranks import Ranks
-from retouch.models.offloading.on_device import on_device, parts_of
+from retouch.distributed.ranks import Placement, Ranks, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
+from retouch.models.offloading import on_device, parts_of
 from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import parse
-from retouch.renderers.wrappers import RendererInContext
+from retouch.renderers.base import RendererInContext
 from retouch.run.build import assemble, copies_in_cpu_memory
 from retouch_worlds.playground import playground_weights
 from warm_python import python

@@ -233,7 +233,7 @@ def test_zero3_raises_with_the_reason_and_alternatives(tmp_path: Path, writer: P
 
 
 def test_single_rank_uses_the_replicated_stepper(tmp_path: Path, writer: Path) -> None:
-    from retouch.distributed.stepper import ReplicatedStepper
+    from retouch.distributed.optimizer import ReplicatedStepper
     from retouch.run.build import assemble
 
     for sharding in ("zero2", "fsdp2"):

@@ -12,10 +12,10 @@ import pytest
 import tiny_writer_runs
 from retouch.config.packaged import packaged_recipes
 from retouch.distributed.launching import rank_environments
-from retouch.distributed.placement import check_sharding
+from retouch.distributed.ranks import check_sharding
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch_plan.doctor.checks import check_sharding_settings
+from retouch_plan.checks import check_sharding_settings
 from tiny_recipes import SMALL
 
 SUPPORT = Path(__file__).parents[1] / "support"

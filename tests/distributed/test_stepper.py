@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, adamw
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, adamw
 
 
 def stepper(weight_decay: float = 0.0) -> ReplicatedStepper:

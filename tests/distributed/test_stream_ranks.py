@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import stream_ranks
 from retouch.data.base import DataContext
-from retouch.data.sampler import UnindexedTasks
+from retouch.data.tasks import UnindexedTasks
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"

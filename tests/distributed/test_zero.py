@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from retouch.distributed import zero
+from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import ReplicatedStepper
 from retouch.distributed.zero import ZeroStepper
 
 

@@ -166,7 +166,7 @@ def pip(words: list[str]) -> bool:
 
 
 def python(words: list[str]) -> bool:
-    """The script exists. Not run: these are benchmarks, generators and servers, with tests of their own."""
+    """The script exists. Not run: these are measurements, generators and servers, with tests of their own."""
     return words[1] == "-m" or (ROOT / words[1]).is_file()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from retouch.config.schema import alternatives, annotation_of, is_list, keys_of
+from retouch.config.errors import alternatives, annotation_of, is_list, keys_of
 from retouch.recipe.document import value_of
 from retouch.recipe.recipe import Recipe
 

@@ -25,7 +25,7 @@ from PIL import Image
 
 from retouch import cli
 from retouch.config.consent import GROUP
-from retouch.config.schema import places
+from retouch.config.errors import places
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.recipe.derived_facts import OutOfMemory
 from retouch.recipe.recipe import Recipe, load
@@ -244,7 +244,7 @@ def test_every_link_resolves(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_file_that_is_named_exists(page: Path) -> None:
-    named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|benchmarks|recipes|src)/[\w./-]+\.\w+)", page.read_text())
+    named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|measurements|recipes|src)/[\w./-]+\.\w+)", page.read_text())
     assert [name for name in named if name not in GENERATED and not (ROOT / name).is_file()] == []
 
 

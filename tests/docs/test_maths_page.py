@@ -9,7 +9,7 @@ from retouch.objectives.kinds import OBJECTIVES
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 PAGE = (ROOT / "docs" / "maths.md").read_text()
-FORMULAS = ("advantages", "surrogates", "weights", "transitions", "ratio_norm", "divergences", "windows")
+FORMULAS = ("advantages", "gae", "surrogates", "transitions", "tokens", "windows")
 
 
 def functions(path: Path) -> set[str]:

@@ -64,7 +64,7 @@ def test_names_in_a_package_contain_no_forbidden_word(package: str) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "docs"])
+@pytest.mark.parametrize("folder", ["tests", "measurements", "examples", "docs"])
 def test_names_outside_of_the_package_contain_no_forbidden_word(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     found = [f"{file.relative_to(ROOT)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]

@@ -14,16 +14,15 @@ import tiny_writer_runs
 import tiny_writers
 import tiny_writing
 import vllm_server
-from retouch.models.emu3.load import load_emu3, save_for_vllm
-from retouch.models.emu3.model import DRAW
-from retouch.models.language import PretrainedLanguageModel
+from retouch.models.base import PretrainedLanguageModel
+from retouch.models.emu3 import DRAW, load_emu3, save_for_vllm
 from retouch.recipe.recipe import load, parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
-from retouch_plan.doctor.checks import check_engines
-from retouch_serve.engines.wire import PLUGIN
+from retouch_plan.checks import check_engines
+from retouch_serve.engines.vllm_wire import PLUGIN
 from retouch_worlds.models.language import PlaygroundEmu3
-from retouch_worlds.pretraining.networks.emu3 import LONGEST
+from retouch_worlds.pretraining.emu3 import LONGEST
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 RECIPE = Path(__file__).parents[2] / "recipes" / "emu3" / "sft_s__rl_s-playground.jsonnet"

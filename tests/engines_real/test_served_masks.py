@@ -10,7 +10,7 @@ import tiny_writers
 import tiny_writing
 import vllm_server
 from retouch.policies.engine import EngineFault
-from retouch_serve.engines.server import query_sampling, query_server
+from retouch_serve.engines.vllm_wire import query_sampling, query_server
 from vllm_double import Double
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]

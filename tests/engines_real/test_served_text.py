@@ -18,10 +18,10 @@ from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
-from retouch_plan.doctor.checks import check_engines
-from retouch_serve.engines import full_weights
-from retouch_serve.engines.server import query_sampling, query_server
-from retouch_serve.engines.sleep_mode import frees_memory, is_asleep
+from retouch_plan.checks import check_engines
+from retouch_serve.engines import vllm as full_weights
+from retouch_serve.engines.vllm import diagnose_sleep, is_asleep
+from retouch_serve.engines.vllm_wire import query_sampling, query_server
 from vllm_double import Double
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
@@ -107,7 +107,7 @@ def test_a_server_sleeps_between_rollouts(server, folder, tmp_path):
         assert gap(policy.rollout(batch(step))) < 1e-3
         with policy.engine._connect() as client:
             assert is_asleep(client)
-            assert not frees_memory(client)
+            assert "keeps its GPU memory" in diagnose_sleep(client)[1]
         tiny_writers.perturb(policy.module, key=step)
     policy.engine.close()
     with policy.engine._connect() as client:

@@ -18,9 +18,9 @@ from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch.types import Needs, Slice
-from retouch_plan.doctor.checks import check_engines
-from retouch_serve.engines import vllm_decoding
-from retouch_serve.engines.wire import data_url
+from retouch_plan.checks import check_engines
+from retouch_serve.engines import vllm as vllm_decoding
+from retouch_serve.engines.vllm_wire import data_url
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)

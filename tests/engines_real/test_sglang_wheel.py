@@ -15,11 +15,11 @@ import sglang_double
 import sglang_wheel
 import tiny_policies
 from retouch.core.transitions import transition
-from retouch.models.common.lora import write_lora
-from retouch.policies.engine import ChainRequest
-from retouch_serve.engines.sglang.msgpack import unpack
-from retouch_serve.engines.sglang.wire import RolloutRequest, parse_rollout
-from retouch_serve.engines.wire import InvalidResponse
+from retouch.models.lora import write_lora
+from retouch.policies.rollout import ChainRequest
+from retouch_serve.engines.sglang import RolloutRequest, parse_rollout
+from retouch_serve.engines.vllm_wire import InvalidResponse
+from retouch_serve.wire import unpack
 
 pytestmark = [*sglang_wheel.MARKS]
 SHAPE = (4, 6, 6)
@@ -167,10 +167,10 @@ def test_the_test_double_answers_with_the_structure_of_sglang():
     asked = request(actions=range(1, 3))
     status, found = double.answer(sglang_double.GENERATE, asked.body())
     assert status == 200
-    rows = unpack(found)
+    rows = unpack(found, most=10**6)
     shape = tuple(rows[0]["dit_trajectory"]["latents"]["shape"][1:])
     real = sglang_wheel.Server(_velocity, shape=shape).post(asked.body())
-    assert structure(rows) == structure(unpack(real.content))
+    assert structure(rows) == structure(unpack(real.content, most=10**6))
 
 
 def test_another_schedule_raises_and_another_noise_level_changes_log_probabilities():

@@ -84,7 +84,7 @@ def test_the_arguments_of_the_full_size_are_valid(name: str, tmp_path: Path, mon
         raise SystemExit
 
     row = {"prompt": "a fox", "chosen": b"1", "rejected": b"2"}
-    monkeypatch.setattr("retouch.trainer.models._json", config)
+    monkeypatch.setattr("retouch.trainer.arguments._json", config)
     monkeypatch.setattr("datasets.load_dataset", lambda *words, **options: Dataset.from_list([row] * 20))
     monkeypatch.setattr(retouch.Trainer, "train", stop)
     monkeypatch.setattr(retouch.Trainer, "__iter__", stop)

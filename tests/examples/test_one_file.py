@@ -14,10 +14,8 @@ import torch
 from retouch.core.advantages import group_relative
 from retouch.models.sd3.model import SD3
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.denoising.policy import DenoisingPolicy
-from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.policies.denoising.transitions import CPSTransition
-from retouch.policies.denoising.windows import RandomWindow
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.rollout import CPSTransition, DenoisingRollout, RandomWindow
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Task
 

@@ -23,14 +23,14 @@ SEED = 0
 @pytest.fixture(scope="module")
 def first_step():
     """The recipe's parts on the example's first batch: (example, what was collected, gradient by name, metrics)."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "speed"))
+    sys.path.insert(0, str(ROOT / "measurements" / "speed"))
     try:
         from one_file_batches import one_file, one_file_batch
 
         recipe = load(ROOT / "recipes" / "tiny-sd3.jsonnet")
         parts = assemble(recipe, Ranks())
     finally:
-        sys.path.remove(str(ROOT / "benchmarks" / "speed"))
+        sys.path.remove(str(ROOT / "measurements" / "speed"))
     run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
     phase = replace(phase, batch=partial(one_file_batch, SEED))
     collected = collect(run, phase, 0)

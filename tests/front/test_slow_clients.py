@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 
 from live_server import body_of, host, live, samples_of
-from retouch_serve.front.connections import bounded_config
-from retouch_serve.server.request_bodies import Limits
+from retouch_serve.front import bounded_config
+from retouch_serve.requests import Limits
 from retouch_view.live.app import LIMITS, build_app
 from served_rewards import Digest
 from slow_clients import ATTACKS, attacking, honest

@@ -9,8 +9,8 @@ from PIL import Image
 
 import tiny_towers
 from retouch.cli.parser import main
-from retouch.core.set_distances import kernel_distance
-from retouch.rewards.scorers.style import dinov2_features, distance_of_sets
+from retouch.core.measures import kernel_distance
+from retouch.rewards.scorers.dino import dinov2_features, distance_of_sets
 from retouch_bench.image_sets import ImageFiles, SetDistances, distances_of_folders
 
 

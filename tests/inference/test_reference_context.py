@@ -18,10 +18,9 @@ import tiny_models
 from image_levels import ROUNDING, encode, max_level_difference
 from retouch.cli import main
 from retouch.inference import sampling
-from retouch.inference.reference_context import reference_canvas, sized_by_source
-from retouch.inference.sampling import sample_list, sample_target, sample_tasks
+from retouch.inference.sampling import reference_canvas, sample_list, sample_target, sample_tasks, sized_by_source
 from retouch.models.flux.model import FluxFill, FluxText
-from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising import DenoisingPolicy
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from retouch.types import Task

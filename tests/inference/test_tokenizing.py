@@ -12,13 +12,12 @@ from retouch.cli import main
 from retouch.data.sources.features import read_feature
 from retouch.distributed.ranks import Ranks
 from retouch.inference.tokenizing import Job, merge, read_tasks, tokenize_shard
-from retouch.models.emu3.load import load_emu3
-from retouch.models.emu3.model import DRAW, THINK
+from retouch.models.emu3 import DRAW, THINK, load_emu3
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.run.build import assemble
-from retouch_view.ledger.ledger_view import LedgerSample
-from retouch_view.ledger.tasks import RunTasks
+from retouch_view.ledger import LedgerSample
+from retouch_view.rescoring import RunTasks
 
 PLAYGROUND = {"kind": "playground", "complexity": [1, 2], "count": 12}
 

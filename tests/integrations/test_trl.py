@@ -12,12 +12,11 @@ import tiny_editing
 import tiny_writer_runs
 import tiny_writers
 from retouch.distributed.launching import rank_environments, run_ranks
-from retouch.integrations.trl import RetouchReward
-from retouch.integrations.trl_prompts import dataset_of, processor_for
-from retouch.models.common.chat_template import TURNS
-from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus, ResponseEncoder
-from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.models.qwen_vl.model import QwenWriter
+from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
+from retouch.models.chat_template import TURNS
+from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
+from retouch.models.qwen_vl import QwenWriter
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.run.step import TooManyMissing
@@ -198,7 +197,7 @@ def test_grpo_trainer_trains_only_the_adapter_with_rewards_of_images(tmp_path, m
 
     generate = module.generate
     monkeypatch.setattr(module, "generate", lambda **inputs: asked.append(inputs["input_ids"]) or generate(**inputs))
-    encoder = ResponseEncoder.policy(module, published=policy.disable_adapter)
+    encoder = ResponseEncoder(module, policy.disable_adapter)
     config = ResponseRenderer(model=PlaygroundModel(), encoder="policy", num_steps=2, cut_off="draw", guidance_scale=2.0)
     renderer = Kept(QwenResponses(editor, encoder), config)
     trainer = GRPOTrainer(

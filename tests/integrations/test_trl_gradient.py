@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from retouch.core.advantages import group_relative
-from retouch.core.weights import loss_weights
+from retouch.core.surrogates import loss_weights
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
-from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.engine import Generation
+from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "speed"
+MEASUREMENTS = Path(__file__).parents[2] / "measurements" / "speed"
 
 
 @pytest.fixture(scope="module")
 def twins():
     if importlib.util.find_spec("trl") is None:
         pytest.skip("trl is not installed (extra `trl`)")
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.insert(0, str(MEASUREMENTS))
     try:
         import twin_writers
     finally:
-        sys.path.remove(str(BENCHMARKS))
+        sys.path.remove(str(MEASUREMENTS))
     return twin_writers
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from retouch.config.schema import kinds_of
+from retouch.config.errors import kinds_of
 from retouch.models.base import DiffusersModel, ImageModel, ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.protocols import DenoisingModel

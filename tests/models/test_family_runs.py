@@ -1,5 +1,6 @@
 """FLUX.2-klein, Qwen-Image-2.1 and Z-Image in recipes: runs with tiny models, and adapters in diffusers."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ from family_runs import metrics_rows, small_recipe, write_edits
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.base import DiffusersModel
-from retouch.models.flux2.family import Flux2KleinModel
+from retouch.models.flux2 import Flux2KleinModel
 from retouch.models.flux2.model import Flux2Klein
-from retouch.models.qwen_image_2.family import QwenImage2Model
+from retouch.models.qwen_image_2 import QwenImage2Model
 from retouch.models.qwen_image_2.model import QwenImage2
-from retouch.models.z_image.family import ZImageModel
+from retouch.models.z_image import ZImageModel
 from retouch.models.z_image.model import ZImage
 from retouch.recipe.recipe import load, parse
 from retouch.run.session import run
@@ -129,6 +130,39 @@ def test_editing_run_takes_a_step(tiny: Tiny, more: dict[str, int], weights: Pat
     recipe = parse(made | {"data": {"kind": "folder", "path": str(write_edits(tmp_path)), "held_out": 1}})
     assert run(recipe, fresh=False) == 0
     assert metrics_rows(recipe)[0]["policy/ratio_max_first"] <= 1e-5
+
+
+def test_the_recipe_of_flux2_takes_a_step(tmp_path: Path) -> None:
+    prompts = tmp_path / "words.txt"
+    prompts.write_text('a sign that says "open"\na door with "push" on it\na shop called "Azir"\n')
+    judge = json.dumps({"kind": "share", "channel": "red", "combine": {"share": 1}})
+    sizes = {"data.path": prompts, "eval.num_steps": 2, "rollout.num_steps": 3, "reward": judge}
+    _takes_a_step(FAMILIES["flux2"], tiny_flux2.save(tmp_path / "weights"), tmp_path, sizes)
+
+
+def test_the_recipe_of_qwen_image_2_takes_a_step(tmp_path: Path) -> None:
+    judge = '{"kind": "photos", "colour": [200, 60, 40], "combine": {"reward": 1}}'  # needs no weights
+    sizes = {"data.path": write_edits(tmp_path), "eval.num_steps": 6, "rollout.num_steps": 6, "eval.batch": 1, "reward": judge}
+    sizes["policy.model.source_area"] = 64**2
+    _takes_a_step(FAMILIES["qwen-image-2"], tiny_qwen_image_2.save(tmp_path / "weights"), tmp_path, sizes)
+
+
+def _takes_a_step(tiny: Tiny, weights: Path, root: Path, changes: dict[str, Any]) -> None:
+    small = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "ranks": "null", "out": root, "device": "cpu", "minibatches": 1}
+    model = {"policy.model.path": weights, "policy.model.size": list(tiny.size), "policy.model.dtype": "float32"}
+    sizes = {"data.held_out": 1, "eval.tasks": 1, "trackers": []}
+    recipe = load(tiny.recipe, [f"{key}={value}" for key, value in (small | model | sizes | changes).items()])
+    assert run(recipe, fresh=False) == 0
+    assert metrics_rows(recipe)[0]["policy/ratio_max_first"] <= 1e-5
+
+
+def test_step_distilled_weights_train_without_guidance_and_raise_with_it(tmp_path: Path) -> None:
+    weights = tiny_flux2.save(tmp_path / "distilled", distilled=True)
+    made = small_recipe({"kind": "flux2-klein", "path": str(weights), "size": [64, 96]}, tmp_path, steps=1)
+    assert run(parse(made), fresh=False) == 0
+    made["rollout"]["guidance_scale"] = 2.0
+    with pytest.raises(ValueError, match="step-distilled weights sample without guidance"):
+        run(parse(made | {"name": "guided"}), fresh=False)
 
 
 @every_editor

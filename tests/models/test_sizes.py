@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from retouch.models.sizes import parameter_count, reward_model, stored_count
+from retouch.models.base import packaged_config
+from retouch.models.flux2 import Flux2KleinModel
+from retouch.models.parts import parameter_count, stored_count
+from retouch.models.qwen_image_2 import QwenImage2Model
 
 TINY = {
     "qwen": tiny_models.qwen_transformer,
@@ -87,7 +90,7 @@ def test_parameter_counts_equal_those_of_real_models(name):
     ],
 )
 def test_reward_models_have_their_known_sizes(name, count):
-    assert stored_count(reward_model(name)) == count
+    assert stored_count(packaged_config("judges", name) or packaged_config("writers", name)) == count
 
 
 def test_the_z_image_count_equals_counts_by_hand():
@@ -99,3 +102,30 @@ def test_the_z_image_count_equals_counts_by_hand():
     time, words, padding = (read + 1) * 1024 + (1024 + 1) * read, text + (text + 1) * width, 2 * width
     whole = 34 * block + 32 * modulation + ends + time + words + padding
     assert parameter_count(parts("z-image")["transformer"]) == whole == 6_154_908_736
+
+
+@pytest.mark.parametrize(
+    ("path", "transformer", "text_encoder"),
+    [("FLUX.2-klein-base-4B", 3_875_544_576, 4.02e9), ("FLUX.2-klein-9B", 9_078_581_248, 7.57e9)],
+)
+def test_parameter_counts_of_flux2_match_the_published_models(path, transformer, text_encoder):
+    parts = Flux2KleinModel(path=path).published()
+    assert parts is not None
+    assert parameter_count(parts["transformer"]) == transformer
+    assert parameter_count(parts["text_encoder"]) == pytest.approx(text_encoder, rel=0.002)
+    assert parameter_count(parts["vae"]) == 84_046_115
+    assert stored_count(parts["vae"]) == 84_046_115 + 2 * 128 + 1, "the running statistics are part of the weights"
+    assert Flux2KleinModel(path="somebody/else").published() is None
+
+
+def test_parameter_counts_of_qwen_image_2_equal_counts_by_hand():
+    """Transformer: computed by hand. Text encoder (Qwen3-VL-8B): the known count without the head of 0.62 billion."""
+    parts = QwenImage2Model(path="Qwen/Qwen-Image-2.1").published()
+    assert parts is not None
+    width, text, latents = 4096, 4096, 64
+    block = 4 * width**2 + 3 * 3 * width**2 + 2 * 128  # no biases; norms of queries and keys have weights, and no others
+    ends = 2 * latents * width + (text + width) * width + text  # tokens in and out, and the text with its norm
+    time = (256 + width) * width + (4 + 1) * width**2  # its embedding, and the modulation of all blocks and of the last norm
+    assert parameter_count(parts["transformer"]) == 32 * block + ends + time == 7_115_124_736
+    assert parameter_count(parts["text_encoder"]) == pytest.approx(8.77e9 - 151_936 * width, rel=0.002)
+    assert parameter_count(parts["vae"]) == 337_740_404

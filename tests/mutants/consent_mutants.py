@@ -8,7 +8,7 @@ _KEYS = "tests/config/test_keys.py"
 CONSENT = (
     Mutant(
         "a recipe can name any class of Retouch",
-        "config/kinds.py",
+        "config/section.py",
         "        consent.require(path, own=self._own)\n        try:",
         "        try:",
         f"{_CONSENT}::test_internal_classes_of_retouch_cannot_be_named_in_a_recipe",
@@ -16,8 +16,8 @@ CONSENT = (
     Mutant(
         "an allowed module allows all modules whose names start with its name",
         "config/consent.py",
-        'any(".".join(parts[:depth]) in self.modules for depth in range(1, len(parts) + 1))',
-        "any(module.startswith(name) for name in self.modules)",
+        'any(part in names for part in accumulate(module.split("."), "{}.{}".format))',
+        "any(module.startswith(name) for name in names)",
         f"{_CONSENT}::test_allowing_a_package_allows_its_submodules_but_not_its_parents",
     ),
     Mutant(
@@ -44,15 +44,15 @@ CONSENT = (
     Mutant(
         "a class is instantiated before its members are checked",
         "config/imports.py",
-        "    missing = [name for name in members if not _defines(wanted, name)]\n",
-        "    missing = [name for name in members if not hasattr(wanted(**args), name)]\n",
+        "for name in members if not any(name in own",
+        "for name in members if not hasattr(wanted(**args), name) and not any(name in own",
         f"{_CONSENT}::test_a_class_that_is_no_reward_is_not_called[stranger:Number]",
     ),
     Mutant(
         "every class counts as defining __call__",
         "config/imports.py",
-        "return any(name in vars(base) or name in vars(base)",
-        'return name == "columns" or hasattr(wanted, name) or any(name in vars(base) or name in vars(base)',
+        "members if not any(name in own or",
+        'members if name != "columns" and not hasattr(wanted, name) and not any(name in own or',
         f"{_CONSENT}::test_a_class_that_is_no_reward_is_not_called[stranger:Number]",
     ),
     Mutant(
@@ -78,14 +78,14 @@ CONSENT = (
     ),
     Mutant(
         "a judge's API key is sent to any address in the recipe",
-        "rewards/vlm/chat_client.py",
+        "retouch_judge/chat_client.py",
         "            keys.require_bound(variable, url)\n",
         "            keys.address_of(url)\n",
         f"{_KEYS}::test_a_key_is_not_sent_to_a_judge_that_it_is_not_bound_to",
     ),
     Mutant(
         "the token is sent to any reward server",
-        "retouch_serve/client/settings.py",
+        "retouch_serve/settings.py",
         "            keys.require_bound(variable, url)\n",
         "            keys.address_of(url)\n",
         f"{_KEYS}::test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresses",

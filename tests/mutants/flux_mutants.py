@@ -28,14 +28,14 @@ FLUX = (
     ),
     Mutant(
         "the negative branch of FLUX.1 encodes the instruction",
-        "models/common/pipeline_model.py",
+        "models/pipeline.py",
         "return self.condition(tasks, [self.NEGATIVE] * len(tasks))",
         "return self.condition(tasks, [task.instruction for task in tasks])",
         f"{_FLUX}::test_sampled_latents_with_true_cfg_match_the_pipeline",
     ),
     Mutant(
         "latents are scaled but not shifted",
-        "models/common/latents.py",
+        "models/pipeline.py",
         "return (x - self.vae.config.shift_factor) * self.vae.config.scaling_factor",
         "return x * self.vae.config.scaling_factor",
         f"{_FLUX}::test_encoded_images_match_the_packed_latents_of_the_autoencoder",

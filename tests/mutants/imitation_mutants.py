@@ -66,13 +66,13 @@ IMITATION = (
     Mutant(
         "every refill round uses the noise of the first round",
         "run/collecting.py",
-        "numbers = tuple(place + turn * groups for place in places)",
-        "numbers = tuple(place + groups for place in places)",
+        "group_ids=tuple(place + turn * groups for place in places)",
+        "group_ids=tuple(place + groups for place in places)",
         f"{_REFILL}::test_a_group_of_equal_rewards_is_replaced_and_the_others_stay",
     ),
     Mutant(
         "a step is refilled with its own tasks",
-        "data/sampler.py",
+        "data/tasks.py",
         "others = [row for row in order if row not in own] or order",
         "others = order",
         f"{_REFILL}::test_further_tasks_differ_from_those_of_the_step_and_do_not_repeat",

@@ -22,7 +22,7 @@ INTERVALS = (
     Mutant(
         "the interval of a mean uses 1.96 instead of Student's t quantile",
         "core/intervals.py",
-        "return t_quantile(_TAIL, self.clusters - 1) * self.error",
+        "return t_quantile(tail, self.clusters - 1) * self.error",
         "return 1.96 * self.error",
         f"{_INTERVALS}::test_intervals_of_clustered_means_have_95_percent_coverage",
     ),

@@ -31,16 +31,16 @@ MUTANTS = (
     # Rollouts
     Mutant(
         "transition noise is drawn from the global generator",
-        "policies/denoising/policy.py",
-        'torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys',
-        "torch.randn(x.shape[1:]) for gid, slot in keys",
+        "policies/denoising.py",
+        "[torch.randn(x.shape[1:], generator=each) for each in keyed]",
+        "[torch.randn(x.shape[1:]) for each in keyed]",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(
         "initial noise is keyed by position in the batch, not by group and slot",
-        "policies/denoising/policy.py",
-        '[generator(seed, "noise", step, gid, slot) for gid, slot in keys]',
-        '[generator(seed, "noise", step, place) for place, _ in enumerate(keys)]',
+        "policies/denoising.py",
+        '[generator(batch.seed, "noise", batch.step, *key) for key in keys]',
+        '[generator(batch.seed, "noise", batch.step, place) for place, _ in enumerate(keys)]',
         f"{CONTRACT}[cps-window-1.0]",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "groups are identified by the text of their prompt",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         "        conditioning = self.model.encode(batch.tasks)\n        group = torch.tensor(batch.group, device",
         "        conditioning = self.model.encode(batch.tasks)\n        words = [task.instruction for task in batch.tasks]\n"
         "        group = torch.tensor([words.index(words[k]) for k in batch.group], device",
@@ -60,14 +60,14 @@ MUTANTS = (
     ),
     Mutant(
         "training rollouts are sampled with the averaged weights",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         'self.copies.using("old") if self.acting == "old" else nullcontext()',
         'self.copies.using("average") if "average" in self.copies.copies else nullcontext()',
         "tests/policies/denoising/test_denoising.py::test_rollout_and_evaluation_use_the_current_weights",
     ),
     Mutant(
         "NFT samples with the current policy instead of the old policy",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         'self.copies.using("old") if self.acting == "old" else nullcontext()',
         "nullcontext()",
         "tests/training/test_loop.py::test_nft_samples_with_the_old_weights_and_updates_them_after_each_step",
@@ -89,28 +89,28 @@ MUTANTS = (
     # Evaluation of log-probabilities
     Mutant(
         "a slice of later steps is evaluated with the sigmas of the first steps",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         "torch.arange(part.actions.start, part.actions.stop, device",
         "torch.arange(part.actions.stop - part.actions.start, device",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(
         "an action is evaluated on the latent after it instead of before it",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         "x = trajectory.latents[part.rows, part.actions].flatten(0, 1)",
         "x = trajectory.latents[part.rows, part.actions.start + 1 : part.actions.stop + 1].flatten(0, 1)",
         f"{CONTRACT}[dance-window-1.0]",
     ),
     Mutant(
         "guidance is applied in the rollout but not in the loss",
-        "models/common/wrappers.py",
+        "models/pipeline.py",
         ".chunk(2)\n        return self.combine(positive, negative, self.guidance_scale)",
         ".chunk(2)\n        return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
         f"{CONTRACT}[sde-all-3.0]",
     ),
     Mutant(
         "the negative branch of guidance receives no gradient",
-        "models/common/wrappers.py",
+        "models/pipeline.py",
         ".chunk(2)\n        return self.combine(positive, negative, self.guidance_scale)",
         ".chunk(2)\n        return self.combine(positive, negative.detach(), self.guidance_scale)",
         "tests/models/common/test_guidance.py::test_both_branches_have_gradient",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "all chunks use the conditioning of the first chunk",
-        "policies/denoising/trajectory.py",
+        "policies/denoising.py",
         "[part.group + offset for part, offset in zip(parts, offsets, strict=True)]",
         "[part.group for part in parts]",
         "tests/training/test_loop.py::test_chunks_change_nothing_but_rounding[4]",
@@ -138,14 +138,14 @@ MUTANTS = (
     ),
     Mutant(
         "the KL compares the denoising policy with itself",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         'with torch.no_grad(), self.copies.using("reference"):',
         "with torch.no_grad():",
         "tests/policies/denoising/test_denoising.py::test_kl_equals_its_formula[closed-sde]",
     ),
     Mutant(
         "the KL divides by the standard deviation instead of the variance",
-        "core/divergences.py",
+        "core/surrogates.py",
         "variance = step_std.float().square()",
         "variance = step_std.float()",
         "tests/policies/denoising/test_denoising.py::test_closed_form_kl_equals_the_mean_log_ratio_of_sampled_actions",
@@ -174,9 +174,9 @@ MUTANTS = (
     ),
     Mutant(
         "a row with a missing score keeps its loss weight",
-        "core/weights.py",
-        "counts = (mask & valid[:, None]).float()",
-        "counts = mask.float()",
+        "core/surrogates.py",
+        "weights = (mask & valid[:, None]).float()",
+        "weights = mask.float()",
         "tests/training/test_loop.py::test_gradient_with_a_missing_score_equals_the_gradient_without_that_row",
     ),
     Mutant(
@@ -211,13 +211,13 @@ MUTANTS = (
     Mutant(
         "the loss is normalised over the rows of one rank",
         "run/step.py",
-        "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
-        "total = denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length) * run.ranks.world",
+        "over_ranks=run.ranks.sum)",
+        "over_ranks=lambda count: count * run.ranks.world)",
         "tests/training/test_loop.py::test_gradient_on_several_ranks_matches_one_rank[grpo-3]",
     ),
     Mutant(
         "gradients are averaged over ranks instead of summed",
-        "distributed/stepper.py",
+        "distributed/optimizer.py",
         "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))",
         "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.ranks.world",
         "tests/training/test_loop.py::test_gradient_on_several_ranks_matches_one_rank[nft-2]",
@@ -232,8 +232,8 @@ MUTANTS = (
     Mutant(
         "the rows of the action mask are reversed",
         "objectives/policy_gradient.py",
-        "mask = minibatch.trajectory.mask[part.rows, part.actions]",
-        "mask = minibatch.trajectory.mask[part.rows, part.actions].flip(0)",
+        "            # The forward pass: log p",
+        "            mask = mask.flip(0)\n            # The forward pass: log p",
         "tests/objectives/test_policy_gradient.py::test_loss_and_gradient_match_hand_written_surrogates[0-clip]",
     ),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = (
     ),
     Mutant(
         "RatioNorm is computed from the new mean instead of the stored mean",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         "ratio_norm(after, made.mean, means, step_std",
         "ratio_norm(after, made.mean, made.mean, step_std",
         "tests/objectives/test_policy_gradient.py::test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means",

@@ -1,10 +1,10 @@
-"""Deliberate bugs in placement: weights that are sharded over ranks, modules that share weights, and the memory of a rehearsal."""
+"""Deliberate bugs in placement: weights that are sharded over ranks, modules that share weights, and the memory of a dry run."""
 
 from mutant import Mutant
 
 SHARDING = "tests/distributed/test_sharding.py"
 PLACEMENT = "tests/distributed/test_placement.py"
-MEMORY = "tests/rehearsal/test_memory.py"
+MEMORY = "tests/plan/test_memory.py"
 CHECKS = "tests/distributed/test_sharding_checks.py"
 
 PLACING = (
@@ -24,7 +24,7 @@ PLACING = (
     ),
     Mutant(
         "sharded weights are not restored after a copy was swapped in",
-        "distributed/sharded_copies.py",
+        "distributed/fsdp.py",
         "shard.copy_(current[name])",
         "shard.add_(0.0)",
         f"{SHARDING}::test_copies_of_sharded_weights_are_swapped_and_averaged[fsdp2]",
@@ -38,49 +38,49 @@ PLACING = (
     ),
     Mutant(
         "ZeRO-3 in accelerate's configuration is not rejected with its own reason",
-        "distributed/placement.py",
+        "distributed/ranks.py",
         'if stage == "3":',
         'if stage == "4":',
         f"{CHECKS}::test_unsupported_or_conflicting_launcher_settings_raise",
     ),
     Mutant(
         "a frozen encoder that shares the writer's weights encodes with the adapter",
-        "models/qwen_image/model.py",
-        "made = ResponseEncoder.without_adapter if frozen else",
-        "made = ResponseEncoder.policy if frozen else",
+        "models/qwen_image/responses.py",
+        "published, published if frozen else nullcontext)",
+        "published, nullcontext)",
         f"{PLACEMENT}::test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora",
     ),
     Mutant(
         "the editor's text encoder is a copy of the policy's module",
-        "models/qwen_image/model.py",
+        "models/qwen_image/responses.py",
         "        editor.text.encoder = writer\n",
         "        editor.text.encoder = __import__('copy').deepcopy(writer)\n",
         f"{PLACEMENT}::test_shared_encoder_weights_use_one_storage",
     ),
     Mutant(
         "tensors that are freed on the fake device stay counted",
-        "retouch_plan/rehearsal/counting/meter.py",
+        "retouch_plan/meter.py",
         "            self._sizes[where] -= size",
         "            pass",
         f"{MEMORY}::test_freed_tensors_are_not_counted_and_views_are_not_counted_twice",
     ),
     Mutant(
         "the doctor leaves out the weights of reward models",
-        "retouch_plan/rehearsal/report.py",
+        "retouch_plan/estimate.py",
         "size + rewards.get(each, 0)",
         "size",
         f"{MEMORY}::test_weights_of_reward_models_are_added_on_their_device",
     ),
     Mutant(
         "a step that needs the whole memory of a GPU fits",
-        "retouch_plan/rehearsal/counting/machines.py",
+        "retouch_plan/machines.py",
         "needed <= (1 - FREE_SHARE) * memory",
         "needed <= memory",
         f"{MEMORY}::test_a_step_fits_if_a_tenth_of_the_memory_stays_free",
     ),
     Mutant(
         "torch's cache is emptied although the recipe does not request it",
-        "distributed/device_memory.py",
+        "distributed/ranks.py",
         "devices.empty_cache_every or 0",
         "devices.empty_cache_every or 5",
         "tests/distributed/test_device_memory.py::test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default",

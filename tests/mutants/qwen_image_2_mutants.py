@@ -26,7 +26,7 @@ QWEN_IMAGE_2 = (
         _MODEL,
         'lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []',
         'lengths, rows = [conditioning.tensors["mask"].shape[1]] * len(x), []',
-        f"{_TEST}::test_model_passes_the_contract_checks[0]",
+        "tests/models/test_family_contract.py::test_a_model_passes_the_contract_checks[qwen-image-2-0]",
     ),
     Mutant(
         "source images come after the output in the token sequence",

@@ -58,7 +58,7 @@ RENDERING = (
     ),
     Mutant(
         "shared noise differs between the rows of a group",
-        "renderers/sampling.py",
+        "renderers/base.py",
         'return [generator(seed, "noise", step, group) for seed, step, group, _ in keys]',
         'return [generator(seed, "noise", step, group, slot) for seed, step, group, slot in keys]',
         f"{DRAWING}::test_noise_is_shared_within_a_group_and_differs_between_groups_and_steps",

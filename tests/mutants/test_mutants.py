@@ -4,6 +4,7 @@ import ast
 import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,12 @@ def test_a_mutant_applies_to_the_source_and_its_test_exists(mutant):
     assert text.count(mutant.old) == 1
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
     file, _, function = mutant.test.partition("::")
-    tree = ast.parse((ROOT / file).read_text())
-    assert function.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert function.partition("[")[0] in functions(file)
+
+
+@cache
+def functions(file):
+    return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_mutant_names_are_unique():

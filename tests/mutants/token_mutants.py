@@ -53,8 +53,8 @@ TOKENS = (
     Mutant(
         "each rank divides its loss by the number of its own tokens",
         "run/step.py",
-        "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
-        "total = run.ranks.world * denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length)",
+        "over_ranks=run.ranks.sum)",
+        "over_ranks=lambda count: run.ranks.world * count)",
         f"{LOOP}::test_two_ranks_with_unequal_lengths_get_the_gradient_of_one_rank",
     ),
     Mutant(
@@ -80,14 +80,14 @@ TOKENS = (
     ),
     Mutant(
         "an image gets one code too many",
-        "models/janus/model.py",
+        "models/janus.py",
         "torch.where(positions < self._count,",
         "torch.where(positions <= self._count,",
         f"{JANUS}::test_greedy_image_tokens_match_transformers[0]",
     ),
     Mutant(
         "image codes are embedded as text tokens",
-        "models/janus/model.py",
+        "models/janus.py",
         "parts.generation_aligner(parts.generation_embeddings(ids.clamp(max=self.pad - 1)))",
         "module.get_input_embeddings()(ids)",
         f"{JANUS}::test_greedy_image_tokens_match_transformers[0]",

@@ -37,14 +37,14 @@ VALUES = (
     ),
     Mutant(
         "the value head receives the state after an action instead of before it",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         "return self.head(trajectory.latents[part.rows, part.actions], sigmas, of_task)",
         "return self.head(trajectory.latents[part.rows, part.actions.start + 1 : part.actions.stop + 1], sigmas, of_task)",
         f"{_LOSSES}::test_values_depend_only_on_the_state_before_each_action[sd3]",
     ),
     Mutant(
         "the value head receives the first sigmas for every slice of actions",
-        "policies/denoising/policy.py",
+        "policies/denoising.py",
         "sigmas = trajectory.sigmas[trajectory.first : -1][part.actions]",
         "sigmas = trajectory.sigmas[trajectory.first : -1][: part.actions.stop - part.actions.start]",
         f"{_LOSSES}::test_policy_with_a_value_head_passes_the_contract_checks[sd3]",
@@ -66,8 +66,8 @@ VALUES = (
     Mutant(
         "the value loss ignores the loss weights of its rows",
         "objectives/policy_gradient.py",
-        "value = (minibatch.weights[part.rows, part.actions] * loss).sum()",
-        "value = loss.mean()",
+        "value_loss = (weights * error).sum()",
+        "value_loss = error.mean()",
         f"{_LOSSES}::test_rows_with_zero_weight_do_not_affect_the_value_head_gradient",
     ),
     Mutant(
@@ -86,14 +86,14 @@ VALUES = (
     ),
     Mutant(
         "the value head's weights are not saved",
-        "distributed/stepper.py",
+        "distributed/optimizer.py",
         "return merged(self.policy.state(), weights, ",
         "return merged(self.policy.state(), ",
         f"{_LOOP}::test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it",
     ),
     Mutant(
         "the value head's gradient is not divided by the loss scale",
-        "distributed/stepper.py",
+        "distributed/optimizer.py",
         "gradient.div_(self.loss_scale)",
         "gradient.div_(1)",
         f"{_LOOP}::test_loss_scale_is_removed_from_the_value_head_gradient",

@@ -22,7 +22,7 @@ Z_IMAGE = (
     ),
     Mutant(
         "the negative branch of Z-Image encodes the instruction",
-        "models/common/pipeline_model.py",
+        "models/pipeline.py",
         "return self.condition(tasks, [self.NEGATIVE] * len(tasks))",
         "return self.condition(tasks, [task.instruction for task in tasks])",
         f"{_WALK}[3.0-turbo]",
@@ -32,7 +32,7 @@ Z_IMAGE = (
         "models/z_image/model.py",
         "[row[:length] for row",
         "[row for row",
-        f"{_TEST}::test_model_implements_denoising_model_and_rows_are_independent",
+        "tests/models/test_family_contract.py::test_a_model_passes_the_contract_checks[z-image-0]",
     ),
     Mutant(
         "the last hidden states are used instead of the next-to-last",
@@ -53,7 +53,7 @@ Z_IMAGE = (
         "models/z_image/model.py",
         "torch.where(mask[..., None], states, 0)",
         "states",
-        f"{_TEST}::test_model_implements_denoising_model_and_rows_are_independent",
+        f"{_TEST}::test_the_embeddings_of_padding_are_zero",
     ),
     Mutant(
         "the last sigma is 0.001 instead of 1 / num_steps",

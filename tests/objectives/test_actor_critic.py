@@ -9,15 +9,15 @@ import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
 from retouch.core.gae import clipped_value_loss, gae
-from retouch.objectives.policy_gradient import ActorCritic, Kl, NoKl, PolicyGradient
+from retouch.objectives.base import ValueHead
+from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
-from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice
 from retouch_worlds.testing import check_policy
 
 ACTOR = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.01))
 WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01))
-PPO = ActorCritic(actor=ACTOR, clip=0.2)
+PPO = ACTOR.build(value_head=ValueHead(clip=0.2))
 
 
 def with_noise(head, key=0):
@@ -122,9 +122,8 @@ def test_loss_is_the_sum_of_policy_loss_and_value_loss(kernel):
     with_noise(policy.head, key=1)
     tiny.perturb(policy, 0.02)
     plain, alone = tiny.gradient(policy, actor, minibatch)
-    objective = ActorCritic(actor=actor, clip=0.2)
+    objective = actor.build(value_head=ValueHead(clip=0.2))
     found, losses = tiny.gradient(policy, objective, minibatch)
-    assert isinstance(objective, SupportsLosses)
     assert tiny.distance(found, plain) < 1e-6  # the value loss has no gradient in the policy's weights
 
     rows, actions = minibatch.weights.shape
@@ -155,7 +154,7 @@ def test_value_head_gradient_is_independent_of_microbatch_size(kernel, microbatc
         policy = made(microbatch=size)
         minibatch = rewarded_minibatch(policy, batch())
         with_noise(policy.head, key=1)
-        gradients.append(head_gradient(policy, minibatch, ActorCritic(actor=actor, clip=0.2)))
+        gradients.append(head_gradient(policy, minibatch, actor.build(value_head=ValueHead(clip=0.2))))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
         assert b.abs().max() > 0
@@ -182,7 +181,7 @@ def test_coefficient_scales_the_value_gradient_of_the_writer_but_not_of_the_head
         minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
         with_noise(policy.head, key=1)
         tiny.perturb(policy, 0.02)
-        objective = ActorCritic(actor=WORDS.model_copy(update={"kl": NoKl()}))
+        objective = WORDS.model_copy(update={"kl": NoKl()}).build(value_head=ValueHead(clip=None))
         gradients.append(tiny.gradient(policy, objective, minibatch)[0])
         heads.append(head_gradient(policy, minibatch, objective))
     assert all(part.abs().max() == 0 for part in gradients[0].values())

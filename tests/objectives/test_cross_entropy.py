@@ -9,8 +9,8 @@ import tiny_emu3
 import tiny_models
 import tiny_policies
 import tiny_writing
-from retouch.core.weights import loss_weights
-from retouch.models.emu3.model import DRAW, THINK
+from retouch.core.surrogates import loss_weights
+from retouch.models.emu3 import DRAW, THINK
 from retouch.objectives.imitation import CrossEntropy
 from retouch.types import Minibatch, Needs
 

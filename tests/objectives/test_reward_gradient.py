@@ -1,6 +1,7 @@
 """DRaFT and ReFL: gradients against hand-written ones, finite differences and fp64; memory; and recipes that are rejected."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 import tiny_policies as tiny
 from retouch import cli
 from retouch.objectives.reward_gradient import DRaFT, ReFL
-from retouch.policies.denoising.backpropagation import images_with_gradient
-from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.protocols import DecodesTensors, DifferentiableReward, ImageGradientPolicy, SupportsLosses
+from retouch.policies.denoising import DenoisingPolicy, DenoisingTrajectory
+from retouch.protocols import DecodesTensors, DifferentiableReward, ImageGradientPolicy
 from retouch.recipe.recipe import parse
-from retouch.rewards.combine.several import SeveralRewards
 from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward, TargetReward
+from retouch.rewards.several import SeveralRewards
 from retouch.types import Conditioning, Sample
 from retouch_worlds.testing import check_objective, playground_policy
 from slow_params import slow_after
@@ -63,7 +63,6 @@ def test_draft_gradient_equals_backpropagation_through_the_last_steps_of_the_cha
     assert tiny.distance(found, by_hand(policy, -scores.mean())) < 1e-4
     torch.testing.assert_close(sum(loss.value for loss in losses), -scores.mean(), rtol=1e-5, atol=0)
     torch.testing.assert_close(sum(loss.sums["policy/score"] for loss in losses), scores.mean().detach(), rtol=1e-5, atol=0)
-    assert isinstance(objective, SupportsLosses)
     assert isinstance(policy, ImageGradientPolicy)
     assert isinstance(policy.model, DecodesTensors)
     assert isinstance(TARGET, DifferentiableReward)
@@ -178,7 +177,9 @@ def test_image_gradient_passes_gradcheck_in_fp64(predicted):
 
     def images(weight):
         model = Smooth(weight)
-        return images_with_gradient(model, model.module, trajectory, slice(0, 2), predicted=predicted)
+        return DenoisingPolicy.images(
+            SimpleNamespace(model=model, module=model.module), trajectory, slice(0, 2), predicted=predicted
+        )
 
     assert torch.autograd.gradcheck(images, weight.requires_grad_())
 
@@ -187,7 +188,7 @@ def test_model_without_decode_tensors_raises_with_its_class_name() -> None:
     trajectory, weight = matrix_trajectory()
     model = Bare(weight)
     with pytest.raises(ValueError, match="Bare has no decode_tensors"):
-        images_with_gradient(model, model.module, trajectory, slice(0, 2), predicted=False)
+        DenoisingPolicy.images(SimpleNamespace(model=model, module=model.module), trajectory, slice(0, 2), predicted=False)
 
 
 def test_one_step_of_draft_is_refl_at_the_last_step():

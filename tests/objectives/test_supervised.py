@@ -9,7 +9,6 @@ import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import draw_points
-from retouch.protocols import SupportsLosses
 
 
 def drawn(batch, x0, rows=None, **options):
@@ -42,7 +41,6 @@ def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_
         for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
     }
     assert tiny.distance(found, by_hand) < 1e-4
-    assert isinstance(Supervised(), SupportsLosses)
 
 
 def test_gradient_is_independent_of_microbatch_size():

@@ -31,3 +31,15 @@ def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp
     assert (run / "report.html").is_file()
     assert not (run / "tensorboard").exists()
     assert "no curves for TensorBoard" in (run / "train.log").read_text()
+
+
+def test_a_recipe_with_a_judge_says_which_extra_it_needs(tmp_path: Path) -> None:
+    judge = '{"kind":"endpoint","model":"m","base_url":"http://127.0.0.1:9/v1","key":null}'
+    words = ["--set", f'reward={{"kind":"yes","judge":{judge},"combine":{{"yes":1.0}}}}', "--set", "eval.column=yes"]
+    words += ["--set", f"out={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, "quickstart", *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 2, done.stderr
+    assert "asking a judge needs the openai package: pip install 'retouch[judge]'" in done.stderr
+    assert "Traceback" not in done.stderr

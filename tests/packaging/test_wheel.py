@@ -85,7 +85,7 @@ def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(whe
     }
     recipes = {f"retouch/recipes/{file.relative_to(ROOT / 'recipes')}" for file in (ROOT / "recipes").rglob("*") if file.is_file()}
     assert {"retouch/recipes/quickstart.jsonnet", "retouch/recipes/sd3/ocr-grpo-playground.jsonnet"} <= recipes
-    assert {"retouch_view/report/page.js", "retouch/rewards/judges/prompts/alignment.txt", "retouch/py.typed"} <= data
+    assert {"retouch_view/report/page.js", "retouch_judge/prompts/alignment.txt", "retouch/py.typed"} <= data
     assert {name for name in names if ".dist-info/" not in name} == data | recipes
 
 

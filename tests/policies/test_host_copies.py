@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retouch.models.common.parts import page_locked, to_device
-from retouch.models.offloading import on_device as offloading
+from retouch.models import offloading
+from retouch.models.parts import page_locked, to_device
 from retouch.policies.weights import WeightCopies
 
 CPU = torch.device("cpu")

@@ -6,14 +6,20 @@ import pytest
 import torch
 
 from retouch.records.files import read_json
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.playground import playground_weights
-from retouch_worlds.pretraining.build_editor import build_editor, build_large_editor, measure
-from retouch_worlds.pretraining.networks import qwen_parts
-from retouch_worlds.pretraining.networks.autoencoder import AutoencoderTraining
-from retouch_worlds.pretraining.networks.editor import EditorRound, EditorTraining, deepened
-from retouch_worlds.pretraining.networks.qwen_parts import SPECIAL_TOKENS
+from retouch_worlds.pretraining import editor as qwen_parts
+from retouch_worlds.pretraining.editor import (
+    SPECIAL_TOKENS,
+    AutoencoderTraining,
+    EditorRound,
+    EditorTraining,
+    build_editor,
+    build_large_editor,
+    deepened,
+    measure,
+)
 
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
@@ -31,7 +37,7 @@ def load(path: Path):
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch_worlds.pretraining.build_editor.HELD_OUT", 8)
+    monkeypatch.setattr("retouch_worlds.pretraining.editor.HELD_OUT", 8)
     for name in ("one", "two"):
         build_editor(tmp_path / name, seed=3, **TINY)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
@@ -57,7 +63,7 @@ def test_a_deepened_editor_equals_the_original_before_training() -> None:
 
 @pytest.mark.slow
 def test_the_large_editor_is_built_and_its_new_blocks_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch_worlds.pretraining.build_editor.HELD_OUT", 8)
+    monkeypatch.setattr("retouch_worlds.pretraining.editor.HELD_OUT", 8)
     rounds = (EditorRound(steps=2, learning_rate=1e-3),)
     build_large_editor(tmp_path, seed=0, editor=EditorTraining(rounds=rounds, batch=4, warmup=1, average_decay=0.5))
     built = load(tmp_path)
@@ -68,7 +74,7 @@ def test_the_large_editor_is_built_and_its_new_blocks_learn(tmp_path: Path, monk
 def test_another_seed_gives_other_weights() -> None:
     weights = []
     for seed in (0, 1):
-        qwen_parts.seeded(seed)
+        torch.manual_seed(seed)
         weights.append(qwen_parts.transformer().img_in.weight)
     assert not torch.equal(*weights)
 

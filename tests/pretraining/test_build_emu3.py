@@ -7,14 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models import language
 from retouch_worlds.models.language import PlaygroundEmu3
 from retouch_worlds.playground import playground_weights
-from retouch_worlds.pretraining import build_emu3 as build_module
-from retouch_worlds.pretraining.build_emu3 import build_emu3
-from retouch_worlds.pretraining.networks.emu3 import Emu3Training
-from retouch_worlds.pretraining.networks.image_codes import CodesTraining
+from retouch_worlds.pretraining import emu3 as build_module
+from retouch_worlds.pretraining.emu3 import CodesTraining, Emu3Training, build_emu3
 
 CODES = CodesTraining(steps=3, free_steps=2, batch=4)
 STARTS = {

@@ -10,14 +10,12 @@ import torch
 from diffusers import QwenImagePipeline
 
 from retouch.records.files import read_json
-from retouch_worlds.data.text_to_image import TextToImageData
+from retouch_worlds.data import TextToImageData
 from retouch_worlds.models.family import PlaygroundTextToImage
 from retouch_worlds.models.language import PlaygroundEnhancer
 from retouch_worlds.playground import playground_weights
-from retouch_worlds.pretraining import build_text_to_image as building
-from retouch_worlds.pretraining.build_text_to_image import build_text_to_image, measure
-from retouch_worlds.pretraining.networks.enhancer import EnhancerTraining
-from retouch_worlds.pretraining.networks.text_to_image import TextToImageTraining, described
+from retouch_worlds.pretraining import text_to_image as building
+from retouch_worlds.pretraining.text_to_image import EnhancerTraining, TextToImageTraining, build_text_to_image, described, measure
 from small_builds import build_three
 
 TINY = {

@@ -10,13 +10,12 @@ import torch
 from retouch.models.flux.model import FluxFill
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward
-from retouch_worlds.data.words import WordData
-from retouch_worlds.models.flux_parts import text
-from retouch_worlds.models.words import PlaygroundWords
+from retouch_worlds.data import WordData
+from retouch_worlds.models.family import PlaygroundWords
+from retouch_worlds.models.tiny_fill import text
 from retouch_worlds.playground import playground_weights
-from retouch_worlds.pretraining import build_words as building
-from retouch_worlds.pretraining.build_words import build_words
-from retouch_worlds.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
+from retouch_worlds.pretraining import words as building
+from retouch_worlds.pretraining.words import WordAutoencoderTraining, WordRound, WordTraining, build_words
 from small_builds import build_three
 
 TINY = {

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from retouch_worlds.pretraining import build_writer as building
-from retouch_worlds.pretraining.build_writer import build_writer
-from retouch_worlds.pretraining.networks.writer import WriterRound, WriterTraining
+from retouch_worlds.pretraining import writer as building
+from retouch_worlds.pretraining.writer import WriterRound, WriterTraining, build_writer
 from small_builds import build_three
 
 ROUNDS = (WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=1.0))

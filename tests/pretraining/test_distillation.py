@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from retouch.data.tasks import MappedTasks
-from retouch.models.qwen_image.model import QwenImageEdit, ResponseEncoder
-from retouch.models.qwen_image.responses import QwenResponses
-from retouch_worlds.data.indirect import indirect
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch.models.qwen_image.model import QwenImageEdit
+from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder
+from retouch_worlds.data import PlaygroundData, indirect
 from retouch_worlds.models.family import PlaygroundModel
-from retouch_worlds.pretraining.distillation import HiddenStateDistillation
-from retouch_worlds.pretraining.networks.writer import untrained_writer
+from retouch_worlds.pretraining.writer import HiddenStateDistillation, untrained_writer
 
 TASKS = tuple(MappedTasks(PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True), indirect)[:])
 

@@ -1,10 +1,11 @@
 """The playground's autoencoder of image codes: k-means of its codes, and training, which is deterministic for a seed."""
 
+import pytest
 import torch
 
 from retouch.core.random import generator
-from retouch_worlds.pretraining.networks import image_codes
-from retouch_worlds.pretraining.networks.image_codes import (
+from retouch_worlds.pretraining import emu3 as image_codes
+from retouch_worlds.pretraining.emu3 import (
     CodesTraining,
     decoded,
     encoded,
@@ -52,12 +53,11 @@ def test_encoded_and_decoded_match_the_methods_of_the_model():
         assert torch.allclose(shown, vq.decode(codes), atol=1e-5)
 
 
-def test_training_is_deterministic_for_a_seed():
-    lines: list[str] = []
-    first = train_codes(SETTINGS, lines.append)
-    again = train_codes(SETTINGS, lines.append)
+def test_training_is_deterministic_for_a_seed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="retouch")
+    first, again = train_codes(SETTINGS), train_codes(SETTINGS)
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
-    assert lines[0].startswith("codes step 0/3")
+    assert caplog.messages[0].startswith("codes step 0/3")
     assert not first.training
     torch.manual_seed(SETTINGS.seed)
     start = untrained_codes()

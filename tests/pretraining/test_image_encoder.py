@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.models.common.pretrained import fetch_encoder
-from retouch.models.ip_adapter.adapter import ImageEncoder
-from retouch_worlds.data.words import WordData
-from retouch_worlds.playground.world.words import INKS, PAPERS
-from retouch_worlds.rewards.sign_judge import paper_and_ink
+from retouch.models.ip_adapter import ImageEncoder
+from retouch.models.pretrained import fetch_encoder
+from retouch_worlds.data import WordData
+from retouch_worlds.measuring import paper_and_ink
+from retouch_worlds.playground.words import INKS, PAPERS
 
 SIGNS = WordData(seed=0, count=900).tasks()
 HELD_OUT = 200

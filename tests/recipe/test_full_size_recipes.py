@@ -1,14 +1,17 @@
-"""The full-size recipes of writers and of OCR: the values of the systems that they reproduce, and differences."""
+"""The full-size recipes: the values of the systems that they reproduce, their differences, and those for photographs."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from changed_recipes import differing_paths, values
-from retouch.config.packaged import find, shipped
-from retouch.data.sources.prompts import read_prompts
-from retouch.recipe.checks import check_ranks
-from retouch.recipe.recipe import load
+from retouch.config.packaged import available, find, shipped, short_name
+from retouch.data.sources.folder import read_prompts
+from retouch.recipe.document import evaluate
+from retouch.recipe.recipe import check_ranks, load
 from retouch.run.build import build_sets
 
 EDITOR = "recipes/qwen-image-edit/"
@@ -316,3 +319,44 @@ def test_the_header_comment_describes_a_healthy_run(name: str) -> None:
     assert "retouch " in said
     if name in (WRITERS[0], ENHANCER, OCR):
         assert "Claims of the source, none of them measured here" in said
+
+
+TOY_REWARDS = {"photos", "grade", "share"}
+SMALL = ("-playground", "tiny", "playground/", "quickstart", "photos")
+"""Parts of the names of recipes for tiny models."""
+
+
+def rewards_of(document: Any) -> set[str]:
+    """The kinds of the rewards in a recipe's document, also of those inside a ``several``."""
+    inner = (document.get("rewards") or {}).values()
+    return {document["kind"], *(kind for each in inner for kind in rewards_of(each))}
+
+
+def test_fault_14_no_full_size_recipe_has_a_reward_that_needs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME"):
+        monkeypatch.setenv(name, "x")
+    documents = {short_name(name): evaluate(find(name)) for name in available()}
+    full = {name: read for name, read in documents.items() if name == "flux-kontext/photos" or not any(p in name for p in SMALL)}
+    assert len(full) > 20
+    found = {name: rewards_of(read["reward"]) & TOY_REWARDS for name, read in full.items() if read.get("reward")}
+    assert {name: kinds for name, kinds in found.items() if kinds} == {}
+
+
+def test_fault_14_the_recipe_for_photographs_on_a_gpu_has_published_rewards() -> None:
+    recipe = load("recipes/flux-kontext/photos.jsonnet")
+    document = recipe.document()
+    assert recipe.ranks in (None, 1)
+    assert rewards_of(document["reward"]) == {"several", "pickscore", "dino"}
+    assert document["policy"]["model"]["path"] == "black-forest-labs/FLUX.1-Kontext-dev"
+
+
+def test_fault_14_three_of_ten_photographs_are_held_out(tmp_path: Path) -> None:
+    for index in range(10):
+        Image.new("RGB", (60, 50), (20 * index, 90, 60)).save(tmp_path / f"{index}.png")
+    rows = [{"file_name": f"{index}.png", "instruction": "warmer"} for index in range(10)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = load("recipes/photos.jsonnet", [f"data.path={tmp_path}"])
+    sets = build_sets(recipe, recipe.data, size=recipe.image_size)
+    sources = [{task.images[0].getpixel((0, 0)) for task in tasks} for tasks in (sets.train, sets.heldout)]
+    assert [len(found) for found in sources] == [7, 3]
+    assert not sources[0] & sources[1]

@@ -10,18 +10,18 @@ import torch
 
 import tiny_writer_runs
 from retouch import cli
+from retouch.config.errors import places
 from retouch.config.packaged import available
-from retouch.config.schema import places
-from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising import DenoisingPolicy
 from retouch.recipe.derived_facts import MEMORY_KEYS, OutOfMemory, differences, suggestions
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
-from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.base import LatentRenderer
 from retouch.rewards.judging import RewardScorer
 from retouch.run import step as loop
-from retouch.run.clock import Clock
 from retouch.run.folder import explain_out_of_memory
+from retouch.run.metrics import Clock
 from retouch.run.session import run
 from tiny_recipes import SMALL
 

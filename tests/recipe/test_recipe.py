@@ -1,4 +1,4 @@
-"""The recipe: accepted values, rejected values and their messages, and what can differ when a run resumes."""
+"""The recipe: accepted values, rejected values and their messages, what can differ when a run resumes, and the keys of kernels."""
 
 import json
 from collections.abc import Iterator
@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import changed_recipes
-from retouch.config.errors import nearest
-from retouch.config.imports import import_class
-from retouch.config.schema import alternatives, keys_of, places
+import tiny_models
+from retouch.config.errors import alternatives, keys_of
 from retouch.config.section import Section
 from retouch.core.windows import random_window, sliding_window
-from retouch.recipe.checks import check_ranks
+from retouch.distributed.ranks import find_device, init_distributed_from_recipe, scoring_device
+from retouch.models.sd3 import SD3Model
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import apply, value_of
 from retouch.recipe.keys import Optimizer
-from retouch.recipe.recipe import Recipe, load, parse
+from retouch.recipe.recipe import Recipe, check_ranks, load, parse
+from retouch_plan.system import PlannedDevice, check_kernels
+from tiny_recipes import SMALL
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
 BASE: dict[str, Any] = {
@@ -60,11 +62,6 @@ def test_an_imported_reward_keeps_its_class_key_in_the_document() -> None:
     assert recipe.reward.class_ == "mine.rewards:Red"
     assert recipe.document()["reward"]["class"] == "mine.rewards:Red"
     assert parse(recipe.document()) == recipe
-
-
-def test_a_recipe_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        parse(BASE).steps = 3
 
 
 def test_every_key_is_documented() -> None:
@@ -472,25 +469,59 @@ def test_an_override_of_an_unknown_key_raises_with_the_most_similar_key() -> Non
         parse(apply(BASE, ["polcy.train.rank=3"]))
 
 
-def test_places_lists_keys_at_any_depth() -> None:
-    assert places(Recipe)["num_steps"] == ("rollout.num_steps", "renderer.num_steps", "eval.num_steps")
-    assert nearest("grp_size", keys_of(Recipe)) == "group_size"
+HERE = PlannedDevice("cpu", 1, torch.device("cpu"))
 
 
-def test_a_class_is_imported_by_its_name() -> None:
-    assert import_class("json.decoder:JSONDecoder") is json.JSONDecoder
+def recipe(*changes: str) -> Recipe:
+    return parse(apply(SMALL, changes))
 
 
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("no_such_module_here:A", "no module no_such_module_here"),
-        ("json.nothing.more:A", r"no module json\.nothing\.more"),
-        ("json.decoder.deeper:A", r"no module json\.decoder\.deeper"),
-        ("json:JSONDecodr", "did you mean JSONDecoder"),
-        ("json:loads", "has no class loads"),
-    ],
-)
-def test_a_missing_module_or_class_raises_a_value_error(path: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        import_class(path)
+def test_kernels_may_change_when_a_run_resumes() -> None:
+    other = recipe("policy.attention=native", "policy.compile=regional", "optimizer.fused=always")
+    assert differences(recipe(), other) == []
+    assert (recipe().optimizer.options.get("fused"), other.optimizer.options["fused"]) == (None, True)
+    used = other.policy.for_inference()
+    assert (getattr(used, "attention", "none"), used.compile) == (None, None)
+
+
+def test_a_deterministic_run_rejects_attention_that_may_be_nondeterministic() -> None:
+    with pytest.raises(ValueError, match=r"policy\.attention: whether flash is deterministic is not known; use null"):
+        recipe("deterministic=true", "policy.attention=flash")
+    recipe("deterministic=true", "policy.attention=_native_flash")
+
+
+@pytest.mark.parametrize(("name", "status"), [("native", "ok"), ("sage", "FAILED")])
+def test_the_doctor_tries_the_attention_backend(name: str, status: str) -> None:
+    (finding,) = check_kernels(recipe(f"policy.attention={name}"), HERE)
+    assert (finding.subject, finding.status) == ("kernels", status)
+    assert f"policy.attention{' ' if status == 'ok' else ': '}{name}" in finding.text
+    if status == "FAILED":
+        assert "_native_math" in finding.text
+        assert finding.fix == "--set policy.attention=null"
+    (planned,) = check_kernels(recipe(f"policy.attention={name}"), PlannedDevice("h100", 1, None))
+    assert "not tried, because h100 is not in this machine" in planned.text
+    assert list(check_kernels(recipe(), HERE)) == []
+
+
+def test_point_2_4_cudnn_attention_is_used_only_if_the_recipe_names_it() -> None:
+    for find in (lambda: find_device("cpu"), scoring_device, lambda: init_distributed_from_recipe(recipe())):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        find()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    (finding,) = check_kernels(recipe("policy.model.dtype=bfloat16"), PlannedDevice("h100", 1, None))
+    assert "torch's FlashAttention, and memory-efficient attention where there is a mask; cuDNN's" in finding.text
+    (named,) = check_kernels(recipe("policy.attention=_native_cudnn"), PlannedDevice("h100", 1, None))
+    assert "policy.attention _native_cudnn: not tried" in named.text
+
+
+@torch.no_grad()
+def test_vae_slicing_and_tiling_keys_configure_the_autoencoder() -> None:
+    options: dict[str, Any] = {"kind": "sd3", "path": "folder"}
+    whole, sliced = tiny_models.sd3_vae(), tiny_models.sd3_vae()
+    SD3Model(**options, vae_slicing=True).limit_vae(sliced)
+    assert (sliced.use_slicing, sliced.use_tiling) == (True, False)
+    latents = torch.randn(3, 16, 4, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sliced.decode(latents).sample, whole.decode(latents).sample, rtol=0, atol=1e-5)
+    SD3Model(**options, vae_tiling=True).limit_vae(whole)
+    assert (whole.use_slicing, whole.use_tiling) == (False, True)
+    assert not {"vae_slicing", "vae_tiling"} & SD3Model(**options).model_dump().keys()

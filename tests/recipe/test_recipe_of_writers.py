@@ -1,6 +1,5 @@
 """Recipes of prompt-writing policies: accepted values, rejected values and their messages."""
 
-import json
 from functools import partial
 from typing import Any
 
@@ -42,18 +41,6 @@ DENOISING = {"kind": "denoising", "model": {"kind": "playground"}, "train": {"ki
 CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}}
 
 changed, raised = partial(changed_recipes.changed, BASE), partial(changed_recipes.raised, BASE)
-
-
-def test_defaults_are_written_out_and_read_back() -> None:
-    recipe = parse(BASE)
-    document = recipe.document()
-    lora = {"kind": "lora", "rank": 32, "alpha": 64.0, "targets": None, "init_from": None, "dropout": 0.0}
-    assert document["policy"]["train"] == lora
-    assert document["rollout"] == {
-        **{"kind": "tokens", "max_new_tokens": 20, "temperature": 1.0, "top_k": None, "top_p": None, "chunk": 128}
-    }
-    assert document["renderer"]["shared_noise"] is True
-    assert parse(json.loads(json.dumps(document))) == recipe
 
 
 def test_point_2_5_alpha_is_twice_the_rank_unless_it_is_given() -> None:
@@ -98,11 +85,6 @@ def test_documents_of_recipes_without_a_writer_contain_no_renderer(name: str) ->
 )
 def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
     assert any(found.startswith(line) for found in raised(**changes)), raised(**changes)
-
-
-def test_the_encoder_of_the_renderer_has_no_default() -> None:
-    without = {key: value for key, value in BASE["renderer"].items() if key != "encoder"}
-    assert [line for line in raised(renderer=without) if line.startswith("renderer.encoder: missing: The encoder of the dialogue")]
 
 
 @pytest.mark.parametrize(

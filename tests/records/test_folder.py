@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.records import files
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord, Summary, keep_until
 from retouch.records.libraries import versions
-from retouch.records.repair import keep_until
-from retouch.records.samples import SampleRecord
-from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)

@@ -11,7 +11,6 @@ import pytest
 
 from retouch.records import files
 from retouch.records.folder import RunFolder, own
-from retouch.records.heldout import read_scores
 from retouch.records.ownership import Owner
 from retouch.rewards.ledger.database import Database, open_read_only
 from retouch_view.votes.log import VoteLog
@@ -85,7 +84,7 @@ READS: dict[str, Callable[[RunFolder], object]] = {
     "preflight.json": RunFolder.read_preflight,
     "alarm.json": RunFolder.read_alarm,
     "samples/step-000001/samples.jsonl": lambda folder: folder.read_samples(1),
-    "evals/step-000001.json": lambda folder: read_scores(folder, 1),
+    "evals/step-000001.json": lambda folder: folder.read_scores(1),
     "ledger.sqlite": lambda folder: open_read_only(folder.root / "ledger.sqlite"),
     "votes.jsonl": lambda folder: VoteLog(folder.root).read(),
 }
@@ -179,13 +178,12 @@ AROUND = {
     "records/files.py": {"os.open"},
     # The user's own settings, weights, exports and answers: never below a run's folder, or in a new folder.
     "config/consent.py": {"tempfile.NamedTemporaryFile"},
-    "inference/sampling.py": {"open"},
-    "inference/model_card.py": {"write_text"},
-    "models/common/lora.py": {"write_bytes"},
-    "models/ip_adapter/section.py": {"write_text"},
+    "inference/exporting.py": {"write_text"},
+    "models/lora.py": {"write_bytes"},
+    "models/train.py": {"write_text"},
     "data/sources/conversion.py": {"write_bytes"},
-    "retouch_worlds/pretraining/record.py": {"write_text"},
-    "retouch_plan/rehearsal/loading.py": {"write_text"},
+    "retouch_worlds/pretraining/training.py": {"write_text"},
+    "retouch_plan/models.py": {"write_text"},
 }
 """The calls in the source that open a file for writing without ``records.files``."""
 

@@ -11,9 +11,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from retouch.recipe.keys import Samples
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.libraries import require_trackers
-from retouch.records.samples import SampleRecord
 from retouch.records.trackers import CompositeTracker, open_trackers, tracker_id
 from retouch.run.recorder import Recorder
 from retouch.types import Sample, Task

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.answers import answer_in
-from retouch.models.qwen_vl.family import enhancer_system_prompt
+from retouch.models.language import enhancer_system_prompt
 
 PROMPT = "a red cat's hat, 35mm: soft light"
 THOUGHTS = [

@@ -5,7 +5,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.renderers.wrappers import IgnoreCompletionsRenderer
+from retouch.renderers.base import IgnoreCompletionsRenderer
 from retouch.types import Completion, Task
 
 

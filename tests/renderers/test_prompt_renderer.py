@@ -12,14 +12,13 @@ import tiny_editing
 import tiny_models
 import tiny_writers
 import tiny_writing
-from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.flux.model import Flux, FluxText
+from retouch.models.pipeline import accepts_prompt
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
 from retouch.protocols import Renderer
+from retouch.renderers.base import IgnoreCompletionsRenderer, noise_generators
 from retouch.renderers.prompts import PromptRenderer, TextToImage
-from retouch.renderers.sampling import noise_generators
-from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 from retouch.types import Completion
 from retouch_worlds.models.family import PlaygroundTextToImage
 from retouch_worlds.testing import check_renderer

@@ -12,11 +12,11 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_m
 
 import tiny_editing
 import tiny_models
-from retouch.models.qwen_image.model import QwenImage, QwenImageEditPlus, ResponseEncoder
-from retouch.models.qwen_image.responses import QwenResponses
+from retouch.models.qwen_image.model import QwenImage, QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder
 from retouch.protocols import Renderer
+from retouch.renderers.base import OdeSampler, noise_generators
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
-from retouch.renderers.sampling import OdeSampler, noise_generators
 from retouch.types import Completion
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.testing import check_renderer

@@ -10,7 +10,7 @@ import pytest
 from fake_run import write_new_run
 from retouch.cli.parser import main
 from retouch.records.folder import RunFolder
-from retouch_view.report.comparison import comparison
+from retouch_view.report.tables import comparison
 
 TASKS = ("a", "b", "c", "d")
 

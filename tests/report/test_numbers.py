@@ -11,20 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from html_check import read
-from retouch.records.summary import Summary
-from retouch_view.report import curves, numbers
-from retouch_view.report.charts import Chart, Line, draw
-from retouch_view.report.headline import gap_bar
-from retouch_view.report.markup import join, tag, text
-from retouch_view.report.series import (
+from retouch.records.folder import Summary
+from retouch_view.report import charts
+from retouch_view.report import markup as numbers
+from retouch_view.report.charts import (
+    Line,
     Point,
     average_points,
     average_with_envelope,
     axis_ticks,
-    integer_ticks,
+    draw,
     padded_range,
     running_mean,
 )
+from retouch_view.report.markup import join, tag, text
+from retouch_view.report.page import gap_bar
+from retouch_view.report.tables import seconds_spent
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -77,8 +79,6 @@ def test_axis_ticks_of_known_ranges_have_the_expected_values() -> None:
     assert axis_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     assert axis_ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
     assert axis_ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
-    assert integer_ticks(3) == [0.0, 1.0, 2.0, 3.0]
-    assert integer_ticks(1) == [0.0, 1.0]
 
 
 @given(st.lists(FINITE, max_size=9))
@@ -118,29 +118,35 @@ def test_signed_numbers_durations_tick_labels_and_percentages_are_formatted() ->
 
 
 def test_reward_points_have_the_confidence_interval_of_the_mean() -> None:
-    (point,) = curves.reward_points([{"step": 3, "reward/mean": 2.0, "reward/std": 0.5, "reward/ci95": 0.25}])
+    (point,) = charts.reward_points([{"step": 3, "reward/mean": 2.0, "reward/std": 0.5, "reward/ci95": 0.25}])
     assert point == (3, 2.0, 1.75, 2.25)
-    (bare,) = curves.reward_points([{"step": 3, "reward/mean": 2.0}])
+    (bare,) = charts.reward_points([{"step": 3, "reward/mean": 2.0}])
     assert bare.span == [2.0]
 
 
 def test_phases_begin_where_the_name_changes() -> None:
     lines = [{"step": step, "phase": "supervised" if step < 4 else "rl"} for step in range(1, 9)]
-    assert curves.boundaries(lines) == [(0, "supervised"), (3, "rl")]
-    assert curves.boundaries(lines[:3]) == []
+    drawn = [
+        charts.reward_section([line | {"reward/mean": 1.0} for line in part], [], None, split="held-out")
+        for part in (lines, lines[:3])
+    ]
+    assert [[label["style"] for label in read(page or "").all("span", "phase-label")] for page in drawn] == [
+        ["left:0.00%;max-width:37.50%", "left:37.50%;max-width:62.50%"],
+        [],
+    ]
 
 
 def test_time_bars_show_the_time_outside_all_stages_as_other() -> None:
-    bars = curves.time_bars(
+    bars = charts.time_bars(
         [{"step": 1, "time/step": 10.0, "time/a": 6.0, "time/b": 3.0}, {"step": 2, "time/step": 10.0, "time/a": 6.0}]
     )
     assert bars is not None
     page = read(bars)
     assert [style["style"] for style in page.all("span") if "style" in style] == ["width:60.00%", "width:15.00%", "width:25.00%"]
     assert "other" in page.words
-    assert curves.time_bars([{"step": 1, "time/a": None}]) is None
-    assert curves.seconds_spent([{"step": 1, "time/step": 10.0, "time/a": 6.0}, {"step": 2, "time/a": 5.0}]) == 15.0
-    assert curves.seconds_spent([{"step": 1, "time/a": 2.0, "time/b": None}, {"step": 2, "time/step": None, "time/a": 5.0}]) == 7.0
+    assert charts.time_bars([{"step": 1, "time/a": None}]) is None
+    assert seconds_spent([{"step": 1, "time/step": 10.0, "time/a": 6.0}, {"step": 2, "time/a": 5.0}]) == 15.0
+    assert seconds_spent([{"step": 1, "time/a": 2.0, "time/b": None}, {"step": 2, "time/step": None, "time/a": 5.0}]) == 7.0
 
 
 def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar() -> None:
@@ -165,8 +171,7 @@ def test_a_better_score_is_on_the_right_of_the_gap_bar_if_lower_is_better() -> N
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])
 def test_charts_have_finite_coordinates_for_any_values(values: list[float]) -> None:
-    chart = Chart("c", [Line("l", "plain", [Point(x, y) for x, y in enumerate(values, start=1)])], len(values))
-    page = read(draw(chart))
+    page = read(draw("c", [Line("l", "plain", [Point(x, y) for x, y in enumerate(values, start=1)])], len(values)))
     assert all("nan" not in (path["d"] or "") and "inf" not in (path["d"] or "") for path in page.all("path"))
 
 

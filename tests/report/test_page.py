@@ -13,9 +13,7 @@ from PIL import Image
 
 from fake_run import write_new_run, write_run
 from html_check import Page, assert_self_contained, read
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
-from retouch.records.summary import Summary
+from retouch.records.folder import RunFolder, SampleRecord, Summary
 from retouch.types import Sample, Task
 from retouch_view.report.page import write_report
 

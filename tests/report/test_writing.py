@@ -8,9 +8,8 @@ from PIL import Image
 
 from fake_run import write_new_run
 from html_check import Page, read
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
-from retouch.rewards.text.prompt_quality import prompt_quality
+from retouch.records.folder import RunFolder, SampleRecord
+from retouch.rewards.text.completions import prompt_quality
 from retouch.types import Sample, Task
 from retouch_view.report.page import write_report
 

@@ -17,9 +17,9 @@ from retouch.protocols import Reward
 from retouch.recipe.document import evaluate
 from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.base import close
-from retouch.rewards.combine.composite import CompositeReward
-from retouch.rewards.vlm.local_model import LocalJudge
+from retouch.rewards.judging import CompositeReward
 from retouch.types import Sample, Task
+from retouch_judge.local_model import LocalJudge
 
 ROOT = Path(__file__).parents[2]
 JUDGES = ("aspects", "viescore", "editscore", "complex_edit", "ground", "yes", "digit", "win_rate")

@@ -16,13 +16,13 @@ from retouch import cli
 from retouch.config.imports import import_class
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
-from retouch.rewards.imported import ImportedReward
+from retouch.rewards.function import ImportedReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.kinds import KINDS
 from retouch.run.build import assemble
 from retouch.types import Sample, Task
-from retouch_plan.doctor.reward import check_scoring
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_plan.checks import check_scoring
+from retouch_worlds.data import PlaygroundData
 
 HERE = "test_first_users_10"
 MODULE = """

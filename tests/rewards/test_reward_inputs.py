@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from retouch.rewards.inputs import inputs_of, remember_run
+from retouch.rewards.identity import inputs_of, remember_inputs
 
 REWARD = """
 import functools, dataclasses, types
@@ -147,7 +147,7 @@ def test_point_1_2_an_unchanged_reward_has_the_same_parts_in_every_process(proje
     names = ("plain", "with_keyword", "deep", "lazy", "scorer", "method", "data", "wrapped", "bound")
     here = {name: described(project, name) for name in names}
     program = (
-        "import json, own_reward; from retouch.rewards.inputs import inputs_of\n"
+        "import json, own_reward; from retouch.rewards.identity import inputs_of\n"
         f"print(json.dumps({{name: inputs_of(getattr(own_reward, name))[0] for name in {names}}}))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project), *sys.path]), "PYTHONHASHSEED": "7"}
@@ -164,7 +164,7 @@ def test_point_1_2_what_a_run_itself_changes_in_its_reward_is_no_change(project:
     scorer: Any = sys.modules["own_reward"].scorer  # type: ignore[attr-defined]
     start = inputs_of(scorer)[0]
     scorer([None])
-    remember_run(scorer, start)
+    remember_inputs(scorer, start)
     assert inputs_of(scorer)[0] == start
     scorer.weights[0] = 2.0
     assert {key for key, value in inputs_of(scorer)[0].items() if start[key] != value} == {"self.calls", "self.weights"}

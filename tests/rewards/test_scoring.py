@@ -13,8 +13,8 @@ from retouch import cli
 from retouch.rewards.scorers.pixels import CompressibilityReward
 from retouch.rewards.scoring import score
 from retouch.types import Sample
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.rewards import PlaygroundReward
 
 RED = Image.new("RGB", (8, 8), (200, 50, 0))
 

@@ -21,11 +21,9 @@ import pytest
 from PIL import Image
 
 from live_server import LIMITS, LiveServer, body_of, host, live, samples_of
-from retouch_serve.front.bodies import MemoryBudget
-from retouch_serve.front.connections import BoundedRate, Connections
-from retouch_serve.server.request_bodies import Limits
-from retouch_serve.wire.bodies import encode_body
-from retouch_serve.wire.errors import RequestError
+from retouch_serve.front import BoundedRate, Connections, MemoryBudget
+from retouch_serve.requests import Limits
+from retouch_serve.wire import RequestError, encode_body
 from served_rewards import Digest, WaitsForFile
 
 STRICT_LIMITS = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
@@ -117,7 +115,7 @@ def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path)
     body, kind = body_of(samples_of(1))
     with live(host(WaitsForFile(str(gate))), limits=STRICT_LIMITS) as server, ThreadPoolExecutor() as pool, ExitStack() as stack:
         first = pool.submit(httpx.post, f"{server.url}/v1/score", content=body, headers=kind, timeout=60)
-        while not server.service.scoring:
+        while not server.service.call_seconds:
             time.sleep(0.01)
         for _ in range(3 * STRICT_LIMITS.max_connections):
             stack.enter_context(connect(server)).sendall(b"G")
@@ -188,7 +186,7 @@ def test_oversized_headers_are_rejected_early(strict: LiveServer, name: str) -> 
 
 
 def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch_serve.front.connections._LINGER_SECONDS", 0.5)
+    monkeypatch.setattr("retouch_serve.front._LINGER_SECONDS", 0.5)
     with connect(strict) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
@@ -207,7 +205,7 @@ def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: Live
 def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(
     strict: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retouch_serve.front.connections._WRITE_SECONDS", 0.5)
+    monkeypatch.setattr("retouch_serve.front._WRITE_SECONDS", 0.5)
     with connect(strict) as connection:
         try:
             for _ in range(2000):
@@ -301,7 +299,7 @@ def test_file_descriptors_are_kept_in_reserve_under_a_low_limit() -> None:
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        "from retouch_serve.front.connections import _free_descriptors\n"
+        "from retouch_serve.front import _free_descriptors\n"
         "print(_free_descriptors())"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
@@ -350,7 +348,7 @@ def request_of(images: int, blob: bytes) -> tuple[bytes, dict[str, str]]:
         "items": [{"id": str(k), "task": 0, "picture": k} for k in range(images)],
         "pictures": [{"form": "encoded"}] * images,
     }
-    body, kind = encode_body(json.dumps(document).encode(), [blob] * images, "multipart")
+    body, kind = encode_body(json.dumps(document).encode(), [blob] * images)
     return body, {"Content-Type": kind}
 
 

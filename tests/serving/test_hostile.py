@@ -18,11 +18,10 @@ import pytest
 from PIL import Image
 
 from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS
-from live_server import LiveServer, body_of, host, live, noise_image, png, samples_of
+from live_server import LiveServer, body_of, encode, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch_serve.server.request_bodies import Limits, SingleScore
-from retouch_serve.wire.bodies import encode_body
-from retouch_serve.wire.errors import ERRORS
+from retouch_serve.requests import Limits, SingleScore
+from retouch_serve.wire import ERRORS, encode_body
 from served_rewards import Digest
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -140,7 +139,7 @@ def batch(**changes: object) -> dict[str, object]:
 
 def send(server: LiveServer | RayServer, document: object, *blobs: bytes) -> httpx.Response:
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
-    body, kind = encode_body(text, blobs, "multipart")
+    body, kind = encode_body(text, blobs)
     return post(server, body, **{"Content-Type": kind})
 
 
@@ -237,7 +236,7 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
         {"Content-Type": M},
     ),
     "the picture 9999": (
-        lambda: encode_body(b"{}", [b"a"], "multipart")[0].replace(b"picture-0", b"picture-9999"),
+        lambda: encode_body(b"{}", [b"a"])[0].replace(b"picture-0", b"picture-9999"),
         {"Content-Type": M},
     ),
     "a million boundaries": (lambda: b"--b\r\n" * 1_000_000, {"Content-Type": M}),
@@ -245,8 +244,8 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
     "msgpack of a huge length": (lambda: b"\x82\xa5batch\xc6\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
     "msgpack of a huge map": (lambda: b"\xdf\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
     "msgpack with an extension": (lambda: b"\x82\xa5batch\xc7\x10\x00", {"Content-Type": "application/msgpack"}),
-    "msgpack with more behind": (lambda: encode_body(b"{}", [], "msgpack")[0] + b"x", {"Content-Type": "application/msgpack"}),
-    "msgpack cut off": (lambda: encode_body(b"{}", [b"abc"], "msgpack")[0][:-1], {"Content-Type": "application/msgpack"}),
+    "msgpack with more behind": (lambda: encode(b"{}", [], "msgpack")[0] + b"x", {"Content-Type": "application/msgpack"}),
+    "msgpack cut off": (lambda: encode(b"{}", [b"abc"], "msgpack")[0][:-1], {"Content-Type": "application/msgpack"}),
     "JSON without pictures": (lambda: b'{"batch": {}}', {"Content-Type": "application/json"}),
     "JSON with base64 that is none": (lambda: b'{"batch": {}, "pictures": ["&&&"]}', {"Content-Type": "application/json"}),
     "JSON with numbers as pictures": (lambda: b'{"batch": {}, "pictures": [1]}', {"Content-Type": "application/json"}),

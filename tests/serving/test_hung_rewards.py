@@ -15,9 +15,8 @@ from test_replicas import serving, wait_until
 
 from bad_server import bad_server
 from live_server import LiveServer, body_of, host, live, remote, samples_of
-from retouch_serve.client.session import EndpointPool
-from retouch_serve.client.transport import RequestFault, fault_of_status
-from retouch_serve.server.request_bodies import Limits
+from retouch_serve.client import EndpointPool, RequestFault, fault_of_status
+from retouch_serve.requests import Limits
 from served_rewards import Digest, Sleeps, digest_score
 
 LIMITS = Limits(window=0.0, stall_seconds=0.2, deadline_seconds=2.0)
@@ -62,7 +61,7 @@ def test_slow_reward_does_not_make_the_server_reject_requests() -> None:
     with live(host(Digest(base=0.3)), limits=Limits(window=0.0, stall_seconds=0.2)) as server, ThreadPoolExecutor() as pool:
         assert ask(server).status_code == 200
         slow = pool.submit(ask, server)
-        while not server.service.scoring:
+        while not server.service.call_seconds:
             time.sleep(0.005)
         assert ask(server, deadline=0.05).status_code == 504
         assert page(server, "/readyz") == 200

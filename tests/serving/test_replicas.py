@@ -22,9 +22,8 @@ import torch
 
 from live_server import body_of, remote, samples_of
 from retouch import cli
-from retouch_serve.server.replica import bind
-from retouch_serve.server.supervisor import _reserved_ports
-from retouch_serve.wire.errors import is_loopback
+from retouch_serve.replicas import _reserved_ports, bind
+from retouch_serve.wire import is_loopback
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"

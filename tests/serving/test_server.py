@@ -18,21 +18,18 @@ from PIL import Image, ImageDraw, ImageFont
 from starlette.routing import Route
 
 import retouch
-from live_server import LIMITS, LiveServer, body_of, host, live, noise_image, png, samples_of
+from live_server import LIMITS, BodyForm, LiveServer, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.rewards.combine.calibrated import CalibratedScores
 from retouch.rewards.scoring import scores_of as scores_in_process
+from retouch.rewards.several import CalibratedScores
 from retouch.types import Sample
-from retouch_serve.server.batching import Batcher, RewardResult
-from retouch_serve.server.hosted_rewards import build, fingerprint, parse_specs, rebuild
-from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.request_bodies import Limits, SingleScore
-from retouch_serve.wire.bodies import BodyForm
-from retouch_serve.wire.replies import ExpectedReply, read_reply
-from retouch_serve.wire.schema import ServerInfo
-from retouch_view.votes.calibration import Calibration
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_serve.hosted import build, fingerprint, parse_specs, rebuild
+from retouch_serve.requests import Limits, SingleScore
+from retouch_serve.service import Batcher, Metrics, RewardResult
+from retouch_serve.wire import ExpectedReply, ServerInfo, read_reply
+from retouch_view.votes.commands import Calibration
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.rewards import PlaygroundReward
 from served_rewards import Digest, FailsOnText, digest_score
 
 TOKEN = "a-token-of-enough-characters"

@@ -19,8 +19,7 @@ import tiny_pipelines
 from folder_faults import FAULTS
 from retouch import cli
 from retouch.records import files
-from retouch.records.folder import RunFolder
-from retouch.records.repair import keep_until
+from retouch.records.folder import RunFolder, keep_until
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Scores, Task
@@ -46,7 +45,7 @@ EXPECTED = {
 def test_resuming_a_damaged_run_folder_has_the_expected_outcome_for_each_fault() -> None:
     assert len(FAULTS) >= 100
     only = "|".join(f"^{re.escape(name)}$" for name in EXPECTED)
-    command = [python(), "-W", "ignore", str(ROOT / "benchmarks/robustness/folders.py"), "--only", only]
+    command = [python(), "-W", "ignore", str(ROOT / "measurements/robustness/folders.py"), "--only", only]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     found = {line[21:91].strip(): line[:20].strip() for line in done.stdout.splitlines()[:-2]}
     assert found == EXPECTED, done.stdout + done.stderr[-2000:]

@@ -7,10 +7,10 @@ import pytest
 from folder_faults import six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.run.heldout import RunEvaluations
+from retouch.run.evaluation import RunEvaluations
 from retouch.run.session import run
 from retouch.run.step import TooManyMissing
-from retouch_view.live.live_run import LiveRun
+from retouch_view.live.runs import LiveRun
 
 
 def of_steps(out: Path, steps: int) -> Recipe:

@@ -14,9 +14,9 @@ from PIL import Image, ImageStat
 from torch import nn
 
 import retouch
-from retouch.models.common.parts import bits_hash, frozen_hashes
-from retouch.run.evaluation import EvaluationResult, task_content
-from retouch.run.identity import changed_tasks
+from retouch.models.parts import bits_hash, frozen_hashes
+from retouch.run.evaluation import EvaluationResult
+from retouch.run.ledger import changed_tasks, task_content
 from retouch.types import Task
 from slow_params import slow_after
 
@@ -229,7 +229,7 @@ def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part: str, c
         assert trainer(own(), 3).train().steps == 3
         assert trainer(own(), 4).train().steps == 4
     assert [each.message for each in caplog.records].count(
-        "the run began with an earlier release: whether its data and base weights are the same cannot be checked"
+        f"{identity} is missing: whether the data and the base weights are the same cannot be checked"
     ) == 1
     with pytest.raises(ValueError, match=wrong):
         trainer(kind.from_pretrained("base"), 5).train()

@@ -11,12 +11,12 @@ import pytest
 
 from judge_double import KEY, Double
 from retouch import cli
-from retouch.recipe.derived_facts import judge_calls
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.run.build import build_sets
-from retouch_plan.doctor.findings import Finding
-from retouch_plan.doctor.reward import calls_of, check_keys, check_scoring
+from retouch_judge.calls import judge_calls
+from retouch_plan.checks import calls_of, check_keys, check_scoring
+from retouch_plan.findings import Finding
 
 
 class Leaky(Double):

@@ -12,7 +12,7 @@ from PIL import ImageStat
 from folder_faults import six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.run.heldout import RunEvaluations
+from retouch.run.evaluation import RunEvaluations
 from retouch.run.session import run
 from retouch.types import Column, Sample, Scores
 

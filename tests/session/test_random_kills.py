@@ -1,4 +1,4 @@
-"""A reduced number of the faults that `benchmarks/robustness` injects; the folders are in tests/session/test_damaged_folders.py."""
+"""A reduced number of the faults that `measurements/robustness` injects; the folders: tests/session/test_damaged_folders.py."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from warm_python import python
 
-ROBUSTNESS = Path(__file__).parents[2] / "benchmarks" / "robustness"
+ROBUSTNESS = Path(__file__).parents[2] / "measurements" / "robustness"
 
 
 @pytest.mark.slow  # test_resume.py kills at chosen places, with the same comparison

@@ -19,9 +19,8 @@ from retouch.records import control
 from retouch.records.control import ControlRequest, make_request, read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
-from retouch.run.control import ControlRequests
 from retouch.run.hooks import Hook, StepResult
-from retouch.run.session import open_session
+from retouch.run.session import ControlRequests, open_session
 from retouch.run.step import ScoredRollout
 from retouch.types import Column, Sample, Scores
 from warm_python import python
@@ -185,7 +184,7 @@ def test_run_continues_if_the_answer_to_a_request_cannot_be_written(tmp_path: Pa
     def refuse(*given: object, **named: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("retouch.run.control.answer_request", refuse)
+    monkeypatch.setattr("retouch.run.session.answer_request", refuse)
     assert steering.wanted(stop=False, last=False).checkpoint
     steering.answer(1, last=False)
     assert not steering.wanted(stop=False, last=False).checkpoint  # the request is not handled again at every step

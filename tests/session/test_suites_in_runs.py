@@ -16,7 +16,7 @@ from rank_commands import on_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.base import BudgetSpent
 from retouch.run import checkpoint
 from retouch.run import session as training_session
 from retouch.run.hooks import AlarmStop

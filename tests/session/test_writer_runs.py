@@ -12,12 +12,12 @@ import tiny_writer_runs
 from retouch import cli
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
-from retouch.inference.evaluation import evaluate_target
+from retouch.inference.opening import evaluate_target
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.build import assemble
 from retouch.run.session import run
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 from warm_python import python
 
 Make = Callable[..., dict[str, Any]]

@@ -11,8 +11,8 @@ from typing import Any
 import loopback
 from live_server import host
 from retouch.types import Sample
-from retouch_serve.server.request_bodies import Limits, decode
-from retouch_serve.wire.schema import ServerInfo
+from retouch_serve.requests import Limits, decode
+from retouch_serve.wire import ServerInfo
 from served_rewards import Digest, digest_score
 
 Reply = dict[str, Any]

@@ -10,7 +10,7 @@ from PIL import Image
 
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
-from retouch_bench.judges import ladders, variants
+from retouch_judge import audit_ladders
 
 FAULTS = {
     "position": "order of images",
@@ -91,7 +91,7 @@ def _seed_from(text: str, image: Image.Image) -> int:
 
 
 def _has_praise(image: Image.Image) -> bool:
-    praised = np.asarray(variants.with_text(Image.new("RGB", image.size), ladders.PRAISE))
+    praised = np.asarray(audit_ladders.with_text(Image.new("RGB", image.size), audit_ladders.PRAISE))
     rows = image.height - round(0.1 * image.height)
     return np.array_equal(praised[rows:], np.asarray(image)[rows:])
 

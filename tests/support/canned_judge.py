@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.rewards.judges.rubrics import Panel
-from retouch.rewards.vlm.forms import JudgeReply
-from retouch.rewards.vlm.models import InProcess
-from retouch.rewards.vlm.questions import Answer, Question
 from retouch.types import Sample
 from retouch_bench.suite import Suite, SuiteItem
+from retouch_judge.base import Panel
+from retouch_judge.kinds import InProcess
+from retouch_judge.questions import Answer, JudgeReply, Question
 
 JUDGE = InProcess(path="not loaded")
 

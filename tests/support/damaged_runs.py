@@ -12,12 +12,10 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
-from retouch.records.summary import Summary
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
+from retouch.records.folder import RunFolder, SampleRecord, Summary
 from retouch.rewards.ledger.database import Database
 from retouch.types import Sample, Task
+from retouch_judge.cache import AnswerCache, JudgeCall
 
 DOCUMENTS = ("recipe.json", "summary.json", "alarm.json", "preflight.json", "owner.json")
 LINES = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "suites.jsonl", "samples/step-000004/samples.jsonl")

@@ -8,15 +8,12 @@ import torch
 from PIL import Image
 
 from retouch.core.random import generator
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
-from retouch.records.summary import Summary
+from retouch.records.folder import RunFolder, SampleRecord, Summary
 from retouch.types import Sample, Task
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.playground.world.edits import Edit, apply
-from retouch_worlds.playground.world.rendering import render
-from retouch_worlds.playground.world.scenes import Scene
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.playground.rendering import render
+from retouch_worlds.playground.scenes import Edit, Scene, apply
+from retouch_worlds.rewards import PlaygroundReward
 
 
 def edit_image(task: Task, skill: float, random: torch.Generator) -> Image.Image:

@@ -1,7 +1,7 @@
 """Damage to the folder of an interrupted run, caused by crashes, disks or users, and the outcome of resuming the run.
 
 The base is a run of six steps that was killed after the fifth; it has checkpoints of steps 2 and 4. ``FAULTS`` names every fault.
-`benchmarks/robustness/folders.py` applies each fault to a copy of the folder and runs `retouch train` again. The allowed outcomes
+`measurements/robustness/folders.py` applies each fault to a copy of the folder and runs `retouch train` again. The allowed outcomes
 are: results bitwise equal to those of an undisturbed run, the same weights with a warning, or an error that leaves the folder
 unchanged. Any other outcome is a bug of Retouch.
 """

@@ -2,7 +2,7 @@
 
     python gpu_in_one_process.py FOLDER CHECK ...
 
-Prints for each check the line that `benchmarks/gpu/run.py --dry-run` would print. Time limits, kills and crashing checks need one
+Prints for each check the line that `measurements/gpu/run.py --dry-run` would print. Time limits, kills and crashing checks need one
 process per check and are not tested here.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+GPU = Path(__file__).parents[2] / "measurements" / "gpu"
 
 
 def main(folder: Path, names: list[str]) -> None:

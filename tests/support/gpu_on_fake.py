@@ -1,4 +1,4 @@
-"""Runs the checks of `make gpu` with tiny models on the fake accelerator of rehearsals, in a process of its own.
+"""Runs the checks of `make gpu` with tiny models on the fake accelerator of dry runs, in a process of its own.
 
     python gpu_on_fake.py FOLDER
 
@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 
-from retouch_plan.rehearsal.command import ERRORS
-from retouch_plan.rehearsal.fake.accelerator import Accelerator, register
-from retouch_plan.rehearsal.fake.attention import fused_attention
-from retouch_plan.rehearsal.fake.tensors import DEVICE
-from retouch_plan.rehearsal.report import error_line
+from retouch_plan.accelerator import DEVICE, Accelerator, fused_attention, register
+from retouch_plan.estimate import ERRORS, error_line
 
-GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+GPU = Path(__file__).parents[2] / "measurements" / "gpu"
 CHECKS = {
     "environment:run": None,
     "parity:run": None,
@@ -46,7 +43,7 @@ def main(folder: Path) -> None:
         scratch.mkdir()
         target = target_class(torch.device(DEVICE, 0), tiny=True, folder=folder, scratch=scratch)
         line: dict[str, Any] = {"check": check, "values": 0}
-        with Accelerator(observe=None, on_read=lambda *_: None), fused_attention():
+        with Accelerator(), fused_attention():
             try:
                 for _ in islice(run(target), count):
                     line["values"] += 1

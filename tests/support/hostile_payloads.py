@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from live_server import noise_image, png
-from retouch_serve.wire.bodies import encode_body
+from live_server import encode, noise_image, png
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BATCH = {
@@ -135,7 +134,7 @@ def broken_bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
     """Yield bodies that are cut off, or that do not match their content type."""
     document = json.dumps(BATCH).encode()
     for form in ("multipart", "msgpack", "json"):
-        body, kind = encode_body(document, [VALID_PNG], form)
+        body, kind = encode(document, [VALID_PNG], form)
         for share in (0, 1, 3, 10, 25, 50, 75, 90, 99):
             yield f"the first {share} % of a {form} body", body[: len(body) * share // 100], {"Content-Type": kind}
         for other in (

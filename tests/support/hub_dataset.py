@@ -69,8 +69,8 @@ def main(folder: Path, kind: str) -> None:
     os.environ |= {"HF_ENDPOINT": serve(folder / "files"), "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
     import stream_files
     from retouch.data.base import DataContext
-    from retouch.data.sampler import UnindexedTasks
     from retouch.data.sources.stream import StreamData
+    from retouch.data.tasks import UnindexedTasks
 
     {"parquet": stream_files.parquet, "tar": stream_files.tar}[kind](folder / "files")
     rows = {}

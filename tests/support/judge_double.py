@@ -16,7 +16,7 @@ from collections import Counter
 from PIL import Image
 
 import loopback
-from retouch.rewards.vlm.models import InProcess
+from retouch_judge.kinds import InProcess
 
 KEY = "sk-canary-5f1c0ffee9d34b7aa1"
 RETRIES = 1_000_003  # the client adds this number to the seed when it retries a request

@@ -36,34 +36,34 @@ PLACES = (
     ("retouch.run.checkpoint:write_tensors", 6, "before"),
     ("retouch.run.checkpoint:save", 1, "after"),
     ("retouch.run.checkpoint:prune", 2, "before"),
-    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
-    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 5, "before"),
-    ("retouch.policies.denoising.policy:DenoisingPolicy.evaluate", 4, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 5, "before"),
+    ("retouch.policies.denoising:DenoisingPolicy.evaluate", 4, "after"),
     ("retouch.rewards.judging:RewardScorer._ask", 3, "before"),
     ("retouch.rewards.judging:RewardScorer._collect", 4, "after"),
     ("retouch.rewards.ledger.journal:Journal.record", 1, "after"),
     ("retouch.rewards.ledger.journal:Journal.record", 4, "before"),
-    ("retouch.distributed.stepper:ReplicatedStepper.backward", 5, "after"),
-    ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
-    ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.backward", 5, "after"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.step", 3, "before"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.step", 4, "after"),
     ("retouch.records.files:append_line", 2, "after"),
     ("retouch.records.files:append_line", 5, "before"),
     ("retouch.records.files:append_line", 6, "after"),
     ("retouch.records.files:write_atomic", 7, "before"),
     ("retouch.run.recorder:Recorder.step", 3, "after"),
-    ("retouch.run.heldout:RunEvaluations.write_summary", 1, "before"),
+    ("retouch.run.evaluation:RunEvaluations.write_summary", 1, "before"),
     ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
 )
 # Kills in the warm-up, between the phases, in a rollout, and between two epochs of a step. The trial step of each phase is made
 # first, so its calls are counted too.
 PHASES_PLACES = (
-    ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
-    ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.demonstrate", 4, "before"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.backward", 3, "after"),
     ("retouch.run.build:Assembly.begin", 2, "before"),
     ("retouch.run.build:Assembly.begin", 2, "after"),
-    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
-    ("retouch.distributed.stepper:ReplicatedStepper.step", 7, "after"),
-    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.step", 7, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 3, "before"),
     ("retouch.run.checkpoint:save", 1, "after"),
 )
 # Kills with two rollouts in the queue that the checkpoint does not contain, before the third rollout is made, and after the third
@@ -71,14 +71,14 @@ PHASES_PLACES = (
 STALE_PLACES = (
     ("retouch.run.checkpoint:save", 1, "after"),
     ("retouch.run.step:begin_collecting", 3, "before"),
-    ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.step", 4, "after"),
 )
 
 
 # Kills when the scores of a replacement group are in the ledger but its samples are not stored, and in the second round of a step.
 REFILL_PLACES = (
     ("retouch.run.collecting:replace_rows", 1, "before"),
-    ("retouch.run.collecting:with_tasks", 4, "after"),
+    ("retouch.run.collecting:replace_rows", 4, "before"),
 )
 
 
@@ -127,9 +127,9 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
 
 def import_models() -> None:
     """Import the modules that take time to import, once and before the forks."""
-    import retouch.models.emu3.model
+    import retouch.models.emu3
     import retouch.models.qwen_image.model
-    import retouch.models.qwen_vl.model
+    import retouch.models.qwen_vl
     import retouch.run.session  # noqa: F401
 
 
@@ -198,8 +198,8 @@ def places(writer: str | None) -> list[tuple[str, int, str]]:
         return list(STALE_PLACES)
     if writer == REFILL:
         return list(REFILL_PLACES)
-    acting = "retouch.policies.autoregressive.policy:AutoregressivePolicy"
-    denoising = "retouch.policies.denoising.policy:DenoisingPolicy"
+    acting = "retouch.policies.autoregressive:AutoregressivePolicy"
+    denoising = "retouch.policies.denoising:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
 
 

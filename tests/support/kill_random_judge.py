@@ -20,9 +20,9 @@ PLACES = (
     ("retouch.rewards.judging:RewardScorer._collect", 5, "after"),
     ("retouch.rewards.ledger.journal:Journal.record", 5, "before"),
     ("retouch.run.checkpoint:save", 1, "after"),
-    ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
+    ("retouch.distributed.optimizer:ReplicatedStepper.step", 3, "before"),
     ("retouch.records.files:append_line", 5, "after"),
-    ("retouch.run.heldout:RunEvaluations.write_summary", 1, "before"),
+    ("retouch.run.evaluation:RunEvaluations.write_summary", 1, "before"),
 )
 
 

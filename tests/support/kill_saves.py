@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.records import repair
+from retouch.records.folder import remove_leftovers
 from retouch.run import checkpoint
 from retouch.run.checkpoint import TrainState
 
@@ -52,7 +52,7 @@ def child(folder: Path, first: int, told: int, after: int | None) -> None:
     if after is not None:
         sys.addaudithook(count)
     for step in range(first, first + 10_000):
-        repair.remove_leftovers(folder)
+        remove_leftovers(folder)
         checkpoint.save(folder, state(step))
         os.write(told, step.to_bytes(4, "big"))
         checkpoint.prune(folder, 2)
@@ -91,7 +91,7 @@ def main(folder: Path, seed: int, points: int, times: int) -> None:
         assert safe <= step <= safe + 1, f"kill {index}: step {safe} was saved, but the newest checkpoint is {found}"
         assert found is None or states_equal(checkpoint.load(found), state(step)), f"kill {index}: {found} has wrong contents"
         safe = step
-    repair.remove_leftovers(folder)
+    remove_leftovers(folder)
     left = sorted(path.name for path in folder.iterdir())
     assert all(name.startswith("step-") for name in left), f"left behind: {left}"
     assert inside > points // 2, f"only {inside} kills interrupted a save"

@@ -1,11 +1,14 @@
 """A real reward server on the loopback interface, on a thread of the test process."""
 
+import base64
 import io
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import httpx
 import torch
@@ -14,17 +17,16 @@ from PIL import Image
 
 from retouch.core.random import generator
 from retouch.types import Sample, Task
-from retouch_serve.client.client import RemoteClient
-from retouch_serve.client.remote import RemoteReward
-from retouch_serve.front.connections import bounded_config
-from retouch_serve.server.app import build_app
-from retouch_serve.server.hosted_rewards import HostedReward, build, parse_specs
-from retouch_serve.server.metrics import Metrics
-from retouch_serve.server.request_bodies import Limits, SingleScore
-from retouch_serve.server.service import Service
-from retouch_serve.wire.bodies import BodyForm, encode_body
-from retouch_serve.wire.packing import ImageEncoding, pack
+from retouch_serve.app import build_app
+from retouch_serve.client import RemoteClient
+from retouch_serve.front import bounded_config
+from retouch_serve.hosted import HostedReward, build, parse_specs
+from retouch_serve.remote import RemoteReward
+from retouch_serve.requests import Limits, SingleScore
+from retouch_serve.service import Service
+from retouch_serve.wire import ImageEncoding, encode_body, pack
 
+BodyForm = Literal["multipart", "msgpack", "json"]
 LIMITS = Limits(window=0.001)
 
 
@@ -59,7 +61,7 @@ def live(
         *(build(spec, sole=len(rewards) == 1) for spec in specs),
         *(each for each in rewards if isinstance(each, HostedReward)),
     ]
-    service = Service(hosted, limits, Metrics())
+    service = Service(hosted, limits)
     server = uvicorn.Server(bounded_config(build_app(service, token=token, single_score=single_score), limits, port=port))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -93,12 +95,24 @@ def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
     return [Sample(replace(tasks[row // group], **task), noise_image(row)) for row in range(count)]
 
 
+def encode(document: bytes, images: Sequence[bytes], form: BodyForm) -> tuple[bytes, str]:
+    """Encode a batch document in any form that a server reads; Retouch's own client sends only multipart."""
+    if form == "multipart":
+        return encode_body(document, images)
+    if form == "msgpack":
+        binary = [b"\xc6" + len(data).to_bytes(4, "big") + data for data in (document, *images)]
+        parts = [b"\x82\xa5batch", binary[0], b"\xa8pictures\xdc", len(images).to_bytes(2, "big"), *binary[1:]]
+        return b"".join(parts), "application/msgpack"
+    pictures = [base64.b64encode(data).decode() for data in images]
+    return b'{"batch":%b,"pictures":%b}' % (document, json.dumps(pictures).encode()), "application/json"
+
+
 def body_of(
     samples: Sequence[Sample], *, form: BodyForm = "multipart", encoding: ImageEncoding = "raw"
 ) -> tuple[bytes, dict[str, str]]:
     """Return the body and headers of a request; the ids are "0", "1", ..."""
     document, blobs = pack(samples, [str(row) for row in range(len(samples))], encoding=encoding)
-    body, kind = encode_body(document, blobs, form)
+    body, kind = encode(document, blobs, form)
     return body, {"Content-Type": kind}
 
 

@@ -15,8 +15,7 @@ from torch import nn
 
 import image_levels
 import several_devices
-from retouch.distributed.placement import Placement
-from retouch.distributed.ranks import Ranks
+from retouch.distributed.ranks import Placement, Ranks
 from retouch.recipe.recipe import parse
 from retouch.run import build as assembly
 from retouch.run.step import accumulate, collect, make_minibatch

@@ -14,9 +14,8 @@ import torch
 
 import image_levels
 import several_devices
-from retouch.distributed.placement import Placement
-from retouch.distributed.ranks import Ranks
-from retouch.models.offloading.on_device import parts_of
+from retouch.distributed.ranks import Placement, Ranks
+from retouch.models.offloading import parts_of
 from retouch.recipe.recipe import parse
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.run import build as assembly

@@ -1,4 +1,4 @@
-"""Rehearses a tiny Stable Diffusion 3 with deliberate errors in its adapter, in a separate process.
+"""Makes dry runs of a tiny Stable Diffusion 3 with deliberate errors in its adapter, in a separate process.
 
     python planted_faults.py FOLDER [FAULT ...]
 
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 import tiny_pipelines
-from retouch.models.sd3.family import SD3Model
+from retouch.models.sd3 import SD3Model
 from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
-from retouch_plan.rehearsal.command import smallest_changes
-from retouch_plan.rehearsal.counting.machines import FREE_SHARE, MACHINES
-from retouch_plan.rehearsal.report import error_line, fits, peak
-from retouch_plan.rehearsal.step import rehearse
+from retouch_plan.dry_run import dry_run
+from retouch_plan.estimate import error_line, fits, smallest_changes
+from retouch_plan.machines import FREE_SHARE, MACHINES
 
 EXTRA_BYTES = 2**30
 
@@ -97,26 +96,26 @@ def main(folder: Path, chosen: Sequence[str]) -> None:
         read = parse(recipe(folder), settings.get(fault, []), allow_imports=["planted_faults"])
         line: dict[str, Any] = {"fault": fault}
         try:
-            found = rehearse(read, MACHINES["h100"])
+            found = dry_run(read, MACHINES["h100"])
         except (RuntimeError, ValueError) as error:
             line["error"] = error_line(error)
         else:
             stages = found.stages
-            line["peaks"] = {name: max(stage.peaks.values(), default=0) for name, stage in stages.items()}
+            line["peaks"] = {name: stage.peak for name, stage in stages.items()}
             line["flops"] = {name: sum(stage.work.flops.values()) for name, stage in stages.items()}
             line["waits"] = {name: dict(stage.work.waits) for name, stage in stages.items()}
             line["communicated"] = stages["update"].work.counts["communicated"]
-            line["held"] = dict(stages["update"].held[0])
+            line["held"] = dict(stages["update"].peaks[0][1])
             line["evaluations"] = found.evaluations
-            line["peak"], line["rows"], line["checkpoint"] = peak(found), found.phases[0].rows, found.checkpoint
+            line["peak"], line["rows"], line["checkpoint"] = found.peak, found.phases[0].rows, found.checkpoint
             if fault in TOO_LARGE:
                 small = replace(MACHINES["h100"], memory=int(TOO_LARGE[fault] * line["peak"] / (1 - FREE_SHARE)))
                 changes = smallest_changes(read, small, found, world=None, allow_imports=["planted_faults"])
                 line["changes"] = changes
                 if changes is not None:
                     options = [*settings.get(fault, []), *changes[0]]
-                    again = rehearse(parse(recipe(folder), options, allow_imports=["planted_faults"]), small)
-                    line["again"] = {"peak": peak(again), "fits": fits(again, small)}
+                    again = dry_run(parse(recipe(folder), options, allow_imports=["planted_faults"]), small)
+                    line["again"] = {"peak": again.peak, "fits": fits(again, small)}
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 import several_devices
-from retouch.distributed.placement import Placement
-from retouch.distributed.ranks import Ranks
+from retouch.distributed.ranks import Placement, Ranks
 from retouch.recipe.recipe import parse
 from retouch.run import build as assembly
 from retouch.run import preflight
-from retouch.run.state import capture, restore
 
 DEVICE = torch.device("pretend:0")
 
@@ -43,7 +41,7 @@ def main(path: str) -> dict[str, Any]:
         step_with_ones(stepper)
         saved = {
             group: {k: v.cpu().clone() for k, v in tensors.items()}
-            for group, tensors in capture(parts, stepper, step=1).tensors.items()
+            for group, tensors in parts.capture(stepper, step=1).tensors.items()
         }
         real = preflight._trial_minibatch
 
@@ -55,7 +53,7 @@ def main(path: str) -> dict[str, Any]:
         found["before"] = bytes_on_device()
         found["trained"] = sum(p.numel() * p.element_size() for p in parts.copies.parameters.values())
         found["checks"] = {check.name: check.ok for check in parts.trial_steps(stepper=stepper, judge=None, done=0)}
-        now = capture(parts, stepper, step=1)
+        now = parts.capture(stepper, step=1)
         found["restored"] = all(
             torch.equal(tensor.cpu(), saved[group][name])
             for group in ("weights", "optimizer", "copies")
@@ -63,7 +61,7 @@ def main(path: str) -> dict[str, Any]:
         )
         # A checkpoint is read into CPU memory, but the next step needs the moments on the device.
         resumed = parts.stepper()
-        restore(parts, type(now)(1, saved, {}), resumed)
+        parts.restore(type(now)(1, saved, {}), resumed)
         moments = [tensor for name, tensor in resumed.state().items() if not name.endswith("/step")]
         found["moments_on"] = sorted(several_devices.devices_of(moments))
         step_with_ones(stepper)

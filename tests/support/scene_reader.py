@@ -4,8 +4,7 @@ import re
 
 import torch
 
-from retouch_worlds.playground.world.edits import Edit, edits_of_kinds, random_kinds
-from retouch_worlds.playground.world.scenes import COLOURS, PLACES, SHAPES, THINGS, Scene, Thing
+from retouch_worlds.playground.scenes import COLOURS, PLACES, SHAPES, THINGS, Edit, Scene, Thing, edits_of_kinds, random_kinds
 
 COLOUR, SHAPE, PLACE = (f"({'|'.join(words)})" for words in (COLOURS, SHAPES, PLACES))
 COLOURED_SHAPE = rf"{COLOUR} {SHAPE}"

@@ -12,17 +12,16 @@ import tiny_models
 import tiny_writer_runs
 import tiny_writers
 import tiny_writing
-from retouch.models.common.lora import write_lora
-from retouch.models.emu3.load import load_emu3, save_for_vllm
-from retouch.models.emu3.model import DRAW
-from retouch.models.qwen_vl.model import QwenWriter, load_writer
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
-from retouch.policies.engine import EngineContext
+from retouch.models.emu3 import DRAW, load_emu3, save_for_vllm
+from retouch.models.lora import write_lora
+from retouch.models.qwen_vl import QwenWriter, load_writer
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.rollout import EngineContext
 from retouch_serve.engines.client import Client
-from retouch_serve.engines.full_weights import FullWeightPublisher
-from retouch_serve.engines.vllm import VllmEngine
+from retouch_serve.engines.sections import VllmEngine
+from retouch_serve.engines.vllm import FullWeightPublisher
 from retouch_worlds.models.family import PlaygroundModel
-from retouch_worlds.pretraining.networks import qwen_parts
+from retouch_worlds.pretraining import editor as qwen_parts
 
 
 def save_writer(folder: Path) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 import tiny_writers
 import tiny_writing
-from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.fsdp import FsdpStepper, ShardedCopies, shard
+from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, Stepper, fill_shards, full_tensor
 from retouch.distributed.ranks import Ranks, init_distributed
-from retouch.distributed.sharded_copies import ShardedCopies, fill_shards, full_tensor
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, Stepper
 from retouch.distributed.zero import ZeroStepper
 from retouch.policies.weights import WeightCopies
 from retouch.types import Needs

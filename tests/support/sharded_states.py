@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.fsdp import FsdpStepper, ShardedCopies, shard
+from retouch.distributed.optimizer import ReplicatedStepper, Stepper, fill_shards, gathered_state
 from retouch.distributed.ranks import Ranks, init_distributed
-from retouch.distributed.sharded_copies import ShardedCopies, fill_shards, gathered_state
-from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.distributed.zero import ZeroStepper
 from retouch.policies.weights import WeightCopies
 from retouch.run import checkpoint

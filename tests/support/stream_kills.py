@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from retouch.data.base import DataContext
-from retouch.data.sampler import UnindexedTasks, places_in_step
 from retouch.data.sources.stream import StreamData
+from retouch.data.tasks import UnindexedTasks, places_in_step
 
 COUNT = 7
 EVERY = 3

@@ -7,10 +7,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import tiny_models
 import tiny_writers
-from retouch.models.qwen_image.model import QwenImageEdit, ResponseEncoder
-from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
-from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.models.qwen_image.model import QwenImageEdit
+from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch
 
@@ -62,7 +62,7 @@ def policy(editor, *, longest=6):
 
 
 def policy_encoder(policy):
-    return ResponseEncoder.policy(policy.model.module, published=functools.partial(policy.copies.using, "reference"))
+    return ResponseEncoder(policy.model.module, functools.partial(policy.copies.using, "reference"))
 
 
 def tasks():

@@ -7,10 +7,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
 
 import tiny_models
-from retouch.models.emu3.load import language_model
-from retouch.models.emu3.model import DRAW, Emu3Editor
-from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
-from retouch.models.language import PretrainedLanguageModel
+from retouch.models.base import PretrainedLanguageModel
+from retouch.models.emu3 import BOI, BOS, DRAW, EOF, EOI, EOL, EOS, IMG, Emu3Editor, language_model
 
 CODES = 32
 SIZE = (16, 24)

@@ -7,8 +7,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
 import tiny_models
-from retouch.models.janus.model import BEGIN, JanusImageModel, JanusImageModules
-from retouch.models.language import PretrainedLanguageModel
+from retouch.models.base import PretrainedLanguageModel
+from retouch.models.janus import BEGIN, JanusImageModel, JanusImageModules
 from retouch.types import Prompts
 
 CODES, SIDE = 32, 4

@@ -8,15 +8,15 @@ import torch
 
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.data.sampler import assign, global_rows
+from retouch.data.tasks import assign, global_rows
+from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import ReplicatedStepper
 from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
-from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.base import LatentRenderer
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.run.clock import Clock
+from retouch.run.metrics import Clock
 from retouch.run.step import Phase, Run
 
 ALONE = Ranks()
@@ -99,7 +99,7 @@ def phase(objective=GRPO, *, count=2, group_size=3, ranks=ALONE, minibatches=1, 
         "learning_rate": lambda step: 1e-3,
         **options,
     }
-    return Phase(name="rl", objective=objective, normalise="sequence", max_length=None, minibatches=minibatches, **options)
+    return Phase(name="rl", objective=objective, minibatches=minibatches, **options)
 
 
 def gradient(run):

@@ -6,14 +6,20 @@ import torch
 
 import tiny_models
 from retouch.core.random import generator
-from retouch.core.weights import loss_weights
-from retouch.models.common.wrappers import Guided
+from retouch.core.surrogates import loss_weights
+from retouch.models.pipeline import Guided
 from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.sd3.model import SD3
-from retouch.policies.denoising.policy import DenoisingPolicy
-from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition
-from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.rollout import (
+    AllSteps,
+    CPSTransition,
+    DenoisingRollout,
+    ODETransition,
+    RandomWindow,
+    SDETransition,
+    SlidingWindow,
+)
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Task
 from retouch_worlds.testing.assertions import relative_distance

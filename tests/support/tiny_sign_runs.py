@@ -6,7 +6,7 @@ from pathlib import Path
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from retouch.types import Task
-from retouch_worlds.data.words import WordData
+from retouch_worlds.data import WordData
 from tiny_recipes import SMALL
 
 

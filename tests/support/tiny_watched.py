@@ -10,11 +10,10 @@ from PIL import ImageStat
 
 from retouch.config.packaged import find
 from retouch.recipe.document import evaluate
-from retouch.rewards.judges.rubrics import Panel, Prompt
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.forms import ScoresForm
-from retouch.rewards.vlm.questions import Answer
 from retouch.types import Column
+from retouch_judge.base import Panel, Prompt
+from retouch_judge.questions import Answer, ScoresForm
+from retouch_judge.wording import Scale
 
 
 class ShiftedClient:

@@ -12,10 +12,9 @@ from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.sd3.model import SD3
 from retouch.recipe.document import apply
 from retouch_worlds.models.family import PlaygroundModel
-from retouch_worlds.pretraining.networks import qwen_parts
-from retouch_worlds.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
-from retouch_worlds.pretraining.networks.image_codes import untrained_codes
-from retouch_worlds.pretraining.networks.writer import untrained_writer
+from retouch_worlds.pretraining import editor as qwen_parts
+from retouch_worlds.pretraining.emu3 import LONGEST, emu3_tokenizer, untrained_codes, untrained_emu3
+from retouch_worlds.pretraining.writer import untrained_writer
 
 
 def save_writer(folder: Path) -> None:

@@ -19,9 +19,9 @@ from transformers import (
 
 import tiny_models
 from retouch.core.random import generator
-from retouch.models.common.chat_template import TURNS
-from retouch.models.language import PretrainedLanguageModel
-from retouch.models.qwen_vl.model import QwenWriter
+from retouch.models.base import PretrainedLanguageModel
+from retouch.models.chat_template import TURNS
+from retouch.models.qwen_vl import QwenWriter
 from retouch.types import Task
 
 VISION_KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")

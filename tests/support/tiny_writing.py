@@ -3,8 +3,8 @@
 import torch
 
 import tiny_writers
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
-from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Kind
 

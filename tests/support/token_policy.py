@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from retouch.core.divergences import k3
 from retouch.core.random import generator
+from retouch.core.surrogates import k3
 from retouch.policies.weights import WeightCopies
 from retouch.types import Evaluation, Kind, Slice, Trajectory
 

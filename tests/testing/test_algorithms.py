@@ -19,8 +19,16 @@ from retouch.objectives.dpo import DPO
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import AWM, NFT
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
-from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition, Transition
-from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow, Window
+from retouch.policies.rollout import (
+    AllSteps,
+    CPSTransition,
+    ODETransition,
+    RandomWindow,
+    SDETransition,
+    SlidingWindow,
+    Transition,
+    Window,
+)
 from retouch.types import Loss, Needs
 from retouch_worlds.testing import check_advantage, check_objective, check_transition, check_window, playground_policy
 

@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 
 import tiny_policies as tiny
-from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.base import LatentRenderer
 from retouch.rewards.function import reward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column, Sample
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_worlds.rewards import PlaygroundReward
 from retouch_worlds.testing import check_model, check_renderer, check_reward
 
 # Rewards

@@ -17,8 +17,8 @@ from test_loaded_models import PIPELINES, PROMPTS, small, trained  # noqa: F401
 import retouch
 import tiny_models
 import tiny_pipelines
-from retouch.models.common.loaded import HARMLESS, TAKEN_OVER
 from retouch.models.flux.model import Flux
+from retouch.models.loaded import HARMLESS, TAKEN_OVER
 from retouch.models.sd3.model import SD3
 from small_trainer import redness
 

@@ -21,12 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retouch
 import tiny_pipelines
 import tiny_writers
-from retouch.data.sources.table import read_table
+from retouch.data.sources.hub import read_table
 from retouch.data.tasks import Tasks
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample, Task
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 
 ROWS = [{"prompt": "a red circle" if number % 2 else "blue", "level": number} for number in range(8)]
 

@@ -17,12 +17,11 @@ import tiny_models
 import tiny_pipelines
 from retouch import cli
 from retouch.data.base import DataContext
-from retouch.data.sources.hub import HubData
-from retouch.data.sources.table import TableData
+from retouch.data.sources.hub import HubData, TableData
 from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
-from retouch_plan.doctor.reward import check_scoring
+from retouch_plan.checks import check_scoring
 from warm_python import python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"

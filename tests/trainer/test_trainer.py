@@ -15,7 +15,7 @@ import retouch
 import tiny_pipelines
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.rewards.imported import ImportedReward
+from retouch.rewards.function import ImportedReward
 from retouch.run.session import run
 from small_trainer import SMALL, assert_same, redness, run_results
 

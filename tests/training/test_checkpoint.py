@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retouch.records import repair
+from retouch.records.folder import remove_leftovers
 from retouch.run import checkpoint
 from retouch.run.checkpoint import TrainState
 from warm_python import python
@@ -230,7 +230,7 @@ def test_remove_leftovers_deletes_only_temporary_folders(folder: Path) -> None:
     checkpoint.save(folder, small(1))
     (folder / ".tmp-step-000002").mkdir()
     (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
-    repair.remove_leftovers(folder)
+    remove_leftovers(folder)
     assert os.listdir(folder) == ["step-000001"]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from retouch.run.clock import Clock
+from retouch.run.metrics import Clock
 
 
 @dataclass

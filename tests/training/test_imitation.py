@@ -12,7 +12,7 @@ import tiny_policies as tiny
 from retouch.cli import main
 from retouch.core.advantages import exponential_weights
 from retouch.core.random import generator
-from retouch.core.weights import loss_weights
+from retouch.core.surrogates import loss_weights
 from retouch.objectives.advantages import BestAdvantage, ExponentialAdvantage
 from retouch.objectives.nft import AWM, draw_points
 from retouch.objectives.policy_gradient import REINFORCE

@@ -1,6 +1,5 @@
 """The ledger between a run and its judge: a run resumes only with the same judge; cached answers and usage totals."""
 
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -14,21 +13,17 @@ from retouch.protocols import Reward
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
-from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.function import FunctionReward
-from retouch.rewards.judges.one_token import YesReward
-from retouch.rewards.judges.rubrics import Panel
-from retouch.rewards.judging import RewardScorer
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
-from retouch.rewards.ledger.caching import CachedJudgeClient
+from retouch.rewards.judging import CompositeReward, RewardScorer
 from retouch.rewards.ledger.database import Database
-from retouch.rewards.scorers.appearance import AppearanceReward
-from retouch.rewards.scorers.photos import PhotosReward
-from retouch.rewards.scorers.pixels import ShareReward
-from retouch.rewards.vlm.questions import Answer
+from retouch.rewards.scorers.pixels import PhotosReward, ShareReward
 from retouch.run.ledger import Ledger
 from retouch.types import Batch, Sample, Task
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_judge.base import Panel
+from retouch_judge.cache import AnswerCache, CachedJudgeClient, JudgeCall
+from retouch_judge.questions import Answer
+from retouch_judge.rewards import YesReward
+from retouch_worlds.rewards import PlaygroundReward
 
 
 class Fixed:
@@ -88,7 +83,7 @@ def test_judge_with_changed_settings_or_class_is_rejected(tmp_path: Path, other:
 def test_judge_with_a_changed_rubric_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = on_panel(YesReward, Panel(Fixed()))
     start_run(tmp_path, reward, since=0)
-    monkeypatch.setattr("retouch.rewards.judges.base.rubric", lambda name: f"another {name}")
+    monkeypatch.setattr("retouch_judge.base.rubric", lambda name: f"another {name}")
     with pytest.raises(ValueError, match="rubrics"):
         start_run(tmp_path, reward, since=1)
 
@@ -134,24 +129,6 @@ def test_point_1_2_another_attribute_of_a_reward_is_another_judge_also_inside_a_
         assert len(start_run(folder, made(0.25), since=2, new_judge=True)) == 2
 
 
-def test_point_1_2_a_run_of_an_earlier_release_goes_on_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Mine(ShareReward):
-        pass
-
-    first = start_run(tmp_path, Mine(), since=0)
-    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
-        last = ledger._last()
-        assert last is not None
-        earlier = json.dumps({key: last[1][key] for key in last[1] if key != "inputs"})
-        with ledger._database.writing() as connection:
-            connection.execute("UPDATE judges SET about = ?", (earlier,))
-    for _ in range(2):
-        assert start_run(tmp_path, Mine(), since=1) == first
-    assert [record.message for record in caplog.records if "cannot be checked" in record.message] == [
-        "the run began with an earlier release: whether the reward uses the same code and values cannot be checked"
-    ]
-
-
 def test_packaged_reward_is_identified_by_its_version_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start_run(tmp_path, ShareReward(), since=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
@@ -178,39 +155,6 @@ def test_packaged_reward_is_identified_by_its_version_and_arguments(tmp_path: Pa
 def test_reward_fingerprints_equal_those_of_existing_runs(reward: Reward, digits: str) -> None:
     """A change here means that no existing run with this reward can continue without --new-judge."""
     assert identity.fingerprint(reward) == digits
-
-
-def old_description(reward: Reward) -> dict[str, object]:
-    """The description of a packaged reward in the format of earlier releases."""
-    now = identity.describe(reward)
-    own = now["own"]
-    if isinstance(reward, CompositeReward):
-        own = json.dumps({name: old_description(part) for name, part in reward.rewards.items()}, sort_keys=True)
-    elif not isinstance(own, str):
-        own = None
-    return {"class": "retouch.rewards.an_old_place:Old", "source": "0123456789abcdef", "columns": now["columns"], "own": own}
-
-
-@pytest.mark.parametrize(
-    ("reward", "other"),
-    [
-        (ShareReward(), AppearanceReward()),
-        (on_panel(YesReward, Panel(Fixed())), on_panel(YesReward, Panel(Fixed("model b")))),
-        (
-            CompositeReward({"a": on_panel(YesReward, Panel(Fixed())), "b": ShareReward()}),
-            CompositeReward({"a": on_panel(YesReward, Panel(Fixed("model b"))), "b": ShareReward()}),
-        ),
-    ],
-    ids=["columns", "own", "several"],
-)
-def test_run_of_an_earlier_release_resumes_under_its_stored_fingerprint(tmp_path: Path, reward: Reward, other: Reward) -> None:
-    known = old_description(reward)
-    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger, ledger._database.writing() as connection:
-        row = (identity.short(known), json.dumps(known, sort_keys=True), 0)
-        connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
-    assert start_run(tmp_path, reward, since=3) == [(identity.short(known), 0)]
-    with pytest.raises(ValueError, match="the judge is not the one"):
-        start_run(tmp_path, other, since=3)
 
 
 class TwoRanks(Ranks):

@@ -12,19 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 from safetensors.torch import load_file
 
 import tiny_loop
 import tiny_policies as tiny
 from image_levels import ROUNDING, encode, max_level_difference
 from retouch.core.advantages import group_relative
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper
 from retouch.objectives.advantages import BatchAdvantage, GroupAdvantage
+from retouch.objectives.base import Objective
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.reward_gradient import DRaFT
-from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.base import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
 from retouch.run.step import RewardFailed, ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
@@ -331,11 +333,11 @@ def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submi
 # Steps, epochs and minibatches
 
 
-class Counting:
+class Counting(Objective):
     """An objective with zero gradient that records its minibatches."""
 
-    def __init__(self):
-        self.seen, self.taken = [], []
+    seen: list = Field(default_factory=list)
+    taken: list = Field(default_factory=list)
 
     def losses(self, policy, minibatch):
         self.seen.append((minibatch.batch.step, minibatch.epoch, minibatch.batch.group_ids, len(minibatch.batch)))
@@ -376,7 +378,7 @@ def test_policy_metrics_with_dr_grpo_are_means_over_the_actions_of_all_ranks(wor
     batch = tiny.batch(seed=12)
     trajectory = TokenPolicy().rollout(batch)
     objective = PolicyGradient(clip_low=0.2, clip_high=0.3, normalise="dr_grpo", kl=Kl(kind="k3", weight=0.1))
-    phase = replace(tiny_loop.phase(objective), normalise="dr_grpo", max_length=20)
+    phase = replace(tiny_loop.phase(objective), max_length=20)
 
     def act(ranks):
         policy = TokenPolicy()

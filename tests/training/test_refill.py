@@ -14,7 +14,7 @@ import tiny_policies as tiny
 from image_levels import ROUNDING, encode, max_level_difference
 from retouch.cli import main
 from retouch.core.advantages import equal_groups, group_relative
-from retouch.data.sampler import further_tasks, tasks_for_step
+from retouch.data.tasks import further_tasks, tasks_for_step
 from retouch.recipe.recipe import load
 from retouch.run.build import build_phase
 from retouch.run.collecting import collect_refilled

@@ -10,11 +10,11 @@ from PIL import Image
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.policies.decoding import AutoregressiveTrajectory
 from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder
 from retouch.records.trackers import CompositeTracker
-from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.base import LatentRenderer
 from retouch.run.recorder import Recorder, SampleDetails
 from retouch.run.step import ScoredRollout, collect
 from retouch.types import Completion, Kind, Prompts

@@ -11,7 +11,7 @@ import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.text.ocr import OcrReward

@@ -14,11 +14,11 @@ import tiny_writers
 import tiny_writing
 from retouch.core.surrogates import importance_weights
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.rollout import CachedEngine
+from retouch.policies.rollout import CachedEngine
 from retouch.policies.weights import stale_copies
 from retouch.recipe.recipe import load
 from retouch.run.collecting import collect_ahead, under_current_weights
-from retouch.run.step import begin_collecting, collect, finish_collecting, make_minibatch, train, update
+from retouch.run.step import begin_collecting, collect, make_minibatch, train, update
 from retouch.types import Needs
 
 WIDE = PolicyGradient(clip_low=0.9, clip_high=9.0)
@@ -142,7 +142,7 @@ def test_stale_completions_get_truncated_importance_weights():
     policy = tiny_writing.policy(writer=writer)
     run = tiny_loop.run(tiny.policy(mode="window"))
     phase = tiny_loop.phase(WIDE, count=2, group_size=3)
-    images = finish_collecting(run, phase, begin_collecting(run, phase.batch(0)))  # rewards and advantages of six images
+    images = collect(run, phase, 0)  # rewards and advantages of six images
     trajectory = policy.rollout(tiny_writing.batch(group_size=2))
     advantages = images.advantages[:, :1].expand(trajectory.mask.shape)
     made = replace(images, trajectory=trajectory, advantages=advantages)

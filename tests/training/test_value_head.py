@@ -13,16 +13,17 @@ from torch import nn
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.distributed.stepper import HeadStepper, NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.optimizer import HeadStepper, NonFiniteGradient, ReplicatedStepper
 from retouch.inference.exporting import export_target
 from retouch.objectives.advantages import GAEAdvantage
-from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
+from retouch.objectives.base import ValueHead
+from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.value_heads import LatentValues, channels_of, summary
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
-from retouch.run.clock import Clock
+from retouch.run.metrics import Clock
 from retouch.run.preflight import preflight
 from retouch.run.session import run as run_session
 from retouch.run.step import Run, train
@@ -114,7 +115,7 @@ def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
         average=lambda taken: None,
         clock=Clock(),
     )
-    objective = ActorCritic(actor=PolicyGradient(clip_low=0.2, clip_high=0.2), clip=None)
+    objective = PolicyGradient(clip_low=0.2, clip_high=0.2).build(value_head=ValueHead(clip=None))
     options = {"learning_rate": lambda step: learning_rate, "advantage": credit}
     phase = tiny_loop.phase(objective, count=64, group_size=1, steps=range(steps), epochs=2, **options)
     return [metrics for _, _, metrics in train(run, phase, start=0)]
@@ -167,7 +168,7 @@ def denoising_run(policy, ranks=tiny_loop.ALONE, **options):
 
 
 def denoising_phase(ranks=tiny_loop.ALONE, **options):
-    objective = ActorCritic(actor=tiny_loop.GRPO, clip=0.2)
+    objective = tiny_loop.GRPO.build(value_head=ValueHead(clip=0.2))
     return tiny_loop.phase(objective, advantage=CREDIT, count=3, group_size=2, ranks=ranks, **options)
 
 

@@ -12,12 +12,10 @@ import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord, Summary
 from retouch.records.ownership import Owner
-from retouch.records.samples import SampleRecord
-from retouch.records.summary import Summary
 from retouch.types import Sample, Task
-from retouch_serve.front.connections import bounded_config
+from retouch_serve.front import bounded_config
 from retouch_view.live.app import LIMITS, build_app
 
 TOKEN = "a-token-of-the-tests"

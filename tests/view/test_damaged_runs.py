@@ -16,13 +16,13 @@ from conftest import TOKEN
 from starlette.testclient import TestClient
 
 from damaged_runs import FORMS, whole_run
-from retouch.records.shapes import strict_json
-from retouch_view.ledger.ledger_view import LedgerView
+from retouch.records.files import strict_json
+from retouch_view.ledger import LedgerView
 from retouch_view.live.app import build_app
-from retouch_view.report.comparison import comparison
 from retouch_view.report.page import run_page
+from retouch_view.report.tables import comparison
 from retouch_view.votes.log import logs_of
-from retouch_view.votes.summary import summarise
+from retouch_view.votes.statistics import summarise
 from slow_params import slow_except
 
 SECONDS = 20.0
@@ -84,9 +84,9 @@ def test_point_3_4_json_that_is_ambiguous_or_unbounded_is_refused(text: str | by
 def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "runs" / "good")
     script = (
-        "import sys, time, retouch_view.live.live_run as live\n"
+        "import sys, time, retouch_view.live.runs as live\n"
         "live.LiveRun.overview = lambda run: time.sleep(600)\n"
-        "from retouch_view.live.command import view\nfrom pathlib import Path\n"
+        "from retouch_view.cli import view\nfrom pathlib import Path\n"
         "view(Path(sys.argv[1]), port=0, report=lambda line: print(line, flush=True))\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "runs")], stdout=subprocess.PIPE, text=True) as process:

@@ -14,10 +14,10 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import tiny_sign_runs
-from retouch.inference.side_by_side import SideBySide
+from retouch.inference.sampling import SideBySide
 from retouch.records.folder import RunFolder
 from retouch_view.live.app import build_app
-from retouch_view.live.trial_inputs import trial_inputs
+from retouch_view.live.trying import trial_inputs
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/signs"

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 import tiny_sign_runs
-from retouch.inference.side_by_side import SideBySide
+from retouch.inference.sampling import SideBySide
 from retouch.types import Task
 
 pytest.importorskip("playwright.sync_api", reason="needs the package playwright")

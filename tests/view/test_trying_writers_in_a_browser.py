@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 import tiny_writer_runs
-from retouch.inference.side_by_side import SideBySide
+from retouch.inference.sampling import SideBySide
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from retouch.records.folder import RunFolder
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
+from retouch_judge.cache import AnswerCache, JudgeCall
 
 pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 SVG = "{http://www.w3.org/2000/svg}"

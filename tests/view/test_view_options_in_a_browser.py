@@ -8,12 +8,11 @@ import pytest
 from PIL import Image
 
 from retouch.records.control import answer_request, read_requests
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow
 from retouch.types import Sample, Task
+from retouch_judge.cache import AnswerCache, JudgeCall
 
 pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000

@@ -15,10 +15,9 @@ from PIL import Image
 from retouch import cli
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
-from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database, read_usage
-from retouch_view.live.live_run import LiveRun
-from retouch_view.live.tail import LineTail, UsageTail
+from retouch_judge.cache import AnswerCache, JudgeCall
+from retouch_view.live.runs import LineTail, LiveRun, UsageTail
 from retouch_view.report.page import run_page
 
 
@@ -61,7 +60,7 @@ def test_total_steps_are_summed_over_phases_or_read_from_the_summary(write_run) 
 
 
 def test_catalogue_of_a_single_run_folder_lists_that_run(write_run) -> None:
-    from retouch_view.live.catalogue import Catalogue
+    from retouch_view.live.runs import Catalogue
 
     assert list(Catalogue(write_run("only").root).runs()) == ["only"]
 
@@ -156,9 +155,9 @@ def test_locked_ledger_is_read_again_at_the_next_update(tmp_path: Path, monkeypa
     def locked(*_: Any, **__: Any) -> Any:
         raise sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr("retouch_view.live.tail.read_usage", locked)
+    monkeypatch.setattr("retouch_view.live.runs.read_usage", locked)
     assert tail.update().requests == 0
-    monkeypatch.setattr("retouch_view.live.tail.read_usage", reading)
+    monkeypatch.setattr("retouch_view.live.runs.read_usage", reading)
     assert [tail.update().requests for _ in range(2)] == [1, 1]
 
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import TOKEN
 from starlette.testclient import TestClient
 
+from retouch_view.cli import view
 from retouch_view.live.app import build_app
-from retouch_view.live.command import view
 
 SECRET = "the secret"
 OUTSIDE = (

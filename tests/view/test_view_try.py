@@ -16,7 +16,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import tiny_recipes
-from retouch.inference.side_by_side import SideBySide
+from retouch.inference.sampling import SideBySide
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run

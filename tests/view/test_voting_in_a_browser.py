@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.types import Sample, Task
 from retouch_view.votes.log import VoteLog
 from retouch_view.votes.queue import VoteQueue

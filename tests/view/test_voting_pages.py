@@ -10,14 +10,12 @@ from conftest import TOKEN
 from PIL import Image
 from starlette.testclient import TestClient
 
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.types import Sample, Task
 from retouch_view.live.app import build_app
-from retouch_view.votes.asking import REPEAT_EVERY
 from retouch_view.votes.log import VoteLog
-from retouch_view.votes.queue import VoteQueue
-from retouch_view.votes.shares import voters
+from retouch_view.votes.queue import REPEAT_EVERY, VoteQueue
+from retouch_view.votes.statistics import voters
 
 ORIGIN = {"Origin": "http://127.0.0.1:8765"}
 STEPS = {"run": "one", "step": "0", "other": "one", "other_step": "4"}

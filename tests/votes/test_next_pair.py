@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from retouch_view.votes.asking import REPEAT_EVERY, next_pair
 from retouch_view.votes.log import Side, Vote, VotePair, Votes
+from retouch_view.votes.queue import REPEAT_EVERY, next_pair
 
 
 def pair(task: str) -> VotePair:

@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retouch_view.votes.bradley_terry import preferences, strengths, table
-from retouch_view.votes.calibration import Calibration, calibrate, isotonic
+from retouch_view.votes.commands import Calibration, Preference, calibrate, isotonic
 from retouch_view.votes.log import Vote
-from retouch_view.votes.shares import judge_agreement, voter_agreement, voters, win_rates
-from retouch_view.votes.simulated import Preference
-from retouch_view.votes.summary import as_text, summarise
+from retouch_view.votes.reward import fit, preferences
+from retouch_view.votes.statistics import as_text, judge_agreement, summarise, table, voter_agreement, voters, win_rates
 from vote_maker import VoteMaker
 
 
@@ -65,13 +63,13 @@ def test_judge_agreement_matches_hand_computation(vote) -> None:
 
 def test_strengths_match_hand_computation() -> None:
     """Two wins to one: s_a - s_b = log 2. A circle of wins: all equal. One vote with a prior: 1 - sigmoid(2 x) = prior x."""
-    assert strengths([(0, 1, 1.0), (0, 1, 1.0), (1, 0, 1.0)], count=2, prior=1e-9).tolist() == pytest.approx(
+    assert fit([(0, 1, 1.0), (0, 1, 1.0), (1, 0, 1.0)], count=2, prior=1e-9)[0].tolist() == pytest.approx(
         [math.log(2) / 2, -math.log(2) / 2]
     )
-    assert strengths([(0, 1, 1.0), (1, 2, 1.0), (2, 0, 1.0)], count=3, prior=0.1).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
-    x = strengths([(0, 1, 1.0)], count=2, prior=0.5)[0]
+    assert fit([(0, 1, 1.0), (1, 2, 1.0), (2, 0, 1.0)], count=3, prior=0.1)[0].tolist() == pytest.approx([0, 0, 0], abs=1e-9)
+    x = fit([(0, 1, 1.0)], count=2, prior=0.5)[0][0]
     assert 1 - 1 / (1 + math.exp(-2 * x)) == pytest.approx(0.5 * x)
-    assert strengths([(0, 1, 0.5)] * 9, count=2, prior=0.5).tolist() == pytest.approx([0, 0])
+    assert fit([(0, 1, 0.5)] * 9, count=2, prior=0.5)[0].tolist() == pytest.approx([0, 0])
 
 
 def test_preferences_follow_the_strengths_and_are_nan_without_votes() -> None:
@@ -79,7 +77,7 @@ def test_preferences_follow_the_strengths_and_are_nan_without_votes() -> None:
     assert found[0] > found[1] > found[2]
     assert found[1] == pytest.approx(0.5)
     assert math.isnan(found[3])
-    x = strengths([(0, 1, 1.0)], count=2, prior=0.5)[0]
+    x = fit([(0, 1, 1.0)], count=2, prior=0.5)[0][0]
     assert preferences([(0, 1, 1.0)], count=2, prior=0.5)[0] == pytest.approx(1 / (1 + math.exp(-2 * x)))
 
 

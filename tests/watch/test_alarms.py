@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from retouch.recipe.watch import Canaries, HeldOutJudge, PaintedText, Watch
-from retouch.run.watch import Observation, ObservationStore, canary_shift, diversity_ratio, find_alarms, paired_change, since_best
+from retouch.recipe.keys import Canaries, HeldOutJudge, PaintedText, Watch
+from retouch.records.files import write_json
+from retouch.run.watch import Observation, canary_shift, diversity_ratio, find_alarms, paired_change, read_observations, since_best
 from retouch.types import Column
 
 COLUMNS = {"score": Column(0.0, 10.0), "other": Column(-1.0, 1.0)}
@@ -122,15 +123,14 @@ def test_diversity_alarm_is_raised_if_the_diversity_of_groups_drops():
 
 
 def test_observations_are_stored_and_loaded_bitwise(tmp_path):
-    files = ObservationStore(tmp_path / "watch")
-    assert files.until(5) == []
+    assert read_observations(tmp_path, 5) == []
     first, second = look(0, heldout=1 / 3), look(10)
     first.scores["preservation"][:] = math.nan
     for made in (second, first):
-        files.write(made)
-    assert [kept.step for kept in files.until(10)] == [0, 10]
-    assert [kept.step for kept in files.until(9)] == [0]
-    kept, _ = files.until(10)
+        write_json(tmp_path / f"step-{made.step:06d}.json", made.to_json())
+    assert [kept.step for kept in read_observations(tmp_path, 10)] == [0, 10]
+    assert [kept.step for kept in read_observations(tmp_path, 9)] == [0]
+    kept, _ = read_observations(tmp_path, 10)
     assert (kept.tasks, kept.judge) == (first.tasks, "judge")
     for name, column in first.scores.items():
         torch.testing.assert_close(kept.scores[name], column, rtol=0, atol=0, equal_nan=True)

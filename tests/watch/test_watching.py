@@ -14,14 +14,14 @@ import tiny_watched
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.base import BudgetSpent
 from retouch.run import checkpoint
 from retouch.run import session as training_session
 from retouch.run.hooks import AlarmStop
 from retouch.run.ledger import ledger_path
 from retouch.run.session import run
 from retouch.run.step import RewardFailed
-from retouch.run.watch import ObservationStore, Watcher
+from retouch.run.watch import Watcher, read_observations
 from retouch_view.report.page import write_report
 from warm_python import python
 
@@ -45,7 +45,7 @@ def test_watched_run_logs_its_measures_and_alarms(watched):
         *("watch/brightness", "watch/saturation", "watch/detail", "watch/alarm/brightness"),
     }
     assert second["watch/canary_shift"] == 0
-    start, now = ObservationStore(folder.watch).until(2)
+    start, now = read_observations(folder.watch, 2)
     assert (start.step, now.step, len(start.tasks)) == (0, 2, 3)
     assert second["watch/heldout"] == pytest.approx(now.mean("heldout"))
     assert not torch.equal(start.scores["brightness"], now.scores["brightness"])

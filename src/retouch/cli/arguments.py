@@ -1,8 +1,10 @@
 """Argument types and option groups that several commands share."""
 
 import argparse
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 LAST_PORT = 65535
@@ -11,6 +13,13 @@ TARGET_HELP = (
     "before a run of the same name"
 )
 RUN_HELP = "the folder of a run, or the name of a run in the folder runs"
+_Made = TypeVar("_Made")
+
+
+def called(function: Callable[..., _Made], arguments: argparse.Namespace) -> _Made:
+    """Call the function with the options that have the names of its parameters. Other parameters keep their defaults."""
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in vars(arguments).items() if name in names})
 
 
 def integers(text: str) -> list[int]:

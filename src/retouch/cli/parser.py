@@ -1,28 +1,29 @@
-"""The parser of all commands, and ``main``, which runs one of them."""
+"""The parser of all commands, ``main``, which runs one of them, and ``retouch completion``."""
 
 import argparse
 import errno
 import os
 import signal
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from retouch import __version__
+from retouch.cli.arguments import Commands, debug_option
 from retouch.config import wings
 
 _COMMANDS = {
-    "train": "retouch.cli.train:add_train",
-    "launch": "retouch.cli.train:add_launch",
-    "eval": "retouch.cli.eval:add_eval",
-    "sample": "retouch.cli.sample:add_sample",
-    "score": "retouch.cli.score:add_score",
-    "export": "retouch.cli.export:add_export",
-    "convert": "retouch.cli.export:add_convert",
-    "recipes": "retouch.cli.recipes:add_recipes",
-    "data": "retouch.cli.data:add_data",
-    "completion": "retouch.cli.completion:add_completion",
+    "train": "retouch.cli.commands:add_train",
+    "launch": "retouch.cli.commands:add_launch",
+    "eval": "retouch.cli.commands:add_eval",
+    "sample": "retouch.cli.commands:add_sample",
+    "score": "retouch.cli.commands:add_score",
+    "export": "retouch.cli.commands:add_export",
+    "convert": "retouch.cli.commands:add_convert",
+    "recipes": "retouch.cli.commands:add_recipes",
+    "data": "retouch.cli.commands:add_data",
+    "completion": "retouch.cli.parser:add_completion",
 }
 _USER_ERROR = 2
 _LOST_RANK = 3
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         redact_output()
         protect(os.environ)
-    shorten_spinning(os.environ)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # libgomp's idle threads wait in a loop for milliseconds, which takes the time of other processes. Before torch is imported.
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
         from retouch.distributed.launching import die_with_launcher
 
@@ -106,40 +109,24 @@ def _message(error: Exception) -> tuple[str, int] | None:
     return None if wrong is None else (f"{wrong}\n  add --debug to see the traceback", _USER_ERROR)
 
 
-def shorten_spinning(environ: MutableMapping[str, str]) -> None:
-    """Limit how long an idle OpenMP thread occupies its core while it waits for work. Must run before torch is imported.
-
-    torch's CPU build uses libgomp, whose threads by default wait in a loop for milliseconds. If other processes use the machine,
-    these loops take the time that the work needs. Variables that the user has set are not changed.
-    """
-    if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", "2000")
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser whose error about an unknown option suggests ``--set`` if a recipe key has that name (``--steps 5``)."""
 
     def error(self, message: str) -> NoReturn:
-        changes = _as_changes(message.partition("unrecognized arguments: ")[2].split())
+        words, changes = message.partition("unrecognized arguments: ")[2].split(), []
+        if any(word.startswith("--") for word in words):
+            from retouch.recipe.keys import RecipeKeys
+
+            for index, word in enumerate(words):
+                dashes = word.partition("=")[0].count("-") - 2
+                key, equals, value = word.removeprefix("--").replace("-", "_", dashes).partition("=")
+                if not word.startswith("--") or key.partition(".")[0] not in RecipeKeys.model_fields:
+                    continue
+                if not equals:
+                    following = words[index + 1 : index + 2]
+                    value = following[0] if following and not following[0].startswith("--") else "true"
+                changes.append(f"--set {key}={value}")
         super().error(f"{message}\nkeys of the recipe are changed with: {' '.join(changes)}" if changes else message)
-
-
-def _as_changes(words: Sequence[str]) -> list[str]:
-    """Return the ``--set`` options for words like ``--steps 5``; empty if no word is a key of a recipe."""
-    if not any(word.startswith("--") for word in words):
-        return []
-    from retouch.recipe.keys import RecipeKeys
-
-    changes = []
-    for index, word in enumerate(words):
-        key, equals, value = word.removeprefix("--").replace("-", "_", word.partition("=")[0].count("-") - 2).partition("=")
-        if not word.startswith("--") or key.partition(".")[0] not in RecipeKeys.model_fields:
-            continue
-        if not equals:
-            following = words[index + 1 : index + 2]
-            value = following[0] if following and not following[0].startswith("--") else "true"
-        changes.append(f"--set {key}={value}")
-    return changes
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -147,15 +134,12 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     help and error messages need. The parsed namespace contains ``run``, the function of the command."""
     parser = _Parser(prog="retouch", description="Reinforcement-learning post-training for image editing and generation.")
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
+    parser.set_defaults(build_parser=build_parser)  # for `retouch launch`, which parses the words of another command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = _COMMANDS | wings.of_set("command")
     for name in words[:1] if words and words[0] in known else known:
         module, _, function = known[name].partition(":")
-        add = getattr(import_module(module), function)
-        if name in ("launch", "completion"):
-            add(commands, parser=build_parser)
-        else:
-            add(commands)
+        getattr(import_module(module), function)(commands)
     return parser
 
 
@@ -164,3 +148,66 @@ def _explained(error: OSError) -> str:
     advice = _ADVICE.get(error.errno or 0)
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror}" + ("" if advice is None else f"; {advice}")
+
+
+_LINES = {
+    "bash": 'add to ~/.bashrc: eval "$(retouch completion bash)"',
+    "zsh": 'add to ~/.zshrc after compinit: eval "$(retouch completion zsh)"',
+    "fish": "retouch completion fish > ~/.config/fish/completions/retouch.fish",
+}
+_BASH = """_retouch() {{
+  local current="${{COMP_WORDS[COMP_CWORD]}}" words="" files=""
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    words="{commands}"
+  else
+    files="$(compgen -f -- "$current")"
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$current") $files)
+}}
+complete -o filenames -F _retouch retouch"""
+
+
+def add_completion(commands: Commands) -> None:
+    completion = commands.add_parser(
+        "completion",
+        parents=[debug_option()],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="print a script that lets the shell complete commands, options and recipes",
+        epilog="\n".join(_LINES.values()),
+    )
+    completion.add_argument("shell", choices=tuple(_LINES), metavar="bash|zsh|fish")
+    completion.set_defaults(run=_completion)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from retouch.config.packaged import available, short_name
+
+    recipes, parser = [short_name(name) for name in available()], build_parser()
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    helps = {choice.dest: (choice.help or "") % {"prog": parser.prog} for group in groups for choice in group._choices_actions}
+    fish, cases = [], []
+    for name, command in ((name, command) for group in groups for name, command in group.choices.items()):
+        inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        subcommands = {name: each for group in inner for name, each in group.choices.items()}
+        actions = [action for each in (command, *subcommands.values()) for action in each._actions]
+        options = dict.fromkeys(word for action in actions for word in action.option_strings if word.startswith("--"))
+        takes_recipe = any("RECIPE" in str(action.metavar) for action in actions if not action.option_strings)
+        words = [*subcommands, *(recipes if takes_recipe else [])]
+        cases.append(f'      {name}) words="{" ".join([*words, *options])}";;')
+        fish.append(f"complete -c retouch -n __fish_use_subcommand -f -a {name} -d {_quoted(helps.get(name, ''))}")
+        after = f"complete -c retouch -n '__fish_seen_subcommand_from {name}'"
+        fish += [f"{after} -l {option.removeprefix('--')}" for option in options]
+        fish += [f"{after} -a {_quoted(' '.join(words))}"] if words else []
+    if arguments.shell == "fish":
+        print("\n".join(fish))
+        return 0
+    script = _BASH.format(commands=" ".join(name for group in groups for name in group.choices), cases="\n".join(cases))
+    print(f"autoload -U +X bashcompinit && bashcompinit\n{script}" if arguments.shell == "zsh" else script)
+    return 0
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

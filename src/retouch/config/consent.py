@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,21 +43,14 @@ _reading: ContextVar[frozenset[str]] = ContextVar("retouch_imports_of_this_recip
 _command: ContextVar[bool] = ContextVar("retouch_imports_of_this_command", default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class ImportPolicy:
-    """The modules that may be imported; a name allows its submodules too."""
-
-    modules: frozenset[str]
-
-    def allows(self, module: str) -> bool:
-        """Whether ``modules`` contains the module or a package that contains it."""
-        parts = module.split(".")
-        return any(".".join(parts[:depth]) in self.modules for depth in range(1, len(parts) + 1))
+def allowed() -> frozenset[str]:
+    """The modules that may be imported at this moment: those in RETOUCH_ALLOW_IMPORTS, and of the recipe that is being read."""
+    return frozenset(module_names([os.environ.get(VARIABLE, "")])) | _reading.get()
 
 
-def current() -> ImportPolicy:
-    """The policy at this moment: the names in RETOUCH_ALLOW_IMPORTS, and those for the recipe that is being read."""
-    return ImportPolicy(frozenset(module_names([os.environ.get(VARIABLE, "")])) | _reading.get())
+def allows(names: frozenset[str], module: str) -> bool:
+    """Whether ``names`` contain the module or a package that contains it."""
+    return any(part in names for part in accumulate(module.split("."), "{}.{}".format))
 
 
 def module_names(words: Iterable[str]) -> list[str]:
@@ -75,7 +68,7 @@ def module_names(words: Iterable[str]) -> list[str]:
 def require(path: str, *, own: Container[str] = ()) -> None:
     """Raise ValueError unless the module of this class may be imported. ``own``: classes of Retouch that recipes may name."""
     module = module_of(path)
-    if path in own or current().allows(module) or path in {entry.value for entry in plugins()}:
+    if path in own or allows(allowed(), module) or path in {entry.value for entry in plugins()}:
         return
     if wings.is_own(path):
         raise ValueError(f"{path} is not a class of Retouch that a recipe can name; docs/recipes.md lists the kinds")
@@ -121,10 +114,16 @@ def reading(document: object, *, source: object = None, allow: Iterable[str] = (
     further modules that are allowed. Raises ValueError, with all classes and advice, if a module is not allowed.
     """
     source = document if source is None else source
-    allowed = frozenset(allow)
-    outer = _reading.set(_reading.get() | allowed)
+    outer = _reading.set(_reading.get() | frozenset(allow))
     try:
-        if missing := list(_not_allowed(document)):
+        here = allowed()
+        # ``require`` checks Retouch's own classes, because it knows which of them have a kind.
+        unknown = [one for one in classes_named(document) if not wings.is_own(one[1]) and not allows(here, module_of(one[1]))]
+        declared = {entry.value for entry in plugins()} if unknown else set()
+        missing = [(key, path) for key, path in unknown if path not in declared]
+        for key, path in missing:
+            _require_found(path, key)
+        if missing:
             names = sorted({module_of(path) for _, path in missing})
             if not _remembers(source, names):
                 if not _confirmed(missing):
@@ -221,20 +220,6 @@ def classes_named(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from classes_named(inner, f"{path}.{index}")
-
-
-def _not_allowed(document: object) -> Iterator[tuple[str, str]]:
-    """Yield the key and path of each class that needs consent and has none. ``require`` checks Retouch's own classes, because it
-    knows which of them have a kind."""
-    policy = current()
-    unknown = [
-        (key, path) for key, path in classes_named(document) if not wings.is_own(path) and not policy.allows(module_of(path))
-    ]
-    declared = {entry.value for entry in plugins()} if unknown else set()
-    for key, path in unknown:
-        if path not in declared:
-            _require_found(path, key)
-            yield key, path
 
 
 def _require_found(path: str, key: str = "") -> None:

@@ -3,32 +3,27 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from retouch.config.consent import IMPORT
 from retouch.config.imports import CLASS_PATH, did_you_mean, nearest
-from retouch.config.kinds import Kinds
-from retouch.config.schema import (
-    alternatives,
-    annotation_of,
-    field_at,
-    is_list,
-    is_map,
-    is_text_list,
-    keys_of,
-    kinds_of,
-    open_kinds,
-    places,
-    section_for,
-)
-from retouch.config.section import DEPENDENT_DEFAULT, UNTAGGED, Section, expected
+from retouch.config.section import DEPENDENT_DEFAULT, UNTAGGED, Kinds, Section, expected
 
 Path = tuple[str | int, ...]
 
 _PLACES_NAMED = 3
+
+
+def mistakes(error: ValidationError, document: Mapping[str, Any], root: type[Section]) -> ValueError:
+    """The error for the user about a document that pydantic refused: a line for each unknown key and for each refused value.
+
+    Imports every kind of every section, to name the nearest keys; a valid document imports only what it names.
+    """
+    return ValueError("\n".join(unknown_keys(document, root) + wrong_values(error, document, root)))
 
 
 def unknown_keys(document: Mapping[str, Any], root: type[Section]) -> list[str]:
@@ -55,29 +50,23 @@ def _unknown(
         for place, entry in entries:
             if isinstance(entry, dict) and (found := section_for(annotation, entry)) is not None:
                 yield from _unknown(entry, found, root, alternatives(annotation), place)
-                if (kinds := open_kinds(annotation)) is not None and entry.get("kind") == IMPORT:
-                    yield from _unknown_arguments(entry, kinds, root, place)
-
-
-def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Section], path: Path) -> Iterator[str]:
-    """Yield a line for each unknown key in the ``args`` of an imported class, if it is a section; its fields are the known keys."""
-    arguments, named = value.get("args"), value.get("class")
-    if isinstance(arguments, dict) and isinstance(named, str) and CLASS_PATH.fullmatch(named):
-        with suppress(ValueError):  # reported when the value itself is validated
-            own = kinds.imported(named)
-            if issubclass(own, Section):
-                yield from _unknown(arguments, own, root, (own,), (*path, "args"))
+                kinds, named, arguments = open_kinds(annotation), entry.get("class"), entry.get("args")
+                if kinds is None or entry.get("kind") != IMPORT or not isinstance(arguments, dict):
+                    continue
+                if isinstance(named, str) and CLASS_PATH.fullmatch(named):
+                    with suppress(ValueError):  # reported when the value itself is validated
+                        own = kinds.imported(named)
+                        if issubclass(own, Section):  # its fields are the known keys
+                            yield from _unknown(arguments, own, root, (own,), (*place, "args"))
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
     """The hint for an unknown key.
 
-    The present name of a renamed key; else, for a class of the user's own, where its fields go; else the kinds that have the key;
-    else the keys of the section that start with it (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the other
-    places where the key is known; else the keys that are known here.
+    For a class of the user's own, where its fields go; else the kinds that have the key; else the keys of the section that start
+    with it (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the other places where the key is known; else the
+    keys that are known here.
     """
-    if key in section.renamed_keys:
-        return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
     if _kinds(section) == (IMPORT,) and "args" in keys_of(section):
         return f"; the fields of your class go into {dotted((*path, 'args'))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
@@ -120,7 +109,10 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
             field = field_at(root, document, path)
             return f"{dotted(path)}: missing{': ' + field.description if field is not None and field.description else ''}"
         case "union_tag_not_found":
-            return f"{_tag_path(path, context)}: missing: one of {_tags(field_at(root, document, path))}"
+            field = field_at(root, document, path)
+            sections = alternatives(annotation_of(field)) if field is not None else ()
+            kinds = ", ".join(repr(kind) for section in sections for kind in _kinds(section))
+            return f"{_tag_path(path, context)}: missing: one of {kinds}"
         case "union_tag_invalid":
             given, options = context["tag"], context["expected_tags"]
             return f"{_tag_path(path, context)}: {given!r} is not one of {options}{_meant(given, options)}"
@@ -148,12 +140,6 @@ def _tag_path(path: Path, context: Mapping[str, Any]) -> str:
     return dotted((*path, "kind" if given.endswith("()") else given))
 
 
-def _tags(field: FieldInfo | None) -> str:
-    """The kinds that a section in this field may have."""
-    sections = alternatives(annotation_of(field)) if field is not None else ()
-    return ", ".join(repr(kind) for section in sections for kind in _kinds(section))
-
-
 def _meant(given: object, expected: str) -> str:
     options = [option.strip(" '") for option in expected.replace(" or ", ",").split(",")]
     return did_you_mean(given, options) if isinstance(given, str) else ""
@@ -177,3 +163,132 @@ def document_path(location: tuple[int | str, ...], document: Any) -> Path:
 def dotted(path: Path) -> str:
     """``("phases", 0, "steps")`` as ``phases.0.steps``."""
     return ".".join(map(str, path))
+
+
+_TAGS = ("kind", "mode")
+
+
+def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """The keys of the section, with the names that a recipe uses."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def kinds_of(section: type[Section]) -> tuple[str, tuple[str, ...]] | None:
+    """The key that distinguishes the section from its alternatives, and the values of this section: ("kind", ("lora",)). None
+    without such a key."""
+    for tag in _TAGS:
+        annotation = section.model_fields[tag].annotation if tag in section.model_fields else None
+        if get_origin(annotation) is Literal:
+            return tag, get_args(annotation)
+    return None
+
+
+def annotation_of(field: FieldInfo) -> Any:
+    """The field's annotation, with the open set of kinds, which pydantic stores separately as metadata."""
+    kinds = [entry for entry in field.metadata if isinstance(entry, Kinds)]
+    return Annotated[field.annotation, kinds[0]] if kinds else field.annotation
+
+
+def open_kinds(annotation: Any) -> Kinds | None:
+    """The open set of kinds in an annotation: of the value itself, of an optional value, or of the entries of a list or map."""
+    if get_origin(annotation) is Annotated:
+        for entry in annotation.__metadata__:
+            if isinstance(entry, Kinds):
+                return entry
+    return next((found for argument in get_args(annotation) if (found := open_kinds(argument)) is not None), None)
+
+
+def alternatives(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections that a field may hold, alone or as entries of its list. Imports all classes of an open set."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    if (kinds := open_kinds(annotation)) is not None:
+        return kinds.classes()
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    return tuple(section for argument in get_args(annotation) for section in alternatives(argument))
+
+
+def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | None:
+    """The section class of this value; None if its kind is missing or unknown."""
+    if (open_set := open_kinds(annotation)) is not None:
+        return open_set.class_for(value)
+    sections = alternatives(annotation)
+    if len(sections) == 1:
+        return sections[0]
+    for section in sections:
+        match kinds_of(section):
+            case (tag, kinds) if value.get(tag) in kinds:
+                return section
+    untagged = [section for section in sections if kinds_of(section) is None]
+    return untagged[0] if len(untagged) == 1 and not any(tag in value for tag in _TAGS) else None
+
+
+def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) -> FieldInfo | None:
+    """The field at ``path``, following the kinds that the document chose; the last part need not be in the document.
+
+    The field of an entry of a list or map is the field of that list or map.
+    """
+    section: type[Section] | None = root
+    node, field, named = document, None, False
+    for part in path:
+        if isinstance(part, str) and not named:
+            field = keys_of(section).get(part) if section is not None else None
+        if field is None:
+            return None
+        if isinstance(node, dict):
+            node = node.get(part)
+        else:
+            known = isinstance(node, list) and isinstance(part, int) and part < len(node)  # False for a list that is too short
+            node = node[part] if known else None
+        named = not named and is_map(annotation_of(field))
+        section = section_for(annotation_of(field), node) if isinstance(node, dict) and not named else None
+    return field
+
+
+@cache
+def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
+    """Every key of the schema, and the dotted paths at which it is known. Entries of lists and maps are left out, because they
+    repeat other sections, and so are paths that end with another path (``watch.judge.reward.combine`` ends with
+    ``reward.combine``)."""
+    found: dict[str, list[str]] = {}
+    for path in _paths(root, ""):
+        known = found.setdefault(path.rpartition(".")[2], [])
+        if path not in known:
+            known.append(path)
+    return {
+        key: tuple(path for path in paths if not any(path.endswith(f".{other}") for other in paths if "." in other))
+        for key, paths in found.items()
+    }
+
+
+def _paths(section: type[Section], prefix: str) -> Iterator[str]:
+    for key, field in keys_of(section).items():
+        yield prefix + key
+        annotation = annotation_of(field)
+        for inner in () if is_list(annotation) or is_map(annotation) else alternatives(annotation):
+            yield from _paths(inner, f"{prefix}{key}.")
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a field contains a list of sections."""
+    return get_origin(annotation) is tuple or any(is_list(argument) for argument in get_args(annotation))
+
+
+def is_text_list(annotation: Any) -> bool:
+    """Whether a field contains a list of texts of any length."""
+    if get_origin(annotation) is tuple:
+        entry, *rest = get_args(annotation)
+        return rest == [...] and (_is_text(entry) or (get_origin(entry) is Annotated and _is_text(get_args(entry)[0])))
+    return any(is_text_list(argument) for argument in get_args(annotation))
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or (get_origin(annotation) is Literal and all(isinstance(each, str) for each in get_args(annotation)))
+
+
+def is_map(annotation: Any) -> bool:
+    """Whether a field contains a map of sections, under names that the user chooses."""
+    if get_origin(annotation) is Annotated:
+        return is_map(get_args(annotation)[0])
+    return get_origin(annotation) is dict and bool(alternatives(annotation))

@@ -57,7 +57,7 @@ def locate(module: str) -> str | None:
     The current folder is searched last, even if it is not on Python's path.
     """
     top = module.partition(".")[0]
-    spec = _top_level_spec(top)
+    spec = _spec_on_path(top) or (None if top in sys.modules else PathFinder.find_spec(top, [os.getcwd()]))
     if spec is None:
         loaded = sys.modules.get(top)
         return None if loaded is None else str(getattr(loaded, "__file__", None) or f"{top}, in this process")
@@ -122,7 +122,7 @@ def import_class(path: str) -> type:
     """
     module_name, _, name = path.partition(":")
     top = module_name.partition(".")[0]
-    if _spec_on_path(top) is None and top not in sys.modules and _spec_in_current_folder(top) is not None:
+    if _spec_on_path(top) is None and top not in sys.modules and PathFinder.find_spec(top, [os.getcwd()]) is not None:
         sys.path.append(os.getcwd())
     if not _exists(module_name):
         raise ValueError(f"{path}: there is no module {module_name}; install it, or put its folder on PYTHONPATH")
@@ -175,7 +175,9 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
     or if ``args`` do not fit the constructor; then nothing is called.
     """
     wanted = import_class(path)
-    missing = [name for name in members if not _defines(wanted, name)]
+    # `getattr` would find `__call__` on every class, because classes are callable through their metaclass.
+    bases = [vars(base) for base in wanted.__mro__ if base is not object]
+    missing = [name for name in members if not any(name in own or name in own.get("__annotations__", {}) for own in bases)]
     if missing:
         raise ValueError(
             f"{path} is no {what}: its class has no {', '.join(missing)}. Define them; if the constructor sets an attribute, "
@@ -231,26 +233,11 @@ def is_library(file: str) -> bool:
     return file.startswith("<") or "-packages" in file or standard or wings.is_own_file(file)
 
 
-def _defines(wanted: type, name: str) -> bool:
-    """Whether the class or a base class defines or annotates the attribute. ``getattr`` is not used: it would find ``__call__`` on
-    every class, because classes are callable through their metaclass."""
-    bases = [base for base in wanted.__mro__ if base is not object]
-    return any(name in vars(base) or name in vars(base).get("__annotations__", {}) for base in bases)
-
-
-def _top_level_spec(top: str) -> ModuleSpec | None:
-    return _spec_on_path(top) or (None if top in sys.modules else _spec_in_current_folder(top))
-
-
 def _spec_on_path(top: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # a module that was loaded without a spec, like __main__
         return None
-
-
-def _spec_in_current_folder(top: str) -> ModuleSpec | None:
-    return PathFinder.find_spec(top, [os.getcwd()])
 
 
 def _exists(module_name: str) -> bool:

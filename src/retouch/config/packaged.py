@@ -1,7 +1,12 @@
-"""Files that come with the package: recipes, and the prompt lists that they name."""
+"""Files that come with the package: recipes, also as a table of what they train, and the prompt lists that they name."""
 
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 SUFFIXES = (".jsonnet", ".json")
 _FOLDER = "recipes"
@@ -69,3 +74,110 @@ def shipped(name: str) -> Path:
     file = Path(name)
     packaged = packaged_recipes().joinpath(*file.parts[1:])
     return packaged if not file.exists() and file.parts[:1] == (_FOLDER,) and packaged.is_file() else file
+
+
+TWIN = "-playground"
+"""The ending of a twin's name."""
+_VARIABLE = re.compile(r"std\.extVar\('(\w+)'\)")
+_TRAINED = {"lora": "LoRA", "full": "all weights", "ip-adapter": "IP-Adapter"}
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSummary:
+    """One packaged recipe. ``gpus``: 0 for a recipe that is made for a CPU. ``twin``: the short name of its twin, if it has one.
+
+    ``variables``: environment variables that it reads. ``steps``: its length, as text: ``200 (supervised) + 150 (rl)``.
+    """
+
+    name: str
+    trains: str
+    rewards: tuple[str, ...]
+    gpus: int
+    twin: str | None
+    variables: tuple[str, ...]
+    steps: str
+
+    @property
+    def hardware(self) -> str:
+        """The hardware that the recipe is made for, as text."""
+        return "CPU" if self.gpus == 0 else f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+
+
+def summaries() -> Iterator[RecipeSummary]:
+    """Every packaged recipe, by name."""
+    names = [short_name(name) for name in available()]
+    shared = {file.name: file.read_text(encoding="utf-8") for file in (packaged_recipes() / "lib").glob("*.libsonnet")}
+    for path, name in zip(available(), names, strict=True):
+        file = packaged_recipes().parent / path
+        variables = _variables(file.read_text(encoding="utf-8"), shared)
+        document = _evaluate(file, variables)
+        twin = f"{name}{TWIN}"
+        yield RecipeSummary(
+            name=name,
+            trains=_trained(document["policy"], variables),
+            rewards=_rewards(document.get("reward", {})),
+            gpus=_gpus(document),
+            twin=twin if twin in names else None,
+            variables=variables,
+            steps=_length(document),
+        )
+
+
+def header(file: Path) -> str:
+    """The comment at the beginning of a recipe: what it does, and how it is started."""
+    lines: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("//"):
+            break
+        lines.append(line[2:].removeprefix(" "))
+    return "\n".join(lines)
+
+
+def _variables(text: str, shared: Mapping[str, str]) -> tuple[str, ...]:
+    """The environment variables that a recipe reads, itself or in the libraries that it imports."""
+    found, seen, left = list(_VARIABLE.findall(text)), set[str](), [text]
+    while left:
+        for name in re.findall(r"lib/(\w+\.libsonnet)|import '(\w+\.libsonnet)'", left.pop()):
+            library = name[0] or name[1]
+            if library not in seen and library in shared:
+                seen.add(library)
+                left.append(shared[library])
+                found += _VARIABLE.findall(shared[library])
+    return tuple(dict.fromkeys(found))
+
+
+def _evaluate(file: Path, variables: tuple[str, ...]) -> dict[str, Any]:
+    """Evaluate the recipe with the name of each variable as its value. No child process is needed: packaged recipes terminate."""
+    import rjsonnet
+
+    made: dict[str, Any] = json.loads(
+        rjsonnet.evaluate_file(str(file), jpathdir=[str(packaged_recipes())], ext_vars={name: name for name in variables})
+    )
+    return made
+
+
+def _trained(policy: Mapping[str, Any], variables: tuple[str, ...]) -> str:
+    model, how = policy["model"], policy["train"]["kind"]
+    path = str(model.get("path") or "")
+    local = not path or path.startswith(variables)  # the name of a user's folder says nothing about the model
+    name = str(model.get("class", "")).rpartition(":")[2] or (model["kind"] if local else Path(path).name)
+    return f"{name}, {_TRAINED.get(how, how)}"
+
+
+def _rewards(reward: Mapping[str, Any]) -> tuple[str, ...]:
+    parts = reward.get("rewards") or {"": reward}
+    return tuple(dict.fromkeys(str(part.get("kind", "")) for part in parts.values()))
+
+
+def _gpus(document: Mapping[str, Any]) -> int:
+    model = document["policy"]["model"]
+    small = str(model["kind"]).startswith("playground") or document.get("device") == "cpu"
+    return 0 if small else int(document.get("ranks") or 1)
+
+
+def _length(document: Mapping[str, Any]) -> str:
+    """The number of steps of a recipe, or of each of its phases."""
+    phases = document.get("phases") or [document]
+    lengths = [f"{each['passes']:g} passes over the data" if each.get("passes") else str(each.get("steps")) for each in phases]
+    names = [f" ({each['name']})" for each in phases] if document.get("phases") else [""]
+    return " + ".join(length + name for length, name in zip(lengths, names, strict=True))

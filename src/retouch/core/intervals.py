@@ -8,7 +8,7 @@ cluster by itself, this is the usual t interval. Missing values (NaN) are left o
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -30,12 +30,20 @@ class MeanEstimate:
     @property
     def half_width(self) -> float:
         """Half of the width of the 95 % confidence interval; NaN for fewer than two clusters."""
-        return t_quantile(_TAIL, self.clusters - 1) * self.error if self.clusters > 1 else math.nan
+        return self._half_width(_TAIL)
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval; None for fewer than two clusters."""
-        return (self.mean - self.half_width, self.mean + self.half_width) if self.clusters > 1 else None
+        return self.interval_at(0.95)
+
+    def interval_at(self, level: float) -> tuple[float, float] | None:
+        """The confidence interval of a ``level`` between 0 and 1; None for fewer than two clusters."""
+        half = self._half_width(0.5 + level / 2)
+        return (self.mean - half, self.mean + half) if self.clusters > 1 else None
+
+    def _half_width(self, tail: float) -> float:
+        return t_quantile(tail, self.clusters - 1) * self.error if self.clusters > 1 else math.nan
 
     @property
     def sigmas(self) -> float:
@@ -77,14 +85,21 @@ def cluster_numbers(clusters: Sequence[str]) -> tuple[list[int], int]:
     return members, len(numbers)
 
 
-def estimate_mean(values: Sequence[float], clusters: Sequence[str]) -> MeanEstimate:
+def estimate_mean(values: Sequence[float], clusters: Sequence[str] = ()) -> MeanEstimate:
     """The mean of the values that are not NaN, and its standard error, clustered by ``clusters``: the name of each value's cluster,
-    "" for a value that is a cluster by itself."""
+    "" for a value that is a cluster by itself; without names, all are."""
     values, clusters = _known(values, clusters)
     if not values:
         return MeanEstimate(math.nan, math.nan, 0, 0)
     mean, variance, groups = _clustered(values, clusters)
     return MeanEstimate(mean, math.sqrt(variance), len(values), groups)
+
+
+def paired_change(before: Mapping[str, float], after: Mapping[str, float], sources: Mapping[str, str]) -> MeanEstimate:
+    """Estimate the mean of after - before over the tasks that have both scores. ``sources``: the sources of tasks, by task id; a
+    task without one has a source of its own."""
+    both = [task for task in before if task in after]
+    return estimate_mean([after[task] - before[task] for task in both], [sources.get(task, "") for task in both])
 
 
 def estimate_share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
@@ -106,9 +121,15 @@ def estimate_share(values: Sequence[float], clusters: Sequence[str]) -> ShareInt
     if groups < len(values):
         size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else size
         z = t_quantile(_TAIL, groups - 1)
-    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
-    half = z / (1 + z * z / size) * math.sqrt(binomial / size + (z / (2 * size)) ** 2)
-    return ShareInterval(mean, max(0.0, centre - half), min(1.0, centre + half), len(values), groups)
+    low, high = wilson_interval(mean, size, z)
+    return ShareInterval(mean, low, high, len(values), groups)
+
+
+def wilson_interval(share: float, size: float, z: float) -> tuple[float, float]:
+    """Wilson's interval (1927) of a share of ``size`` values. ``z``: the quantile of the normal distribution (1.96 for 95 %)."""
+    centre = (share + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(share * (1 - share) / size + (z / (2 * size)) ** 2)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def t_quantile(share: float, freedom: int) -> float:
@@ -133,7 +154,7 @@ def t_quantile(share: float, freedom: int) -> float:
 
 
 def _known(values: Sequence[float], clusters: Sequence[str]) -> tuple[list[float], list[str]]:
-    rows = [row for row in zip(values, clusters, strict=True) if not math.isnan(row[0])]
+    rows = [row for row in zip(values, clusters or [""] * len(values), strict=True) if not math.isnan(row[0])]
     return [value for value, _ in rows], [cluster for _, cluster in rows]
 
 

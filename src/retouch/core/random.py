@@ -19,3 +19,14 @@ def generator(*key: int | str) -> torch.Generator:
 
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def backoff_pause(*key: int | str, attempt: int, base: float, longest: float) -> float:
+    """Draw a pause in seconds before the next attempt: uniform from 0 to min(longest, base 2^attempt), which is full jitter.
+
+    ``attempt`` counts from 0. The generator is seeded with ``key`` and ``attempt``, so clients with other keys pause differently.
+    """
+    import torch
+
+    draw = torch.rand((), generator=generator(*key, attempt)).item()
+    return draw * min(longest, base * 2.0 ** min(attempt, 30))

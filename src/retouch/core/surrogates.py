@@ -7,11 +7,14 @@ gradient are the same as when the ratio is clipped, and nothing overflows.
 """
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from retouch.core.transitions import Reduction, reduce_rows
 
 
 def clipped_surrogate(
@@ -177,3 +180,87 @@ def _log_bounds(low: float, high: float) -> tuple[float, float]:
     if not 0 <= high < math.inf:
         raise ValueError(f"clip range high {high}: the ratio is clipped above at 1 + high, so give a finite high >= 0")
     return math.log1p(-low), math.log1p(high)
+
+
+def k3(
+    log_probs: Float[Tensor, "b t"], reference_log_probs: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | None = None
+) -> Float[Tensor, "b t"]:
+    """exp(d) - d - 1 with d = reference - current log-probability (b, t), in nats per action.
+
+    The "k3" estimator of Schulman (Approximating KL Divergence, 2020), as GRPO uses it (arXiv 2402.03300, eq. 4): never negative,
+    and unbiased for KL(current || reference) if the actions were sampled from the current policy. Returns 0 for masked actions.
+    """
+    d = reference_log_probs.float() - log_probs.float()
+    if mask is not None:
+        d = d.masked_fill(~mask, 0)
+    return torch.expm1(d) - d
+
+
+def gaussian_kl(
+    mean: Float[Tensor, "b ..."],
+    reference_mean: Float[Tensor, "b ..."],
+    step_std: Float[Tensor, " b"],
+    *,
+    reduction: Reduction,
+) -> Float[Tensor, " b"]:
+    """KL of two Gaussians with the same standard deviation: (mean - reference_mean)^2 / (2 step_std^2), (b,), in nats.
+
+    ``reduction``: mean or sum over all axes except rows. ``step_std`` is the true standard deviation of the transition, which
+    contains the factor sqrt(-dt): this is the KL of Flow-GRPO's paper (arXiv 2505.05470), whose published code omits that factor.
+    NaN if ``step_std`` is 0, because a deterministic transition has no density.
+    """
+    distance = reduce_rows((mean.float() - reference_mean.float()).square(), reduction)
+    variance = step_std.float().square()
+    none = variance == 0
+    # Add NaN instead of multiplying by it: a row that is masked out later then gets gradient 0, not NaN.
+    return distance * (0.5 / variance).masked_fill(none, 0) + variance.new_zeros(variance.shape).masked_fill(none, torch.nan)
+
+
+def velocity_mse(velocity: Float[Tensor, "b ..."], reference_velocity: Float[Tensor, "b ..."]) -> Float[Tensor, " b"]:
+    """Mean squared difference of two velocities over all axes except rows: (b,), with the same weight at every sigma.
+
+    The penalty that DiffusionNFT (arXiv 2509.16117) uses in place of the KL. It is finite even where a transition has no density.
+    """
+    return reduce_rows((velocity.float() - reference_velocity.float()).square(), "mean")
+
+
+Normalise: TypeAlias = Literal["token", "sequence", "dr_grpo"]
+
+
+def loss_weights(
+    mask: Bool[Tensor, "b t"],
+    valid: Bool[Tensor, " b"],
+    *,
+    normalise: Normalise,
+    max_length: int | None = None,
+    over_ranks: Callable[[Tensor], Tensor] = lambda count: count,
+) -> Float[Tensor, "b t"]:
+    """The weight of each action, such that the loss of a minibatch is the plain sum of weight times loss. 0 for invalid rows and
+    masked actions.
+
+    - "token": every action has the same weight (DAPO, arXiv 2503.14476);
+    - "sequence": every row with an action has the same weight, divided equally among its actions (GRPO, arXiv 2402.03300);
+    - "dr_grpo": every action has weight 1 / (valid rows * ``max_length``) (Dr. GRPO, arXiv 2503.20783).
+
+    With the first two, the weights of all ranks sum to 1, or are all 0. ``mask``: (b, t), True for the actions that train.
+    ``valid``: (b,), False for rows without a reward. ``max_length``: the largest possible number of actions of a row.
+    ``over_ranks``: the sum of a scalar over all ranks; by default there is one rank. Raises ValueError if "dr_grpo" has no positive
+    ``max_length``, if another mode has one, or if the mode is unknown.
+    """
+    if normalise not in ("token", "sequence", "dr_grpo"):
+        raise ValueError(f"normalise {normalise!r}: choose 'token', 'sequence' or 'dr_grpo'")
+    if (normalise == "dr_grpo") != (max_length is not None):
+        raise ValueError(f"normalise {normalise!r} with max_length {max_length}: 'dr_grpo' needs max_length, and only it takes one")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length {max_length}: give at least 1 action")
+    weights = (mask & valid[:, None]).float()
+    if normalise == "token":
+        count = weights.sum()
+    elif normalise == "sequence":
+        count = weights.any(1).float().sum()  # a valid row without an action must not dilute the mean
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+    else:
+        assert max_length is not None
+        count = valid.float().sum() * max_length
+    total = over_ranks(count)
+    return weights / total.masked_fill(total == 0, 1)

@@ -15,7 +15,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.core.rows import Reduction, append_dims, reduce_rows
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+def reduce_rows(x: Float[Tensor, "b ..."], reduction: Reduction) -> Float[Tensor, " b"]:
+    """Mean or sum over every axis except the first: (b, ...) with at least two axes to (b,)."""
+    flat = x.flatten(1)
+    if reduction == "mean":
+        return flat.mean(1)
+    if reduction == "sum":
+        return flat.sum(1)
+    raise ValueError(f"reduction {reduction!r}: choose 'mean' or 'sum'")
+
+
+def append_dims(column: Float[Tensor, " b"], like: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Reshape (b,) to (b, 1, ..., 1) with as many axes as ``like``, so that it broadcasts over rows."""
+    return column.view(-1, *(1,) * (like.ndim - 1))
+
 
 TransitionKind: TypeAlias = Literal["sde", "cps", "dance", "ode"]
 
@@ -66,8 +82,32 @@ def transition(
 
     Raises ValueError if the kind is unknown, the noise level is out of range, or ``noise`` and ``next`` are both or neither given.
     """
-    _check(kind, noise_level, given=(noise is not None) + (next is not None))
-    coefficients = _coefficients(kind, sigma.float(), sigma_next.float(), noise_level, sigma_max)
+    if kind not in ("sde", "cps", "dance", "ode"):
+        raise ValueError(f"transition {kind!r}: choose 'sde', 'cps', 'dance' or 'ode'")
+    if (noise is not None) + (next is not None) != (kind != "ode"):
+        raise ValueError(f"transition {kind!r}: give either noise (to sample) or next (to evaluate), and neither for 'ode'")
+    if not 0 <= noise_level < math.inf:
+        raise ValueError(f"noise_level {noise_level}: must be 0 or more")
+    if kind == "cps" and noise_level > 1:
+        raise ValueError(f"noise_level {noise_level} with 'cps': above 1 its noise decreases again; give 0 to 1, or use 'sde'")
+    sigma, sigma_next = sigma.float(), sigma_next.float()
+    dt = sigma_next - sigma
+    x_coefficient: Tensor | None = None
+    if kind == "cps":
+        # sigma_next cos(a pi / 2) is sqrt(sigma_next^2 - step_std^2) without the cancellation.
+        cosine = math.cos(noise_level * math.pi / 2)
+        x_coefficient = 1 - (1 - cosine) * sigma_next
+        v_coefficient = sigma_next * (sigma + cosine * (1 - sigma)) - sigma
+        step_std = sigma_next * math.sin(noise_level * math.pi / 2)
+    elif kind == "ode":
+        v_coefficient, step_std = dt, torch.zeros_like(dt)
+    else:
+        # drift = s^2 dt / (2 sigma), with s^2 = a^2 for dance and a^2 sigma / (1 - sigma) for sde.
+        scale = noise_level**2 / 2
+        drift = dt * scale / (sigma if kind == "dance" else 1 - torch.where(sigma == 1, sigma_max, sigma))
+        x_coefficient = 1 + drift
+        v_coefficient, step_std = torch.addcmul(dt, drift, 1 - sigma), (drift * sigma * -2).sqrt()
+    coefficients = x_coefficient, v_coefficient, step_std
     return gaussian_step(x, velocity, *coefficients, with_variance=kind != "cps", reduction=reduction, noise=noise, next=next)
 
 
@@ -102,47 +142,46 @@ def gaussian_step(
     next = next.detach().float()
     distance = reduce_rows((next - mean).square(), reduction)
     elements = 1 if reduction == "mean" else x.shape[1:].numel()
-    factor, constant = _density(step_std, elements, with_variance=with_variance)
+    # Where there is no density, the factor is 0 and the constant NaN, so that a masked row gets gradient 0 and not 0 * inf.
+    none = step_std == 0
+    if with_variance:
+        factor = (-0.5 / step_std.square()).masked_fill(none, 0)
+        constant = (step_std.log() + 0.5 * math.log(2 * math.pi)) * -elements
+    else:
+        factor, constant = torch.full_like(step_std, -1), torch.zeros_like(step_std)
+    constant = constant.masked_fill(none, torch.nan)
     return TransitionResult(next, torch.addcmul(constant, distance, factor), mean, step_std)
 
 
-def _coefficients(
-    kind: TransitionKind, sigma: Tensor, sigma_next: Tensor, noise_level: float, sigma_max: float | Tensor
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The coefficients of x (None for 1) and of velocity in the mean, and step_std; each (b,)."""
-    if kind == "cps":
-        # sigma_next cos(a pi / 2) is sqrt(sigma_next^2 - step_std^2) without the cancellation.
-        cosine = math.cos(noise_level * math.pi / 2)
-        v_coefficient = sigma_next * (sigma + cosine * (1 - sigma)) - sigma
-        return 1 - (1 - cosine) * sigma_next, v_coefficient, sigma_next * math.sin(noise_level * math.pi / 2)
-    dt = sigma_next - sigma
-    if kind == "ode":
-        return None, dt, torch.zeros_like(dt)
-    # drift = s^2 dt / (2 sigma), with s^2 = a^2 for dance and a^2 sigma / (1 - sigma) for sde.
-    scale = noise_level**2 / 2
-    drift = dt * scale / (sigma if kind == "dance" else 1 - torch.where(sigma == 1, sigma_max, sigma))
-    return 1 + drift, torch.addcmul(dt, drift, 1 - sigma), (drift * sigma * -2).sqrt()
+def ratio_norm(
+    next: Float[Tensor, "b ..."],
+    mean: Float[Tensor, "b ..."],
+    old_mean: Float[Tensor, "b ..."],
+    *,
+    step_std: Float[Tensor, " b"],
+    reduction: Reduction,
+) -> Float[Tensor, " b"]:
+    """The normalised log-ratio <next - old_mean, mean - old_mean> / step_std, as (b,); exactly 0 where the means agree.
 
+    Only ``mean`` receives a gradient. This form needs no log-probabilities. It is therefore valid for every kind of transition
+    (including "cps", whose log_prob drops the variance) and does not subtract large numbers. NaN if ``step_std`` is 0.
 
-def _density(step_std: Tensor, elements: int, *, with_variance: bool) -> tuple[Tensor, Tensor]:
-    """The factor (b,) of the squared distance and the constant (b,) of the log-density.
-
-    Where there is no density the factor is 0 and the constant NaN, so that a masked row gets gradient 0 and not 0 * inf.
+    The Gaussian log-ratio is <noise, mean - old_mean> / step_std - |mean - old_mean|^2 / (2 step_std^2). Its second term shifts the
+    ratio below 1, so that actions with a positive advantage are never clipped, and its variance grows as the noise shrinks.
+    RatioNorm (GRPO-Guard, arXiv 2510.22319) adds the second term back and multiplies by ``step_std``, the true standard
+    deviation. That is "std_dev_t" of the published code times sqrt(-dt), a factor that must not be applied a second time.
     """
+    old_mean, step_std = old_mean.detach().float(), step_std.detach().float()
     none = step_std == 0
-    if not with_variance:
-        return torch.full_like(step_std, -1), torch.zeros_like(step_std).masked_fill(none, torch.nan)
-    factor = (-0.5 / step_std.square()).masked_fill(none, 0)
-    constant = (step_std.log() + 0.5 * math.log(2 * math.pi)) * -elements
-    return factor, constant.masked_fill(none, torch.nan)
+    inner = reduce_rows((next.detach().float() - old_mean) * (mean.float() - old_mean), reduction)
+    # Add NaN instead of multiplying by it: a row that is masked out later then gets gradient 0, not NaN.
+    return inner * (1 / step_std).masked_fill(none, 0) + torch.zeros_like(step_std).masked_fill(none, torch.nan)
 
 
-def _check(kind: str, noise_level: float, given: int) -> None:
-    if kind not in ("sde", "cps", "dance", "ode"):
-        raise ValueError(f"transition {kind!r}: choose 'sde', 'cps', 'dance' or 'ode'")
-    if given != (kind != "ode"):
-        raise ValueError(f"transition {kind!r}: give either noise (to sample) or next (to evaluate), and neither for 'ode'")
-    if not 0 <= noise_level < math.inf:
-        raise ValueError(f"noise_level {noise_level}: must be 0 or more")
-    if kind == "cps" and noise_level > 1:
-        raise ValueError(f"noise_level {noise_level} with 'cps': above 1 its noise decreases again; give 0 to 1, or use 'sde'")
+def gradient_balance(sigma: Float[Tensor, " b"], sigma_next: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """1 / (sigma - sigma_next), (b,): GRPO-Guard's factor on a transition's loss (arXiv 2510.22319).
+
+    With the transition "sde", the gradient of RatioNorm in the velocity is proportional to -dt, so this factor gives every step of
+    the chain the same gradient scale. With other transitions the scales still differ.
+    """
+    return 1 / (sigma.float() - sigma_next.float())

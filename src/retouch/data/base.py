@@ -18,14 +18,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from pydantic_core import PydanticCustomError
 
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
+from retouch.data.checks import AcceptedRows, CheckedShare, OnBadRow, accept_rows, combined_content
 from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
-from retouch.data.requirements import CheckedShare, RowRequirements
-from retouch.data.rows import Problem, Rows
-from retouch.data.sampler import Drawable, Subset
-from retouch.data.split import limit, split_by_source
-from retouch.data.tasks import Tasks, UncheckedTasks
-from retouch.data.validation import OnBadRow, accept, accept_rows
+from retouch.data.rows import Problem, RowRequirements, Rows
+from retouch.data.tasks import Drawable, Subset, Tasks, UncheckedTasks, limit, split_by_source
 from retouch.types import Json, SplitName, Task, TaskContents
 
 _log = logging.getLogger(__name__)
@@ -87,7 +84,7 @@ class DataSets:
 
     ``test_sets``: known test sets among the data, if the recipe allows training on them. ``problems``: the problems that were found
     while reading, also in rows that were left out. ``content``: what is known about the content of the training rows
-    (``examination.combined_content``).
+    (``checks.combined_content``).
     """
 
     train: Drawable
@@ -124,7 +121,7 @@ class DataSource(Section):
         """
 
     def objects(self) -> Mapping[str, Any]:
-        """The Python objects that the section refers to, by name (see ``retouch.config.live``)."""
+        """The Python objects that the section refers to, by name (see ``retouch.config.section``)."""
         return {}
 
     def contents(self) -> TaskContents:
@@ -238,16 +235,7 @@ class StoredData(DataSource):
     def build(self, context: DataContext) -> DataSets:
         allowed = self.refuse_test_sets(trains=context.trains)
         require_training_rows(self.held_out, context)
-        rows = self.rows(seed=context.seed)
-        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
-        found = accept_rows(
-            rows,
-            on_bad_row=self.bad_rows,
-            required=context.required,
-            check=self.checked_share,
-            seed=context.seed,
-            resize=tasks.resize,
-        )
+        tasks, found = self.checked_tasks(self.rows(seed=context.seed), context)
         good = found.indices
         split = split_by_source(found.sources, held_out=self.held_out, seed=context.seed)
         train, heldout = ([good[k] for k in side] for side in (split.train, split.held_out))
@@ -257,10 +245,21 @@ class StoredData(DataSource):
             heldout = train
         chosen = at_most(heldout, context, held_out=self.held_out)
         training, evaluation = self.training_tasks(tasks, train, seed=context.seed), Subset(tasks, chosen)
-        from retouch.data.examination import combined_content
-
         content = combined_content([found.contents[row] for row in train])
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems, content=content)
+
+    def checked_tasks(self, rows: Rows, context: DataContext) -> tuple[Tasks, AcceptedRows]:
+        """The tasks of all rows, and the rows that can be used."""
+        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
+        found = accept_rows(
+            rows,
+            on_bad_row=self.bad_rows,
+            required=context.required,
+            check=self.checked_share,
+            seed=context.seed,
+            resize=tasks.resize,
+        )
+        return tasks, found
 
     def training_tasks(self, tasks: Tasks, train: Sequence[int], *, seed: int) -> Sequence[Task]:
         """The training tasks, made from the tasks at the indices ``train``. ``seed``: the seed of the run."""
@@ -307,9 +306,8 @@ class ImageData(StoredData):
 
 def usable_tasks(rows: Rows, *, size: tuple[int, int], on_bad_row: OnBadRow) -> Subset:
     """The tasks of all usable rows, with images resized to ``size``, (height, width) in px. Raises ValueError under the same
-    conditions as ``accept``."""
-    good, _ = accept(rows, on_bad_row=on_bad_row)
-    return Subset(Tasks(rows, resize=resize_to(size)), good)
+    conditions as ``accept_rows``."""
+    return Subset(Tasks(rows, resize=resize_to(size)), accept_rows(rows, on_bad_row=on_bad_row).indices)
 
 
 def at_most(heldout: Sequence[int], context: DataContext, *, held_out: float | str = 0) -> Sequence[int]:

@@ -6,18 +6,24 @@ The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``ma
 to ``meta``). A column map says which column of the data set contains each field:
 ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name refers to a part of a nested value:
 ``"edit.compound.2.compound_instruction"``. All other columns with JSON values go to ``meta``.
+
+``quoted`` finds the quoted text of a prompt: the text that the image should show, for rewards that read text in images.
 """
 
 import dataclasses
+import difflib
 import hashlib
 import io
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from retouch.config.imports import nearest
 from retouch.data.images import EncodedImage
 from retouch.types import Codes, Json
 
@@ -142,9 +148,16 @@ class Layout:
         """Make a row from the fields of a line. Raises InvalidRow with all errors of the row."""
         wrong: list[str] = []
         values = {field: nested_value(fields, column) for field, column in self.columns.items()}
-        instruction = _first_phrasing(values.get("instruction"))
-        if instruction is None:
-            wrong.append(f"{self.columns.get('instruction', 'instruction')!r}: {_no_phrasing(values.get('instruction'), fields)}")
+        instruction = values.get("instruction")  # or a list of phrasings
+        if isinstance(instruction, list) and instruction:
+            instruction = instruction[0]
+        if not isinstance(instruction, str) or not instruction.strip():
+            reason = f"the instruction should be text, not {instruction!r:.40}"
+            if instruction is None:
+                reason = f"no instruction; the row has {', '.join(fields) or 'nothing'}"
+            elif isinstance(instruction, str | list):
+                reason = "the instruction is empty"
+            wrong.append(f"{self.columns.get('instruction', 'instruction')!r}: {reason}")
         images = self._images(values["image"], wrong) if "image" in self.columns else ()
         mask, reference, target = (self._image(field, values.get(field), wrong) for field in ("mask", "reference", "target"))
         chosen, rejected = (self._image(field, values.get(field), wrong) for field in ("chosen", "rejected"))
@@ -155,8 +168,12 @@ class Layout:
         tags = {key: self._name(key, nested_value(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
         thought = self._thought(values.get("thought"), wrong)
-        if wrong or instruction is None:
+        if wrong:
             raise InvalidRow([Problem(self.file, line, what) for what in wrong])
+        instruction = content = str(instruction)
+        if images:
+            data = images[0].data
+            content = images[0].name if isinstance(data, Path) else hashlib.sha256(data).hexdigest()
         return Row(
             file=self.file,
             line=line,
@@ -167,7 +184,7 @@ class Layout:
             reference=reference,
             target=target,
             text=names["text"],
-            source=names["source"] or (_content_key(images[0]) if images else instruction),
+            source=names["source"] or content,
             tags={key: value for key, value in tags.items() if value is not None},
             meta={
                 **{key: value for key, value in fields.items() if key not in self.columns.values() and is_json(value)},
@@ -254,8 +271,37 @@ def sources(rows: Rows, indices: Sequence[int]) -> list[str]:
     return [row.source or row.id for row in read]
 
 
+class ParsedRows:
+    """Rows that a layout parses. ``fields``: the line and the fields of the row with a number; it raises InvalidRow for a line that
+    cannot be read. ``identity``: identifies them; None for rows whose check is not stored."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        count: int,
+        fields: Callable[[int], tuple[int, Mapping[str, Any]]],
+        *,
+        problems: Sequence[Problem],
+        identity: Callable[[], Identity] | None,
+    ) -> None:
+        self.problems = tuple(problems)
+        self._layout, self._count = layout, count
+        self._fields, self._identity = fields, identity
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Row:
+        line, fields = self._fields(range(self._count)[index])
+        return self._layout.parse(fields, line=line)
+
+    def identity(self) -> Identity | None:
+        """The identity of the rows, if they can have images."""
+        return None if self._identity is None or not self._layout.has_images else self._identity()
+
+
 class PromptRows:
-    """The given rows; a row without ``text`` gets the quoted text of its prompt (``quoted``)."""
+    """The given rows, each as ``with_quoted_text``."""
 
     def __init__(self, rows: Rows) -> None:
         self.problems = rows.problems
@@ -265,10 +311,7 @@ class PromptRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        from retouch.data.quotes import quoted
-
-        row = self._rows[index]
-        return row if row.text is not None else dataclasses.replace(row, text=quoted(row.instruction))
+        return with_quoted_text(self._rows[index])
 
     def identity(self) -> Identity | None:
         """The identity of the given rows, with a changed digest, because their texts are read differently."""
@@ -276,24 +319,9 @@ class PromptRows:
         return None if found is None else dataclasses.replace(found, digest=f"p{found.digest[1:]}")
 
 
-def _first_phrasing(value: Any) -> str | None:
-    """The instruction, or the first of a list of phrasings; None if it is missing or empty."""
-    first = value[0] if isinstance(value, list) and value else value
-    return first if isinstance(first, str) and first.strip() else None
-
-
-def _no_phrasing(value: Any, fields: Mapping[str, Any]) -> str:
-    """Return the reason why a value is not an instruction."""
-    first = value[0] if isinstance(value, list) and value else value
-    if first is None:
-        return f"no instruction; the row has {', '.join(fields) or 'nothing'}"
-    empty = isinstance(first, str | list)
-    return "the instruction is empty" if empty else f"the instruction should be text, not {first!r:.40}"
-
-
-def _content_key(image: EncodedImage) -> str:
-    """A hash of the bytes of the image if they are in memory, else the name of its file."""
-    return image.name if isinstance(image.data, Path) else hashlib.sha256(image.data).hexdigest()
+def with_quoted_text(row: Row) -> Row:
+    """The row; without ``text`` it gets the quoted text of its prompt (``quoted``)."""
+    return row if row.text is not None else dataclasses.replace(row, text=quoted(row.instruction))
 
 
 def image_keys(row: Row) -> tuple[str, ...]:
@@ -337,3 +365,201 @@ def is_json(value: Any) -> bool:
     if isinstance(value, list):
         return all(is_json(inner) for inner in value)
     return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequirements:
+    """What every row must have. ``images``: the smallest and the largest number of source images. ``mask``, ``reference``,
+    ``text``, ``target``: whether every row must have one. ``pairs``: whether every row must have a chosen and a rejected image.
+
+    ``model`` and ``takes`` are used in the error message: "flux-fill takes one image and a mask".
+    """
+
+    images: tuple[int, int] = (0, sys.maxsize)
+    mask: bool = False
+    reference: bool = False
+    text: bool = False
+    target: bool = False
+    pairs: bool = False
+    model: str = "the model"
+    takes: str = "any number of images"
+
+    def lacking(self, images: int, *, mask: bool, reference: bool, text: bool, target: bool, pair: bool) -> list[str]:
+        """What a row lacks that has this number of source images, and these parts."""
+        wanted = f"{self.model} takes {self.takes}, and this row has"
+        wrong = []
+        if not self.images[0] <= images <= self.images[1]:
+            wrong.append(f"{wanted} {images} image{'s' * (images != 1)}")
+        if self.mask and not mask:
+            wrong.append(f"{wanted} no mask")
+        if self.reference and not reference:
+            wrong.append("an IP-Adapter reads a reference image, and this row has none")
+        if self.text and not text:
+            wrong.append("no text for the reward to look for; put it in quotation marks in the prompt, or in a column `text`")
+        if self.target and not target:
+            wrong.append("no target image for the reward to compare with; add a column `target`, or use another reward")
+        if self.pairs and not pair:
+            wrong.append("no chosen and rejected image; DPO on the pairs of the data needs both in every row")
+        return wrong
+
+    def checked(self, row: Row) -> Row:
+        """The row. Raises InvalidRow if it does not meet the requirements."""
+        wrong = self.lacking(
+            len(row.images),
+            mask=row.mask is not None,
+            reference=row.reference is not None,
+            text=bool((row.text or "").strip()),
+            target=row.target is not None,
+            pair=row.chosen is not None and row.rejected is not None,
+        )
+        if wrong:
+            raise InvalidRow([Problem(row.file, row.line, what) for what in wrong])
+        return row
+
+
+class RequiredRows:
+    """The given rows; indexing also raises InvalidRow for a row that does not meet the requirements."""
+
+    def __init__(self, rows: Rows, required: RowRequirements) -> None:
+        self.problems = rows.problems
+        self._rows = rows
+        self._required = required
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._required.checked(self._rows[index])
+
+
+def find_columns(
+    keys: Sequence[str], *, columns: Mapping[str, str], defaults: Mapping[str, Sequence[str]], file: str
+) -> tuple[dict[str, str], list[Problem]]:
+    """The column of each field, and notes on keys that look mistyped.
+
+    ``keys``: the columns of the data set. ``columns``: the column of a field, given by the user; it takes precedence over
+    ``defaults``, the possible names of each field. Raises ValueError for an unknown field, for a column in ``columns`` that the
+    data set lacks, and for two columns that could be the same field.
+    """
+    for field, column in columns.items():
+        if field not in FIELDS:
+            near = nearest(field, FIELDS)
+            meant = f"; {near!r} is" if near else ""
+            raise ValueError(f"columns: {field!r} is not a field{meant}. The fields are {', '.join(FIELDS)}")
+        if column not in keys and column.partition(".")[0] not in keys:
+            raise ValueError(f"columns: {field!r} should be read from {column!r}, but {file} has only {', '.join(keys)}")
+    found = dict(columns)
+    for field, names in defaults.items():
+        there = [name for name in names if name in keys and name not in found.values()]
+        if field not in columns and len(there) > 1:
+            raise ValueError(f"{file}: both {there[0]!r} and {there[1]!r} could be the field {field!r}; say which in columns")
+        if field not in columns and there:
+            found[field] = there[0]
+    known = [name for field, names in defaults.items() if field not in found for name in names]
+    notes = []
+    for key in keys:
+        if key in found.values():
+            continue
+        same = [name for name in known if name.lower() == key.lower()]
+        near = next(iter(same or difflib.get_close_matches(key, known, n=1, cutoff=0.85)), None)
+        if near is not None:
+            kept = f"is read as an ordinary column, not as {near!r}, and " if same else ""
+            notes.append(Problem(file, 0, f"the key {key!r} {kept}goes to meta; should it be {near!r}?", "note"))
+    return found, notes
+
+
+_DOUBLE, _SINGLE = '"＂“”„‟', "'‘’‚‛"
+_BRACKETS = {"«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』", "｢": "｣", "〝": "〞〟"}
+_ELIDED = re.compile(r"\d\ds?\b|(?:n|em|til|tis|twas|cause|bout|round)\b", re.IGNORECASE)  # 'n', '90s
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A quotation mark, or what looks like one. ``at``: its place. ``opens``, ``closes``: whether a quotation can begin or end
+    here. ``weak``: whether it is an inch mark, a feet mark or an apostrophe, unless it ends a quotation."""
+
+    at: int
+    opens: bool
+    closes: bool
+    weak: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The first quotation of one kind. ``end``: the place of its closing mark; None if it has none, or if it is not certain."""
+
+    start: int
+    end: int | None
+    straight_single: bool = False
+
+
+def quoted(prompt: str) -> str | None:
+    """The text of the first quotation in a prompt, in quotation marks of any kind; None if there is none, if it is empty, or if it
+    is not certain where it ends.
+
+    A mark after a digit is an inch mark or a feet mark (``5" x 7"``), unless it ends a quotation (``"ROUTE 66"``).
+    """
+    text = re.sub(r"''|``", '"', prompt)
+    text = re.sub(r'\\(?=")|(?<!\d)"(?=")', "", text)  # \"...\" and ""..."", as files with escaped quotation marks have them
+    kinds = (_first_in_brackets(text), _first_of(text, _DOUBLE), _first_of(text, _SINGLE))
+    found = sorted((kind for kind in kinds if kind is not None), key=lambda kind: kind.start)
+    if not found or found[0].end is None:
+        return None
+    first, end = found[0], found[0].end
+    for other in found[1:]:
+        inside = first.start < other.start < end
+        if inside and (first.straight_single or (other.end is None and not other.straight_single) or (other.end or 0) > end):
+            return None
+    return text[first.start + 1 : end].strip() or None
+
+
+def _first_in_brackets(text: str) -> _Found | None:
+    """The first quotation in marks of two shapes; quotations of the same kind in it are part of it."""
+    places = [(place, left) for left in _BRACKETS if (place := text.find(left)) >= 0]
+    if not places:
+        return None
+    start, left = min(places)
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == left) - (text[place] in _BRACKETS[left])
+        if depth == 0:
+            return _Found(start, place)
+    return _Found(start, None)
+
+
+def _first_of(text: str, family: str) -> _Found | None:
+    """The first quotation in the marks of a family, whose opening and closing marks may look alike."""
+    single = family is _SINGLE
+    marks = [mark for place, sign in enumerate(text) if sign in family and (mark := _mark(text, place, single=single))]
+    opening: _Mark | None = None
+    for number, mark in enumerate(marks):
+        if opening is None:
+            if mark.opens:
+                opening = mark
+            elif mark.closes and not mark.weak and not single:
+                return _Found(mark.at, None)  # the end of a quotation without a beginning
+        elif mark.closes:
+            after = marks[number + 1] if number + 1 < len(marks) else None
+            stray = after is not None and after.closes and not after.opens and (mark.weak or not after.weak)
+            straight = single and text[opening.at] == "'"
+            return _Found(opening.at, None if stray else mark.at, straight)
+        elif single:
+            opening = mark  # the mark before was an apostrophe
+        else:
+            return _Found(opening.at, None)
+    return None if opening is None or single else _Found(opening.at, None)
+
+
+def _mark(text: str, place: int, *, single: bool) -> _Mark | None:
+    """The mark at a place; None if no quotation can begin or end there."""
+    before, after = text[place - 1 : place], text[place + 1 : place + 2]
+    spaced = not single and not before.strip() and not after.strip()
+    opens = (bool(after.strip()) or spaced) and not _in_word(before) and not (single and _ELIDED.match(text, place + 1))
+    closes = (bool(before.strip()) or spaced) and not _in_word(after)
+    weak = closes and ((_in_word(before) and before.isnumeric()) or (single and before in "sS"))
+    return _Mark(place, opens, closes, weak) if opens or closes else None
+
+
+def _in_word(sign: str) -> bool:
+    """Whether a character is a letter or digit of a script that separates words by spaces."""
+    return sign.isalnum() and sign < "\u2e80"

@@ -7,7 +7,8 @@ of forward passes through the sharded modules; the policies ensure this.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from retouch.distributed.optimizer import (
+    NonFiniteGradient,
+    ReplicatedStepper,
+    fill_shards,
+    gathered_state,
+    local_shard,
+)
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharded_copies import fill_shards, gathered_state
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, local_shard
-from retouch.models.common.sharded import called_separately, sharded_root
+from retouch.models.parts import called_separately, sharded_root
+from retouch.policies.weights import WeightCopies
 
 
 def shard(module: nn.Module, ranks: Ranks, *, weights_on_cpu: bool = False) -> None:
@@ -81,7 +88,7 @@ class FsdpStepper(ReplicatedStepper):
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
-        """Implements ``retouch.distributed.stepper.MeasuresGradients``."""
+        """Implements ``retouch.distributed.optimizer.MeasuresGradients``."""
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulate(loss)
         norm = self._reduced_norm()
@@ -109,3 +116,51 @@ class FsdpStepper(ReplicatedStepper):
         sharded_sum = self.ranks.sum(torch.stack(squares).sum() if squares else torch.zeros(()))
         replicated_sum = sum((gradient.float().square().sum().cpu() for gradient in replicated), torch.zeros(()))
         return math.sqrt(float(sharded_sum + replicated_sum))
+
+
+class ShardedCopies(WeightCopies):
+    """Copies of sharded weights, with the same sharding.
+
+    Sharded weights are swapped by copying values, because FSDP gathers from its own storage, which assigning a parameter's ``data``
+    does not change. Replicated weights are swapped by assigning ``data``, because autograd may have saved them. ``state`` and
+    ``load`` use full tensors; ``state`` gathers one tensor at a time. All ranks must call them.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        super().__init__(module)
+        self.ranks = ranks
+
+    @torch.no_grad()
+    def update_ema(self, copy: str, decay: float) -> None:
+        for name, parameter in self.parameters.items():
+            average = local_shard(self.copies[copy][name])
+            average.lerp_(local_shard(parameter).to(average.dtype), 1.0 - decay)
+
+    @contextmanager
+    def using(self, copy: str) -> Iterator[None]:
+        shards = {name: local_shard(parameter) for name, parameter in self.parameters.items() if isinstance(parameter, DTensor)}
+        current = {name: shard.clone() for name, shard in shards.items()}
+        replicated = {name: parameter.data for name, parameter in self.parameters.items() if name not in shards}
+        with torch.no_grad():
+            for name, shard in shards.items():
+                shard.copy_(local_shard(self.copies[copy][name]))
+        for name in replicated:
+            self.parameters[name].data = self.copies[copy][name].to(self.parameters[name].dtype)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, shard in shards.items():
+                    shard.copy_(current[name])
+            for name, data in replicated.items():
+                self.parameters[name].data = data
+
+    def state(self) -> Mapping[str, Tensor]:
+        return gathered_state(super().state(), self.ranks)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        current = super().state()
+        if state.keys() != current.keys():
+            super().load(state)  # raises, with the names that differ
+        for name, tensor in current.items():
+            fill_shards(tensor, state[name])

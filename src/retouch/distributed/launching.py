@@ -157,7 +157,8 @@ def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dic
     }
     if gpus is not None:
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // nproc))}
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback[0])
     return [{**defaults, **imports.environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
@@ -274,10 +275,6 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _free_port() -> int:

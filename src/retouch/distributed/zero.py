@@ -6,7 +6,6 @@ ranks.
 """
 
 import importlib
-import importlib.util
 import itertools
 import logging
 import math
@@ -18,9 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from retouch.distributed.gathering import GatheredTensors, TensorShard
-from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import MASTER, NonFiniteGradient, adamw, step_count
+from retouch.distributed.optimizer import MASTER, GatheredTensors, NonFiniteGradient, TensorShard, adamw, step_count
+from retouch.distributed.ranks import Ranks, require_deepspeed
 
 _engines: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
@@ -37,7 +35,7 @@ class _Losses(nn.Module):
 
 
 class ZeroStepper:
-    """AdamW over sharded optimizer state (implements ``retouch.distributed.stepper.Stepper``).
+    """AdamW over sharded optimizer state (implements ``retouch.distributed.optimizer.Stepper``).
 
     All ranks must make the same number of backward passes. A parameter without a gradient is treated as one with gradient 0, to
     which weight decay still applies. Raises ValueError if DeepSpeed is not installed, or if trainable parameters are neither all
@@ -194,12 +192,6 @@ class ZeroStepper:
                 begin = place.start + self.ranks.rank * shard.numel() - first
                 shard[place] = tensors[name].reshape(-1)[begin : begin + place.stop - place.start].to(shard.device)
         return shard
-
-
-def require_deepspeed() -> None:
-    """Raise ValueError if DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("sharding zero2 needs DeepSpeed: pip install 'retouch[deepspeed]', or use fsdp2, which is part of torch")
 
 
 def _deepspeed(device: torch.device) -> Any:

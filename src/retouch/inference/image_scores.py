@@ -13,7 +13,7 @@ from retouch.distributed.ranks import scoring_device
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
 from retouch.records.files import jsonable
 from retouch.rewards.base import close
-from retouch.rewards.combine.combination import Combination, combination
+from retouch.rewards.combination import Combination, combination
 from retouch.rewards.function import range_text
 from retouch.rewards.scoring import score
 from retouch.types import Column, Json

@@ -1,15 +1,22 @@
-"""Opens a policy for use: the untrained policy of a recipe, or the newest checkpoint in a run's folder."""
+"""Opens a policy for use: the untrained policy of a recipe, or the newest checkpoint in a run's folder; a language model alone; and
+``retouch eval``, which evaluates a run, or the untrained policy of a recipe, on held-out tasks or on a whole data set."""
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from PIL.Image import Image
+
 from retouch.config.packaged import is_recipe
-from retouch.distributed.placement import init_distributed_from_recipe
-from retouch.inference.writers import Writer
-from retouch.models.common.parts import frozen_hashes
-from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.policies.context import PolicyContext
+from retouch.core.answers import answer_in
+from retouch.data.base import DataSource
+from retouch.data.kinds import DATA
+from retouch.distributed.ranks import init_distributed_from_recipe
+from retouch.models.parts import frozen_hashes
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.rollout import PolicyContext, TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
@@ -17,9 +24,12 @@ from retouch.records.folder import RunFolder, find_run
 from retouch.records.libraries import silence_libraries
 from retouch.run import checkpoint
 from retouch.run.build import Assembly, PolicyParts, assemble, assemble_policy
-from retouch.run.checkpoint import TrainState
-from retouch.run.identity import require_same_weights
-from retouch.run.state import restore_weights
+from retouch.run.checkpoint import TrainState, restore_weights
+from retouch.run.evaluation import build_evaluator, headline_tasks, score_table
+from retouch.run.ledger import require_same_weights
+from retouch.types import Batch, Task
+
+_ALL = 10**9  # tasks: more than any data set has
 
 
 def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> tuple[Assembly, int]:
@@ -46,6 +56,46 @@ def open_policy(recipe: Recipe, folder: RunFolder | None) -> tuple[PolicyParts, 
 def _for_inference(recipe: Recipe) -> Recipe:
     """The recipe without kernels that this machine may lack."""
     return recipe.model_copy(update={"policy": recipe.policy.for_inference()})
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOutput:
+    """``text``: the completion. ``prompt``: the prompt in it, None if there is none. ``truncated``: it has no end token."""
+
+    text: str
+    prompt: str | None
+    truncated: bool
+
+
+class Writer:
+    """Generates completions with greedy decoding, under the averaged weights if the run has them. The completion for an instruction
+    does not depend on the other instructions of a call."""
+
+    def __init__(self, policy: AutoregressivePolicy, *, batch: int) -> None:
+        self.policy = policy
+        self.batch = batch
+
+    def __call__(self, instruction: str, images: Sequence[Image] = ()) -> WriterOutput:
+        """The completion for one instruction and its source images."""
+        (output,) = self.many([instruction], [images])
+        return output
+
+    def many(self, instructions: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> list[WriterOutput]:
+        """The completions for several instructions, each with its images. ValueError if the numbers of both differ."""
+        sources = [()] * len(instructions) if images is None else images
+        if len(sources) != len(instructions):
+            raise ValueError(f"{len(instructions)} instructions, but images for {len(sources)}: use [] for no images")
+        tasks = [
+            Task(id=str(row), instruction=text, images=tuple(own))
+            for row, (text, own) in enumerate(zip(instructions, sources, strict=True))
+        ]
+        found = []
+        for first in range(0, len(tasks), self.batch):
+            part = tasks[first : first + self.batch]
+            rows = tuple(range(len(part)))
+            batch = Batch(seed=0, step=0, tasks=tuple(part), group_ids=rows, group=rows, slot=(0,) * len(rows))
+            found += self.policy.sample(batch).outputs
+        return [WriterOutput(each.text, answer_in(each.text), each.truncated) for each in found]
 
 
 def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Writer:
@@ -109,3 +159,51 @@ def read_target(target: str, overrides: Sequence[str] = (), allow_imports: Itera
         folder.require_plain()
         return parse(folder.read_recipe()["recipe"], overrides, allow_imports=allow_imports), folder
     return load(target, overrides, allow_imports=allow_imports), None
+
+
+def evaluate_target(target: str, overrides: Sequence[str], *, data: str | None = None) -> dict[str, object]:
+    """Return the column means and their 95 % confidence intervals, by row of the held-out table, and the step of the weights.
+
+    ``data``: a path or Hub id whose rows are all evaluated in place of the held-out tasks; ``overrides`` are applied after it. A
+    recipe with ``data.held_out: "all"`` is evaluated on all rows too, unless ``overrides`` limit them by ``eval.tasks``.
+    """
+    if data is not None:
+        overrides = [*whole_data(data, read_target(target)[0].data), *overrides]
+    silence_libraries()
+    recipe, folder = read_target(target, overrides)
+    if data is None and getattr(recipe.data, "held_out", None) == "all":
+        recipe, folder = read_target(target, [f"eval.tasks={_ALL}", *overrides])
+    parts, step = open_recipe(recipe, folder, trained=True)
+    try:
+        evaluated = build_evaluator(parts, parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))
+        means, intervals = score_table(evaluated, headline_tasks(evaluated.tasks, parts.recipe.eval.headline))
+    finally:
+        parts.judge.close()
+    return {"name": parts.recipe.name, "step": step, "table": means, "ci95": intervals}
+
+
+def whole_data(path: str, section: DataSource) -> list[str]:
+    """The changes of a recipe, as for ``--set``, with which it evaluates all rows at ``path`` (a file, a folder or a Hub id).
+
+    The keys of the recipe's data ``section``, such as columns, are kept if ``path`` has the layout of this section. Raises
+    ValueError if there is nothing at ``path``.
+    """
+    where, kind = Path(path), section.label if section.on_hub else "hub"
+    if where.exists():
+        if type(section).rows_at(where) is not None:
+            kind = section.label
+        else:
+            classes = ((each, DATA.load(each)) for each in DATA)
+            known = (
+                each for each, found in classes if found and issubclass(found, DataSource) and found.rows_at(where) is not None
+            )
+            kind = next(known, kind)
+    elif not section.on_hub and path.count("/") != 1:
+        raise ValueError(f"--data {path}: no such file or folder, and not the id of a data set on the Hugging Face Hub")
+    changes = ["eval.split=test", f"eval.tasks={_ALL}", "eval.headline=null"]
+    if kind != section.label:
+        return [f"data={json.dumps({'kind': kind, 'path': path, 'held_out': 'all'})}", *changes]
+    keys = section.keys_for_all(path)
+    if "kind" in keys:
+        return [f"data={json.dumps(keys)}", *changes]
+    return [*(f"data.{key}={json.dumps(value)}" for key, value in keys.items()), *changes]

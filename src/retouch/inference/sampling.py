@@ -1,25 +1,39 @@
-"""`retouch sample`: use a policy as its end user would, for one instruction or for a list of instructions."""
+"""Images of a policy, made as its end user would: for instructions, with the reference as context, and of several checkpoints next
+to each other."""
 
-import json
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
-from PIL.Image import SAVE, Image, registered_extensions
+from PIL import Image, ImageDraw
 
 from retouch.data.images import fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
-from retouch.data.sources.prompts import read_instructions
+from retouch.data.sources.folder import read_instructions
 from retouch.data.tasks import require_same_size
 from retouch.inference.opening import open_policy, read_target
-from retouch.inference.reference_context import SampleContext, check_context, reference_canvas, sized_by_source
-from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.models.flux.model import FluxFill
+from retouch.models.pipeline import ModelWrapper
+from retouch.policies.decoding import AutoregressiveTrajectory
 from retouch.recipe.recipe import Recipe
+from retouch.records.files import inside, write_lines
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
-from retouch.renderers.wrappers import Completions
+from retouch.renderers.base import Completions
+from retouch.run import checkpoint
 from retouch.run.build import PolicyParts
-from retouch.run.completions import completion_texts
+from retouch.run.checkpoint import TrainState, restore_weights
+from retouch.run.metrics import completion_texts
 from retouch.types import Batch, Task
+
+SampleContext: TypeAlias = Literal["reference"]
+"""What an inpainting model sees next to the source image."""
+_MULTIPLE = 16
+_HIGHEST = 4
+_GAP, _TITLE = 4, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +42,7 @@ class UserSample:
     completion, so the image was made from the task's instruction."""
 
     task: Task
-    image: Image
+    image: Image.Image
     text: str | None
     fell_back: bool
 
@@ -53,7 +67,12 @@ def sample_target(
     """
     if not instruction.strip():
         raise ValueError("--instruction is empty; say what the image should become")
-    _require_image_file(out)
+    if out.is_dir():
+        raise ValueError(f"--out {out}: this is a folder; give the name of a file, for example {out / 'image.png'}")
+    if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:
+        raise ValueError(f"--out {out}: not the ending of an image file; use for example {out.name}.png")
+    if (above := next((folder for folder in out.parents if folder.exists()), None)) is not None and not above.is_dir():
+        raise ValueError(f"--out {out}: {above} is a file, not a folder; give another name")
     images = () if image is None else (load_image(image),)
     task = Task(
         id=str(out),
@@ -64,20 +83,11 @@ def sample_target(
     )
     recipe, folder = read_target(target, overrides)
     _require_inputs(recipe, task, context)
-    (sample,) = _samples(recipe, folder, [task], seed, context)
+    silence_libraries()
+    (sample,) = sample_tasks(open_policy(recipe, folder)[0], [task], seed, context=context)
     out.parent.mkdir(parents=True, exist_ok=True)
     sample.image.save(out)
     return sample
-
-
-def _require_image_file(out: Path) -> None:
-    """Raise ValueError if no image can be written to ``out``."""
-    if out.is_dir():
-        raise ValueError(f"--out {out}: this is a folder; give the name of a file, for example {out / 'image.png'}")
-    if registered_extensions().get(out.suffix.lower()) not in SAVE:
-        raise ValueError(f"--out {out}: not the ending of an image file; use for example {out.name}.png")
-    if (above := next((folder for folder in out.parents if folder.exists()), None)) is not None and not above.is_dir():
-        raise ValueError(f"--out {out}: {above} is a file, not a folder; give another name")
 
 
 def sample_list(
@@ -102,15 +112,16 @@ def sample_list(
         check_context(recipe)
         for task in tasks:
             reference_canvas(task)
-    samples = list(_samples(recipe, folder, tasks, seed, context))
+    silence_libraries()
+    samples = list(sample_tasks(open_policy(recipe, folder)[0], tasks, seed, context=context))
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "samples.jsonl").open("w", encoding="utf-8") as lines:
-        for number, sample in enumerate(samples):
-            name = f"{number:05d}.png"
-            sample.image.save(out / name)
-            completion = {} if sample.text is None else {"text": sample.text, "fell_back": sample.fell_back}
-            line = {"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion}
-            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+    lines = []
+    for number, sample in enumerate(samples):
+        name = f"{number:05d}.png"
+        sample.image.save(out / name)
+        completion = {} if sample.text is None else {"text": sample.text, "fell_back": sample.fell_back}
+        lines.append({"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion})
+    write_lines(out / "samples.jsonl", lines)
     return samples
 
 
@@ -137,14 +148,6 @@ def _require_inputs(recipe: Recipe, task: Task, context: SampleContext | None) -
         raise ValueError("--reference: only an IP-Adapter reads a reference image, and this policy has none; leave it out")
 
 
-def _samples(
-    recipe: Recipe, folder: RunFolder | None, tasks: Sequence[Task], seed: int, context: SampleContext | None
-) -> Iterator[UserSample]:
-    silence_libraries()
-    parts, _ = open_policy(recipe, folder)
-    yield from sample_tasks(parts, tasks, seed, context=context)
-
-
 def sample_tasks(
     parts: PolicyParts,
     tasks: Sequence[Task],
@@ -168,7 +171,8 @@ def sample_tasks(
     tasks = _sized(tasks, data.image_size or parts.recipe.image_size)
     if data.generated_size is not None:
         side = getattr(getattr(parts.image_model, "latents", None), "token_pixels", 1)
-        tasks = [task if _divides(task, side) else _sized([task], data.generated_size)[0] for task in tasks]
+        sides = [(task, [length for image in task.images for length in image.size]) for task in tasks]
+        tasks = [_sized([task], data.generated_size)[0] if any(each % side for each in own) else task for task, own in sides]
     canvases = None if context is None else [reference_canvas(task) for task in tasks]
     shown = tasks if canvases is None else [canvas.task for canvas in canvases]
     ids = range(len(tasks)) if numbers is None else numbers
@@ -209,11 +213,6 @@ def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task
     ]
 
 
-def _divides(task: Task, side: int) -> bool:
-    """Whether the sides of all source images are multiples of ``side`` px."""
-    return not any(length % side for image in task.images for length in image.size)
-
-
 def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
     """Consecutive tasks whose images have the same sizes, at most ``at_most`` at a time."""
     start, sizes = 0, None
@@ -249,3 +248,185 @@ def _sample(parts: PolicyParts, batch: Batch) -> Iterator[UserSample]:
     for row, (task, image) in enumerate(zip(tasks, images, strict=True)):
         assert image is not None
         yield UserSample(task, image, texts[row], row in failed)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCanvas:
+    """A task whose source image is a canvas. ``top``: height in px of its upper part, which shows the reference image."""
+
+    task: Task
+    top: int
+
+    def crop(self, canvas: Image.Image) -> Image.Image:
+        """The part of an image of the canvas's size that is below the reference."""
+        return canvas.crop((0, self.top, canvas.width, canvas.height))
+
+
+def reference_canvas(task: Task) -> ContextCanvas:
+    """Put the reference image of a task above its source image.
+
+    The source of (w, h) px stays as it is. The reference of (a, b) px is scaled to width w (Lanczos), and its height w * b / a,
+    rounded down, becomes the nearest multiple of 16 px, the smaller one of two, and at least 16. The mask of the canvas is 0 over
+    the reference, and the task's mask below it. The result has the same instruction and reference.
+
+    Raises ValueError for a task without exactly one source image, without a mask of its size or without a reference, and for a
+    reference that is more than four times as high as wide.
+    """
+    if len(task.images) != 1 or task.mask is None:
+        having = f"{len(task.images)} images and {'a' if task.mask is not None else 'no'} mask"
+        raise ValueError(f"context: task {task.id!r} has {having}; give one source image and a mask")
+    if task.reference is None:
+        raise ValueError(f"context: task {task.id!r} has no reference image; give one")
+    (source,), (width, height) = task.images, task.reference.size
+    require_same_size(task.mask.size, source.size)
+    if height > _HIGHEST * width:
+        raise ValueError(
+            f"context: the reference image of task {task.id!r} is {width}x{height}; crop it to at most {_HIGHEST} times its width"
+        )
+    scaled = source.width * height // width
+    top = max(1, (scaled + _MULTIPLE // 2 - 1) // _MULTIPLE) * _MULTIPLE
+    size = (source.width, top + source.height)
+    canvas, mask = Image.new("RGB", size), Image.new("L", size)
+    canvas.paste(task.reference.resize((source.width, top), Image.Resampling.LANCZOS), (0, 0))
+    canvas.paste(source, (0, top))
+    mask.paste(task.mask, (0, top))
+    return ContextCanvas(replace(task, images=(canvas,), mask=mask), top)
+
+
+def check_context(recipe: Recipe) -> None:
+    """Raise ValueError if the policy of the recipe cannot sample with a reference as context, as far as its sections say."""
+    takes = recipe.image_model.takes
+    if recipe.renderer is not None or (takes is not None and not takes.mask):
+        raise ValueError("context: this policy fills no masked part of an image; use an inpainting model, such as flux-fill")
+
+
+@contextmanager
+def sized_by_source(model: object) -> Iterator[None]:
+    """While this is open, the images of an inpainting model have the sizes of their source images, whatever its ``size`` is.
+
+    Raises ValueError for a model that is not FLUX.1-Fill.
+    """
+    while isinstance(model, ModelWrapper):
+        model = model.model
+    if not isinstance(model, FluxFill):
+        raise ValueError(f"context: {type(model).__name__} fills no masked part of an image; use flux-fill")
+    size, model.size = model.size, None
+    try:
+        yield
+    finally:
+        model.size = size
+
+
+class SideBySide:
+    """A run's model with its untrained weights. Raises ValueError if the run's recipe or model cannot be loaded.
+
+    ``device``: replaces the recipe's device, for example "cpu" while the run trains on the GPU.
+    """
+
+    def __init__(self, run: Path, *, device: str | None = None) -> None:
+        silence_libraries()
+        recipe, folder = read_target(str(run), [] if device is None else [f"device={device}"])
+        if folder is None:
+            raise ValueError(f"{run} is not the folder of a run")
+        self._checkpoints = folder.checkpoints
+        self._parts, _ = open_policy(recipe, None)
+        copies = self._parts.copies
+        stored = {"weights": copies.parameters, "copies": copies.state()}
+        tensors = {part: {name: each.detach().clone() for name, each in found.items()} for part, found in stored.items()}
+        self._untrained = TrainState(step=0, tensors=tensors, numbers={})
+        self._loaded = 0
+
+    def sample(
+        self,
+        task: Task,
+        *,
+        step: int,
+        seed: int,
+        context: SampleContext | None = None,
+        called: Callable[[], None] = lambda: None,
+    ) -> UserSample:
+        """The image for a task with the weights of a checkpoint; step 0 is the untrained policy.
+
+        The same ``seed`` gives the same noise with all weights. ``context``: see ``sample_tasks``. ``called`` is called after each
+        forward pass of the image model. Raises ValueError if the model needs an image that the task lacks, or does not read one
+        that the task has, if there is no intact checkpoint of this step, or if the policy makes no usable image.
+        """
+        self._check_images(task)
+        if context is not None:
+            check_context(self._parts.recipe)
+        if step != self._loaded:
+            found = checkpoint.load(self._checkpoints / f"step-{step:06d}") if step else self._untrained
+            restore_weights(self._parts.copies, found)
+            self._loaded = step
+        handle = self._parts.image_model.module.register_forward_hook(lambda module, given, made: called())
+        try:
+            (made,) = sample_tasks(self._parts, [task], seed, context=context)
+        finally:
+            handle.remove()
+        return made
+
+    def _check_images(self, task: Task) -> None:
+        recipe = self._parts.recipe
+        takes, reads_reference = recipe.image_model.takes, recipe.policy.train.reads_reference
+        if reads_reference and task.reference is None:
+            raise ValueError("the IP-Adapter needs a reference image")
+        if task.reference is not None and not reads_reference:
+            raise ValueError("the model reads no reference image; remove it")
+        if takes is None or (recipe.renderer is not None and not recipe.renderer.uses_sources):
+            return
+        if len(task.images) < takes.images[0]:
+            raise ValueError("the model needs a source image")
+        if len(task.images) > takes.images[1]:
+            raise ValueError("the model makes images from text alone; remove the source image")
+        if takes.mask and task.mask is None:
+            raise ValueError("the model fills the masked part of an image; it needs a mask")
+        if task.mask is not None and not takes.mask:
+            raise ValueError("the model reads no mask; remove it")
+
+
+def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int | None = None) -> Image.Image:
+    """Draw the first ``rows`` held-out tasks: source image (if there is one), before and after training; each at most ``side`` px.
+
+    Tiny images are enlarged by a whole factor. ``until``: the latest step to show; None means the latest step with images.
+
+    Raises ValueError if the run has no images yet.
+    """
+    run = RunFolder(folder)
+    steps = [step for step in run.sample_steps() if until is None or step <= until]
+    if not steps:
+        raise ValueError(f"{folder} has no images yet; train first, with samples.every above 0")
+    first, last = (
+        {line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in (steps[0], steps[-1])
+    )
+    lines = [(first[task], last[task]) for task in last if task in first][:rows]
+    table = [
+        [_image(run, steps[0], a, "source"), _image(run, steps[0], a, "image"), _image(run, steps[-1], b, "image")]
+        for a, b in lines
+    ]
+    titles = ["source", f"step {steps[0]}", f"step {steps[-1]}"]
+    if all(row[0] is None for row in table):
+        table, titles = [row[1:] for row in table], titles[1:]
+    return _grid(table, titles, side)
+
+
+def _image(run: RunFolder, step: int, line: dict[str, Any], key: str) -> Image.Image | None:
+    name = line[key]
+    return None if name is None else load_image(inside(run.samples(step), name))
+
+
+def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -> Image.Image:
+    pitch = side + _GAP
+    sheet = Image.new("RGB", (pitch * len(titles), _TITLE + pitch * len(table)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, title in enumerate(titles):
+        draw.text((column * pitch, 0), title, fill="black")
+    for row, images in enumerate(table):
+        for column, image in enumerate(images):
+            if image is None:
+                continue
+            if (factor := side // max(image.size)) > 1:
+                image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+            else:
+                image.thumbnail((side, side))
+            sheet.paste(image, (column * pitch, _TITLE + row * pitch))
+    return sheet

@@ -22,19 +22,17 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retouch.config import consent, imports, wings
-from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.errors import mistakes
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
 from retouch.data.base import DataSource, usable_tasks
-from retouch.data.check import read_path
-from retouch.data.kinds import DATA
+from retouch.data.checks import OnBadRow
+from retouch.data.kinds import DATA, read_path
 from retouch.data.sources.features import Feature
 from retouch.data.sources.tokens import FEATURES, LIST
-from retouch.data.validation import OnBadRow
 from retouch.distributed.ranks import find_device
-from retouch.models.common.pretrained import fetch_language_model
-from retouch.models.emu3.images import Emu3ImageTokenizer
-from retouch.models.emu3.load import load_autoencoder
+from retouch.models.emu3 import Emu3ImageTokenizer, load_autoencoder
+from retouch.models.pretrained import MODEL, fetch_weights
 from retouch.recipe.document import evaluate
 from retouch.records.files import read_json, write_atomic, write_json, write_png
 from retouch.types import Codes, Task
@@ -152,11 +150,10 @@ def _section(document: Mapping[str, Any], *, allow_imports: Sequence[str] = ()) 
     """The ``data`` section of a recipe, or ``document`` itself as a data section."""
     held = {"data": document.get("data", document)}
     with consent.reading(held, allow=allow_imports):
-        lines = unknown_keys(held, _Holder)
         try:
             return _Holder.model_validate_json(json.dumps(held)).data
         except ValidationError as error:
-            raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
+            raise mistakes(error, held, _Holder) from None
 
 
 def _autoencoder(job: Job, shard: int) -> Emu3ImageTokenizer:
@@ -166,7 +163,7 @@ def _autoencoder(job: Job, shard: int) -> Emu3ImageTokenizer:
     path = (
         wings.load("part.playground_weights")("emu3") / "autoencoder"
         if job.model == "playground"
-        else fetch_language_model(job.model)
+        else fetch_weights(job.model, MODEL)
     )
     return Emu3ImageTokenizer(load_autoencoder(path).to(device), job.size)
 
@@ -183,8 +180,11 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
     targets = iter(encode(edited) if edited else ())
     for task, source in zip(tasks, sources, strict=True):
         thought = task.meta.get(Codes.THOUGHT)
-        name = _file_name(task.id)
+        name = quote(task.id, safe=" ()+,=@")  # unique for the id
+        name = name if len(name) <= LONGEST_NAME else hashlib.sha256(task.id.encode()).hexdigest()
         kept = {"original": task.images[0], **({} if task.target is None else {"edited": task.target})} if job.pictures else {}
+        for part, image in kept.items():
+            write_png(job.out / "pictures" / f"{name}.{part}.png", image)
         yield (
             f"{name}.safetensors",
             Feature(
@@ -197,22 +197,10 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
                     "text": task.text,
                     "tags": dict(task.tags),
                     "meta": {key: value for key, value in task.meta.items() if key != Codes.THOUGHT},
-                    "pictures": {part: _keep(job.out, f"{name}.{part}.png", image) for part, image in kept.items()},
+                    "pictures": {part: f"pictures/{name}.{part}.png" for part in kept},
                 },
             ).to_bytes(),
         )
-
-
-def _keep(out: Path, name: str, image: Image) -> str:
-    """Write the image; returns its path relative to the data set."""
-    write_png(out / "pictures" / name, image)
-    return f"pictures/{name}"
-
-
-def _file_name(identity: str) -> str:
-    """A file name that is unique for the id."""
-    name = quote(identity, safe=" ()+,=@")
-    return name if len(name) <= LONGEST_NAME else hashlib.sha256(identity.encode()).hexdigest()
 
 
 def _list_of(out: Path, shard: int, of: int) -> Path:

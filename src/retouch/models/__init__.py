@@ -1,9 +1,9 @@
-"""Model families: the code that connects published architectures to the two kinds of policies, one folder per family.
+"""Model families: the code that connects published architectures to the two kinds of policies.
 
-``base.py`` and ``language.py`` have the base classes of the recipe's sections, ``sizes.py`` counts the
-parameters of published models, ``kinds.py`` lists the families, and ``train.py`` has the sections that say which weights train.
-``common`` is shared by the families. This package may import ``core``, ``config``, ``types`` and ``protocols``; it knows no policy,
-objective or reward.
+``base.py`` has the base classes of the recipe's sections, ``kinds.py`` lists the families, and ``train.py`` has the sections that
+say which weights train. An image model is a folder: its ``__init__.py`` has the sections, without torch, and ``model.py`` the code.
+The sections of all language models are in ``language.py``. This package may import ``core``, ``config``, ``records``, ``types`` and
+``protocols``; it knows no policy, objective or reward.
 
 From Python, every family has a short name here, for example ``retouch.models.SD3(path=...)``.
 """

@@ -1,17 +1,17 @@
-"""Base classes of the recipe's sections of image models.
+"""Base classes of the recipe's sections of image models and of language models.
 
-Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A published
-model is *described* part by part, ``{"transformer": {"class": ..., "config": ...}, "vae": ..., ...}``, so that a step can be
-rehearsed before any weight is loaded.
+Recipes are read without torch, so the modules with sections import torch inside the methods that compute. A published model is
+*described* part by part, ``{"transformer": {"class": ..., "config": ...}, "vae": ..., ...}``, so that a step can be tried
+before any weight is loaded; the part of a language model is ``writer``.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import inspect
 import operator
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -19,17 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from retouch.config.imports import build_class, import_class, methods_of
-from retouch.config.live import LIVE, live_object
-from retouch.config.section import ClassPath, Pixels, Section
-from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.protocols import DenoisingModel
+from retouch.config.section import LIVE, ClassPath, Pixels, Section, live_object
+from retouch.protocols import AutoregressiveModel, DenoisingModel
+from retouch.records.files import read_json
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-    from torch import nn
-
-    from retouch.protocols import AutoregressiveModel
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Size: TypeAlias = tuple[int, int]
@@ -39,6 +35,13 @@ PartConfigs: TypeAlias = Mapping[str, Mapping[str, Any]]
 MEGAPIXEL = (1024, 1024)
 Area: TypeAlias = Annotated[int, Field(ge=32 * 32)]
 """Area in px of a resized image, whose sides are multiples of 32."""
+Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "flash_attention_3", "eager"]
+_PACKAGES = {"flash_attention_2": ("flash_attn", "flash-attn"), "flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
+"""The module and the package of each attention implementation that is not part of torch."""
+TokenKind: TypeAlias = Literal["text", "vision"]
+CONFIGS = Path(str(files("retouch.models"))) / "configs"
+"""The packaged configurations of published models that are not in the folder of a family."""
+COMFYUI_FILE = "comfyui_lora.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +62,53 @@ class TaskInputs:
         return f"{images} and a mask" if self.mask else images
 
 
-class ImageModel(Section):
-    """Base of the image models that a recipe can name, built in or your own. Subclasses override ``build``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComfyUINames:
+    """ComfyUI's names of a family's modules in a LoRA (see ``retouch.models.lora.comfyui_tensors``).
 
-    A class that derives directly from this one is not rehearsed, and its LoRA must name its targets. A model in the layout of a
-    diffusers pipeline derives from ``DiffusersModel``.
+    ``prefix``: the text in front of a module's path in diffusers' transformer. ``joined``: used instead of ``prefix`` if one module
+    of ComfyUI computes the outputs of several modules of diffusers; maps ComfyUI's module to the modules of diffusers, in the order
+    of their outputs. ``*`` is the number of a block. The names in ``joined`` are written with underscores after ``lora_unet_``.
     """
+
+    prefix: str = ""
+    joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+class ModelSection(Section):
+    """What sections of image models and of language models have in common."""
 
     kind: str = "import"
 
     takes: ClassVar[TaskInputs | None] = None
-    """The inputs of a task that the model reads; None if they are not known before the model is built."""
+    """The inputs of a task that the model reads; None if they are not known before the model is built, or not checked."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Endings of the names of the linear layers that get a LoRA if the recipe names none; if empty, the recipe must name some."""
     pipeline: ClassVar[str | None] = None
     """The diffusers pipeline whose ``save_lora_weights`` writes a LoRA of the model; None: no file for diffusers is written."""
     comfyui: ClassVar[ComfyUINames | None] = None
     """The names of the model's modules in a LoRA for ComfyUI; None: no file for ComfyUI is written."""
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        """Return the local folder of the weights (None if there is none), and whether all weights are on this machine.
+
+        Does not use the network. Raises ValueError for a path that can be neither a folder nor a Hugging Face id.
+        """
+        return None, True
+
+    @property
+    def source(self) -> str:
+        """The name of the weights in messages."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+
+class ImageModel(ModelSection):
+    """Base of the image models that a recipe can name, built in or your own. Subclasses override ``build``.
+
+    A class that derives directly from this one has no dry run, and its LoRA must name its targets. A model in the layout of a
+    diffusers pipeline derives from ``DiffusersModel``.
+    """
+
     uses_image_tokens: ClassVar[bool | None] = None
     """Whether the model reads and generates images as tokens; None if this is not known before the model is built."""
     ip_adapter_blocks: ClassVar[tuple[Literal["double", "all"], ...]] = ()
@@ -87,53 +120,6 @@ class ImageModel(Section):
         Raises ValueError if its folder contains another model.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no build")
-
-    def find_weights(self) -> tuple[Path | None, bool]:
-        """Return the local folder of the weights (None if there is none), and whether all weights are on this machine.
-
-        Does not use the network.
-
-        Raises ValueError for a path that can be neither a folder nor a Hugging Face id.
-        """
-        return None, True
-
-    @property
-    def source(self) -> str:
-        """The name of the weights in messages."""
-        return f"{type(self).__module__}:{type(self).__qualname__}"
-
-    # For editors that read a language model's response to the task (``takes.responses``)
-
-    def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
-        """Return the language model ``writer`` with prompts that are exactly the tokens that the editor reads before a response.
-
-        Raises ValueError if the two have different tokenizers.
-        """
-        raise NotImplementedError(f"{type(self).__name__} reads no responses")
-
-    def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-        """Replace the editor's text encoder by the writer's module if both encode in the same way, so that it is in memory once.
-
-        ``policy_encodes``: the policy encodes the responses, so the module always replaces the text encoder. ``base_frozen``: the
-        writer's base weights stay frozen.
-        """
-
-    def response_editor(
-        self,
-        editor: DenoisingModel,
-        writer: nn.Module,
-        *,
-        frozen: bool,
-        guided: bool,
-        published: Callable[[], AbstractContextManager[None]] | None,
-    ) -> Any:
-        """Return the editor as a ``retouch.renderers.responses.ResponseEditor``.
-
-        ``frozen``: the editor's own text encoder encodes responses; otherwise the policy's module ``writer`` does. ``guided``: a
-        negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if they are
-        kept. Raises ValueError if the editor cannot use the policy's hidden states.
-        """
-        raise NotImplementedError(f"{type(self).__name__} reads no responses")
 
 
 class ImportedModel(ImageModel):
@@ -178,11 +164,11 @@ class DiffusersModel(ImageModel):
     """The class that runs the model, as ``package.module:Class``; it has a method ``from_pretrained``."""
     pipeline: ClassVar[str]
     configurations: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Published configurations: (text, JSON file next to the family's module). The model has the first configuration whose text
+    """Published configurations: (text, JSON file in the folder of the family). The model has the first configuration whose text
     occurs in the lower-case name of ``path``."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
-        from retouch.models.common.pretrained import fetch_weights
+        from retouch.models.pretrained import fetch_weights
 
         if self.path.startswith(LIVE):
             return self.load(live_object(self.path, key="model.path"), device=device)
@@ -215,7 +201,7 @@ class DiffusersModel(ImageModel):
         return import_class(cls.adapter)
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.common.pretrained import find_weights
+        from retouch.models.pretrained import find_weights
 
         if self.path.startswith(LIVE):
             return None, True
@@ -234,15 +220,193 @@ class DiffusersModel(ImageModel):
     def published(self) -> PartConfigs | None:
         """Describe the published model of this path part by part; None if its configuration is not known."""
         name = Path(self.path).name.lower()
-        owner = next(cls for cls in type(self).__mro__ if "configurations" in vars(cls))
         file = next((file for part, file in self.configurations if part in name), None)
         if file is None:
             return None
-        text = (files(owner.__module__.rpartition(".")[0]) / file).read_text(encoding="utf-8")
-        parts: PartConfigs = json.loads(text)["parts"]
+        owner = next(cls for cls in type(self).__mro__ if "configurations" in vars(cls))
+        parts: PartConfigs = read_json(Path(inspect.getfile(owner)).parent / file)["parts"]
         return parts
 
     @property
     def planned_size(self) -> Size:
-        """The (height, width) in px that a rehearsal assumes for source images, and for the output if ``size`` is null."""
+        """The (height, width) in px that a dry run assumes for source images, and for the output if ``size`` is null."""
         return MEGAPIXEL
+
+
+class LanguageModel(ModelSection):
+    """Base of the language models that a recipe can train, built in or your own. Subclasses override ``build``.
+
+    A class that derives directly from this one has no dry run, and its LoRA must name its targets. A model in transformers'
+    layout derives from ``PretrainedLanguageModel``.
+    """
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        """Build the model with frozen weights. Downloads missing weights.
+
+        ``gradient_checkpointing``: updates recompute activations in the backward pass. Raises ValueError if its folder contains
+        another model.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no build")
+
+    @property
+    def token_kinds(self) -> frozenset[TokenKind] | None:
+        """Kinds of tokens that the model generates; None if they are not known before the model is built."""
+        return None
+
+    @property
+    def uses_image_tokens(self) -> bool | None:
+        """Whether the model reads and generates images as tokens; None if this is not known before the model is built."""
+        return None if self.token_kinds is None else "vision" in self.token_kinds
+
+    @property
+    def image_grammar(self) -> bool:
+        """Whether the model generates image tokens under a grammar, so that every image is complete."""
+        return False
+
+    def editor_problems(self) -> Iterator[str]:
+        """Messages that say why the model cannot write responses for an image editor (``renderer.kind: response``)."""
+        yield (
+            f"policy.model.kind: the editor reads the writer's token ids and images, so {self.kind} cannot be used with "
+            "it; use qwen-vl, or renderer.kind prompt"
+        )
+
+    def prompt_problems(self) -> Iterator[str]:
+        """Messages that say why the model cannot write prompts for a text-to-image model (``renderer.kind: prompt``)."""
+        yield from ()
+
+    def require_attention(self, device: torch.device) -> None:
+        """Raise ValueError if the model's attention implementation does not work on the device."""
+
+    @property
+    def base_model(self) -> str | None:
+        """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
+        return None
+
+    def describe(self, folder: Path | None) -> PartConfigs | None:
+        """Describe the model's parts, from ``folder`` or, if that is None, as published; None if they are not known.
+
+        Raises ValueError if the folder does not contain such a model.
+        """
+        return None
+
+
+class ImportedLanguageModel(LanguageModel):
+    """A model class of your own (``retouch.protocols.AutoregressiveModel``)."""
+
+    kind: Literal["import"] = "import"
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of its constructor, or the fields of a class derived from ``retouch.models.base.LanguageModel``."""
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        members = methods_of(AutoregressiveModel)
+        model: AutoregressiveModel = build_class(self.class_, self.args, device=device, what="language model", members=members)
+        return model
+
+    @property
+    def source(self) -> str:
+        return self.class_
+
+
+class PretrainedLanguageModel(LanguageModel):
+    """A model in transformers' layout."""
+
+    path: str
+    """Folder or Hugging Face id of the model; ``python:...`` if a script passed a loaded model to the run."""
+    dtype: Dtype = "bfloat16"
+    """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+    attention: Attention = "sdpa"
+    """Attention implementation (transformers' ``attn_implementation``); ``flash_attention_2`` needs the package flash-attn,
+    ``flash_attention_3`` needs FlashAttention 3 and a Hopper GPU."""
+
+    # Only layers of the language model: the layers of vision towers have other names.
+    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    @property
+    def token_kinds(self) -> frozenset[TokenKind]:
+        return frozenset({"text"})
+
+    @property
+    def source(self) -> str:
+        return self.path
+
+    @property
+    def base_model(self) -> str | None:
+        return self.path.removeprefix(LIVE)
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        from retouch.models.pretrained import MODEL, find_weights
+
+        if self.path.startswith(LIVE):
+            return None, True
+        folder = find_weights(self.path, MODEL)
+        return folder, folder is not None
+
+    def require_attention(self, device: torch.device) -> None:
+        if not (self.path or "").startswith(LIVE):  # a loaded model keeps its attention; the path may be None
+            require_attention(self.attention, dtype=self.torch_dtype, device=device)
+
+    def fetch_weights(self) -> Any:
+        """Return the folder of the weights, or the ``retouch.models.loaded.LoadedLanguageModel``. Downloads missing weights.
+
+        Raises ValueError if that fails, or if files are missing or damaged.
+        """
+        from retouch.models.pretrained import MODEL, fetch_weights
+
+        if self.path.startswith(LIVE):
+            return live_object(self.path, key="policy.model.path")
+        folder = fetch_weights(self.path, MODEL)
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(f"policy.model.path: {folder} has no safetensors file; other weight formats are not read")
+        return folder
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def describe(self, folder: Path | None) -> PartConfigs | None:
+        part = packaged_config("writers", self.path) if folder is None else read_description(folder)
+        return None if part is None else {"writer": part}
+
+    @property
+    def planned_size(self) -> Size:
+        """(height, width) in px of the images that a model of image tokens reads and generates."""
+        raise NotImplementedError(f"{type(self).__name__} generates no image tokens")
+
+
+def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError if FlashAttention is requested and not available here."""
+    if attention not in _PACKAGES:
+        return
+    module, package = _PACKAGES[attention]
+    reason = None
+    if importlib.util.find_spec(module) is None:
+        reason = f"the package {package} is not installed"
+    elif device.type != "cuda":
+        reason = f"it needs a CUDA device, not {device}"
+    elif dtype.itemsize > 2:
+        reason = f"it needs a 16-bit dtype, not {str(dtype).removeprefix('torch.')}"
+    if reason is not None:
+        raise ValueError(f"policy.model.attention: {attention}: {reason}; use sdpa, which has similar kernels, or eager")
+
+
+def packaged_config(folder: Literal["writers", "judges", "encoders"], name: str) -> dict[str, Any] | None:
+    """Describe a published model by its Hub id or the last part of it; None if its configuration is not packaged.
+
+    ``folder``: "writers" for language models, "judges" for models of rewards, "encoders" for image encoders of IP-Adapters.
+    """
+    file = CONFIGS / folder / f"{name.rpartition('/')[2].lower()}.json"
+    return dict(read_json(file)) if file.is_file() else None
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Describe the model in a local transformers folder. Raises ValueError if the folder contains no model."""
+    file = folder / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    if not config.get("architectures"):
+        raise ValueError(f"{folder} contains no model: it has no config.json that names a class in architectures")
+    return {"class": config["architectures"][0], "config": config}

@@ -1,232 +1,194 @@
-"""Base classes of the recipe's sections of language models, which are trained as policies.
-
-Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A model is
-*described* part by part, ``{"writer": {"class": ..., "config": ...}, ...}``, so that a step can be rehearsed before any weight is
-loaded; ``writer`` is the language model.
-"""
+"""The recipe's sections of language models: Qwen's instruct models write text, Emu3 and Janus-Pro write images as tokens."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, JsonValue
-
-from retouch.config.imports import build_class, methods_of
-from retouch.config.live import LIVE, live_object
-from retouch.config.section import ClassPath, Section
-from retouch.models.base import Dtype, PartConfigs, Size, TaskInputs
-from retouch.protocols import AutoregressiveModel
+from retouch.config.section import Pixels
+from retouch.models.base import CONFIGS, Area, PartConfigs, PretrainedLanguageModel, Size, TaskInputs, TokenKind
 from retouch.records.files import read_json
 
 if TYPE_CHECKING:
     import torch
 
-    from retouch.models.common.loaded import LoadedLanguageModel
-
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "flash_attention_3", "eager"]
-_PACKAGES = {"flash_attention_2": ("flash_attn", "flash-attn"), "flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
-"""The module and the package of each attention implementation that is not part of torch."""
-TokenKind: TypeAlias = Literal["text", "vision"]
+    from retouch.models.loaded import LoadedLanguageModel
+    from retouch.protocols import AutoregressiveModel
 
 
-class LanguageModel(Section):
-    """Base of the language models that a recipe can train, built in or your own. Subclasses override ``build``.
+class QwenFamily(PretrainedLanguageModel):
+    """Base class of the sections of Qwen's instruct models."""
 
-    A class that derives directly from this one is not rehearsed, and its LoRA must name its targets. A model in transformers'
-    layout derives from ``PretrainedLanguageModel``.
+    def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
+        """Load the model from a local folder, or take a loaded one.
+
+        ``options``: further arguments of ``load_writer``; by default, ``template`` has the enhancer's system prompt.
+        """
+        from retouch.models.chat_template import TURNS
+        from retouch.models.qwen_vl import load_writer
+
+        defaults = {"template": TURNS.format(system=enhancer_system_prompt(), user="{}")}
+        settings = {"dtype": self.torch_dtype, "attention": self.attention, "device": device}
+        return load_writer(source, **{**settings, **defaults, **options})
+
+
+class QwenLanguageModel(QwenFamily):
+    """A Qwen instruct model: ``qwen-vl`` reads images (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), ``qwen`` does not (Qwen2.5, Qwen3).
+
+    Sources: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388).
     """
 
-    kind: str = "import"
-
-    takes: ClassVar[TaskInputs | None] = None
-    """The inputs of a task that a model of image tokens reads; None if tasks are not checked before the run."""
-    lora_targets: ClassVar[tuple[str, ...]] = ()
-    """Endings of the names of the linear layers that get a LoRA if the recipe names none; if empty, the recipe must name some."""
-    pipeline: ClassVar[None] = None
-    comfyui: ClassVar[None] = None
-    """A LoRA of a language model is not written for diffusers or ComfyUI."""
+    kind: Literal["qwen-vl", "qwen"]
+    system: str | None = None
+    """System prompt; null takes the included prompt for enhancers, or the editor's template if the model writes for an editor."""
+    area: Area | None = None
+    """Area in pixels to which input images are resized; null keeps their size, or takes the editor's area if the model writes for
+    an editor."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        """Build the model with frozen weights. Downloads missing weights.
+        from retouch.models.chat_template import TURNS
 
-        ``gradient_checkpointing``: updates recompute activations in the backward pass. Raises ValueError if its folder contains
-        another model.
-        """
-        raise NotImplementedError(f"{type(self).__name__} defines no build")
-
-    @property
-    def token_kinds(self) -> frozenset[TokenKind] | None:
-        """Kinds of tokens that the model generates; None if they are not known before the model is built."""
-        return None
-
-    @property
-    def uses_image_tokens(self) -> bool | None:
-        """Whether the model reads and generates images as tokens; None if this is not known before the model is built."""
-        return None if self.token_kinds is None else "vision" in self.token_kinds
-
-    @property
-    def image_grammar(self) -> bool:
-        """Whether the model generates image tokens under a grammar, so that every image is complete."""
-        return False
+        options: dict[str, Any] = {"area": "as_is" if self.area is None else self.area}
+        if self.system is not None:
+            options["template"] = TURNS.format(system=self.system, user="{}")
+        return self.load(self.fetch_weights(), device=device, gradient_checkpointing=gradient_checkpointing, **options)
 
     def editor_problems(self) -> Iterator[str]:
-        """Messages that say why the model cannot write responses for an image editor (``renderer.kind: response``)."""
-        yield (
-            f"policy.model.kind: the editor reads the writer's token ids and images, so {self.kind} cannot be used with "
-            "it; use qwen-vl, or renderer.kind prompt"
-        )
-
-    def prompt_problems(self) -> Iterator[str]:
-        """Messages that say why the model cannot write prompts for a text-to-image model (``renderer.kind: prompt``)."""
-        yield from ()
-
-    def require_attention(self, device: torch.device) -> None:
-        """Raise ValueError if the model's attention implementation does not work on the device."""
-
-    def find_weights(self) -> tuple[Path | None, bool]:
-        """Return the local folder of the weights (None if there is none), and whether all weights are on this machine.
-
-        Does not use the network.
-
-        Raises ValueError for a path that can be neither a folder nor a Hugging Face id.
-        """
-        return None, True
-
-    @property
-    def source(self) -> str:
-        """The name of the weights in messages."""
-        return f"{type(self).__module__}:{type(self).__qualname__}"
-
-    @property
-    def base_model(self) -> str | None:
-        """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
-        return None
-
-    def describe(self, folder: Path | None) -> PartConfigs | None:
-        """Describe the model's parts, from ``folder`` or, if that is None, as published; None if they are not known.
-
-        Raises ValueError if the folder does not contain such a model.
-        """
-        return None
+        if self.kind == "qwen":
+            yield from super().editor_problems()
+        if self.system is not None or self.area is not None:
+            yield "policy.model.system, policy.model.area: a writer for an editor uses the editor's template and sizes; omit both"
 
 
-class ImportedLanguageModel(LanguageModel):
-    """A model class of your own (``retouch.protocols.AutoregressiveModel``)."""
-
-    kind: Literal["import"] = "import"
-    class_: ClassPath = Field(alias="class")
-    """The class, as ``package.module:Class``."""
-    args: dict[str, JsonValue] = Field(default={})
-    """Keyword arguments of its constructor, or the fields of a class derived from ``retouch.models.language.LanguageModel``."""
-
-    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        members = methods_of(AutoregressiveModel)
-        model: AutoregressiveModel = build_class(self.class_, self.args, device=device, what="language model", members=members)
-        return model
-
-    @property
-    def source(self) -> str:
-        return self.class_
+def enhancer_system_prompt() -> str:
+    """The system prompt for enhancing prompts: keep the subject, add style, lighting and technical terms, be concise."""
+    return (CONFIGS / "enhancer.txt").read_text(encoding="utf-8").strip()
 
 
-class PretrainedLanguageModel(LanguageModel):
-    """A model in transformers' layout."""
+class Emu3Family(PretrainedLanguageModel):
+    """Base class of the sections of Emu3 and of the playground's tiny Emu3."""
 
-    path: str
-    """Folder or Hugging Face id of the model; ``python:...`` if a script passed a loaded model to the run."""
-    dtype: Dtype = "bfloat16"
-    """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
-    attention: Attention = "sdpa"
-    """Attention implementation (transformers' ``attn_implementation``); ``flash_attention_2`` needs the package flash-attn,
-    ``flash_attention_3`` needs FlashAttention 3 and a Hopper GPU."""
+    think: bool = False
+    """Allow text before the image ("Let's think step by step")."""
+    grammar: bool = True
+    """Only complete images of the model's size can be generated; with false, the model may generate malformed images, which get the
+    lowest reward."""
 
-    # Only layers of the language model: the layers of vision towers have other names.
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    takes = TaskInputs(images=(1, 1))
 
     @property
     def token_kinds(self) -> frozenset[TokenKind]:
-        return frozenset({"text"})
+        return frozenset({"text", "vision"} if self.think else {"vision"})
 
     @property
-    def source(self) -> str:
-        return self.path
+    def image_grammar(self) -> bool:
+        return self.grammar
 
-    @property
-    def base_model(self) -> str | None:
-        return self.path.removeprefix(LIVE)
+    def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
+        """Load the model from local folders, or take a loaded one. ``options``: further arguments of ``load_emu3``."""
+        from retouch.models.emu3 import DRAW, THINK, load_emu3
+
+        return load_emu3(
+            source,
+            size=self.planned_size,
+            prefill=THINK if self.think else DRAW,
+            grammar=self.grammar,
+            dtype=self.torch_dtype,
+            device=device,
+            attention=self.attention,
+            **options,
+        )
+
+    def describe_parts(self, folder: Path | None, autoencoder: Path | None) -> PartConfigs:
+        """Describe ``writer`` and ``autoencoder`` from their folders, or as published if one of them is not on this machine."""
+        from retouch.models.emu3 import parts_of_emu3
+
+        if folder is None or autoencoder is None:
+            parts: PartConfigs = read_json(CONFIGS / "emu3.json")["parts"]
+            return parts
+        return parts_of_emu3(folder, autoencoder=autoencoder)
+
+
+class Emu3Model(Emu3Family):
+    """Emu3 as an editor (EARL): it reads the source image as tokens, and generates the edited image as tokens.
+
+    Source: Emu3 (arXiv 2409.18869) and EARL (arXiv 2508.01119); weights BAAI/Emu3-Gen.
+    """
+
+    kind: Literal["emu3"] = "emu3"
+    path: str
+    """Folder or Hugging Face id of the model, in transformers' layout or in the original one (BAAI's, EARL's checkpoints)."""
+    tokenizer: str | None = None
+    """Folder or id of the tokenizer; null takes the model's. The original tokenizer is Python code, which is never executed;
+    Emu3-community/Emu3-Gen-hf has a converted one."""
+    autoencoder: str | None = None
+    """Folder or id of the autoencoder; null takes the model's. In the original layout, it is a separate repository:
+    BAAI/Emu3-VisionTokenizer. Its codes are always computed in fp32."""
+    size: Pixels = (256, 256)
+    """Height and width of the images in pixels."""
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        from retouch.models.pretrained import MODEL, TOKENIZER, fetch_weights
+
+        return self.load(
+            self.fetch_weights(),
+            tokenizer=None if self.tokenizer is None else fetch_weights(self.tokenizer, TOKENIZER),
+            autoencoder=None if self.autoencoder is None else fetch_weights(self.autoencoder, MODEL),
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+        )
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.common.pretrained import find_language_model
+        from retouch.models.pretrained import MODEL, TOKENIZER, find_weights
 
-        if self.path.startswith(LIVE):
-            return None, True
-        folder = find_language_model(self.path)
-        return folder, folder is not None
+        folder, found = super().find_weights()
+        tokenizer_found = self.tokenizer is None or find_weights(self.tokenizer, TOKENIZER) is not None
+        autoencoder_found = self.autoencoder is None or find_weights(self.autoencoder, MODEL) is not None
+        return folder, found and tokenizer_found and autoencoder_found
 
-    def require_attention(self, device: torch.device) -> None:
-        if not (self.path or "").startswith(LIVE):  # a loaded model keeps its attention; the path may be None
-            require_attention(self.attention, dtype=self.torch_dtype, device=device)
+    def describe(self, folder: Path | None) -> PartConfigs:
+        from retouch.models.pretrained import MODEL, find_weights
 
-    def fetch_weights(self) -> Path | LoadedLanguageModel:
-        """Return the folder of the weights, or the loaded model. Downloads missing weights; raises ValueError if that fails, or if
-        files are missing or damaged."""
-        from retouch.models.common.pretrained import fetch_language_model
-
-        if self.path.startswith(LIVE):
-            loaded: LoadedLanguageModel = live_object(self.path, key="policy.model.path")
-            return loaded
-        folder = fetch_language_model(self.path)
-        if not any(folder.glob("*.safetensors")):
-            raise ValueError(f"policy.model.path: {folder} has no safetensors file; other weight formats are not read")
-        return folder
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    def describe(self, folder: Path | None) -> PartConfigs | None:
-        part = published_language_model(self.path) if folder is None else read_description(folder)
-        return None if part is None else {"writer": part}
+        return self.describe_parts(folder, folder if self.autoencoder is None else find_weights(self.autoencoder, MODEL))
 
     @property
     def planned_size(self) -> Size:
-        """(height, width) in px of the images that a model of image tokens reads and generates."""
-        raise NotImplementedError(f"{type(self).__name__} generates no image tokens")
+        return self.size
 
 
-def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError if FlashAttention is requested and not available here."""
-    if attention not in _PACKAGES:
-        return
-    module, package = _PACKAGES[attention]
-    reason = None
-    if importlib.util.find_spec(module) is None:
-        reason = f"the package {package} is not installed"
-    elif device.type != "cuda":
-        reason = f"it needs a CUDA device, not {device}"
-    elif dtype.itemsize > 2:
-        reason = f"it needs a 16-bit dtype, not {str(dtype).removeprefix('torch.')}"
-    if reason is not None:
-        raise ValueError(f"policy.model.attention: {attention}: {reason}; use sdpa, which has similar kernels, or eager")
+class JanusModel(PretrainedLanguageModel):
+    """Janus-Pro, text to image: every completion has exactly as many codes as one image of the model.
 
+    Source: Janus-Pro (arXiv 2501.17811); weights deepseek-community/Janus-Pro-1B and -7B.
+    """
 
-def published_language_model(name: str) -> dict[str, Any] | None:
-    """Describe a published language model by its id or the last part of the id; None if its configuration is not known."""
-    file = Path(str(files("retouch.models"))) / "configs" / "writers" / f"{name.rpartition('/')[2].lower()}.json"
-    return dict(read_json(file)) if file.is_file() else None
+    kind: Literal["janus"] = "janus"
+    weights: str | None = None
+    """Folder ``writer`` of an export of full weights, which replaces the weights of the trained modules."""
 
+    takes = TaskInputs(images=(0, 0))
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """Describe the model in a local transformers folder. Raises ValueError if the folder contains no model."""
-    file = folder / "config.json"
-    config = read_json(file) if file.is_file() else {}
-    if not config.get("architectures"):
-        raise ValueError(f"{folder} contains no model: it has no config.json that names a class in architectures")
-    return {"class": config["architectures"][0], "config": config}
+    @property
+    def token_kinds(self) -> frozenset[TokenKind]:
+        return frozenset({"vision"})
+
+    @property
+    def image_grammar(self) -> bool:
+        return True
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        from retouch.models.janus import load_janus
+
+        return load_janus(
+            self.fetch_weights(),
+            weights=None if self.weights is None else Path(self.weights),
+            dtype=self.torch_dtype,
+            attention=self.attention,
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+
+    def describe(self, folder: Path | None) -> PartConfigs | None:
+        """None: the model has no dry run."""
+        return None

@@ -1,7 +1,8 @@
-"""The sections of ``policy.train``: all weights of a model, or low-rank adapters. The IP-Adapter is in ``models.ip_adapter``."""
+"""The sections of ``policy.train``: all weights of a model, low-rank adapters, or an IP-Adapter."""
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from retouch.models.common.comfyui_lora import ComfyUINames
+    from retouch.models.base import ComfyUINames
     from retouch.protocols import DenoisingModel
 
 Format: TypeAlias = Literal["all", "diffusers", "peft", "comfyui"]
@@ -142,7 +143,7 @@ class Lora(TrainSection):
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         from peft import LoraConfig
 
-        from retouch.models.common.lora import add_lora
+        from retouch.models.lora import add_lora
 
         config = LoraConfig(
             r=self.rank,
@@ -156,6 +157,85 @@ class Lora(TrainSection):
         add_lora(module, config, init_from=init_from, seed=seed, in_fp32=self.weights == "float32")
 
     def export(self, module: Any, to: Path, written: ExportFiles) -> None:
-        from retouch.models.common.lora import write_lora
+        from retouch.models.lora import write_lora
 
         write_lora(module, to, pipeline=written.pipeline, comfyui=written.comfyui, format=written.format)
+
+
+class IpAdapter(TrainSection):
+    """Trains an IP-Adapter (arXiv 2308.06721), with which the model attends to each task's reference image, and optionally a LoRA;
+    the model's own weights are frozen. The reference policy of a KL is the policy at the start of the run, or after a supervised
+    phase.
+
+    ``load_ip_adapter`` of diffusers' Flux pipelines reads 4 tokens, or 16 of a full-size model, with a linear projection in double
+    blocks.
+
+    Example::
+
+        >>> retouch.IpAdapter(encoder="openai/clip-vit-large-patch14", lora=retouch.Lora(rank=8, alpha=16)).tokens
+        4
+    """
+
+    kind: Literal["ip-adapter"] = "ip-adapter"
+    encoder: str
+    """Folder or Hugging Face id of the frozen CLIP or SigLIP model that encodes references (diffusers supports CLIP);
+    ``playground`` is the built-in one."""
+    tokens: Count = 4
+    """Number of tokens per reference; 4, 16 and 128 are usual."""
+    projection: Literal["linear", "mlp", "qformer"] = "linear"
+    """Projection of the embedding to tokens: one layer, an MLP with two, or the sum of such an MLP and a Q-Former, as in
+    Calligrapher."""
+    blocks: Literal["double", "all"] = "double"
+    """Blocks that attend to the tokens: those with a separate image stream, or Flux's single blocks too."""
+    scale: Positive = 1.0
+    """Factor of the attention to the reference."""
+    dropout: Share = 0.0
+    """Share of tasks whose reference is dropped in supervised phases, for guidance; other phases always use it."""
+    init_from: str | None = None
+    """File, or folder with an ``ip_adapter.safetensors``, with the initial weights; null starts from the model without an
+    adapter."""
+    lora: Lora | None = None
+    """A LoRA that is trained too; null trains only the adapter."""
+
+    reads_reference = True
+
+    @property
+    def reference_dropout(self) -> float:  # type: ignore[override]
+        return self.dropout
+
+    def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
+        """Add the trainable adapter. Raises ValueError if ``init_from`` is an adapter with other tokens, projection or blocks."""
+        from retouch.models import ip_adapter
+        from retouch.models.pretrained import fetch_encoder
+
+        module.requires_grad_(False).eval()
+        if self.lora is not None:
+            self.lora.make_trainable(module, targets=targets, seed=seed)
+        width = ip_adapter.embed_width(fetch_encoder(self.encoder))
+        ip_adapter.attach(module, self, embed_width=width, seed=seed)
+        if self.init_from is not None:
+            try:
+                ip_adapter.read(module, Path(self.init_from))
+            except ValueError as error:
+                raise ValueError(f"policy.train.init_from: {error}") from None
+
+    def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
+        """Return the model, also conditioned on each task's reference. Loads the image encoder in ``dtype``."""
+        import torch
+
+        from retouch.models.ip_adapter import ImageEncoder, ReferenceModel
+        from retouch.models.pretrained import fetch_encoder
+
+        encoder = ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=getattr(torch, dtype), device=device)
+        return ReferenceModel(model, encoder)
+
+    def export(self, module: Any, to: Path, written: ExportFiles) -> None:
+        """Write ``ip_adapter.safetensors``, and ``ip_adapter.json`` with its settings and whether diffusers can load it."""
+        from retouch.models import ip_adapter
+
+        ip_adapter.write(module, to)
+        about = self.model_dump(include={"tokens", "projection", "blocks", "scale"})
+        about |= {"encoder": self.encoder, "diffusers": ip_adapter.loadable_by_diffusers(module, self)}
+        (to / "ip_adapter.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if self.lora is not None:
+            self.lora.export(module, to, written)

@@ -11,7 +11,6 @@ from retouch.config.section import Count, NonNegative, Positive, Section
 if TYPE_CHECKING:
     import torch
 
-    from retouch.protocols import SupportsLosses
     from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
 
@@ -144,9 +143,9 @@ class Objective(Section):
             return 0
         raise NotImplementedError(f"{type(self).__name__} continues no chain")
 
-    def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
-        """Return the object that yields the losses of a run. ``entropy``: also measure the entropy of tokens. ``value_head``: the
-        section of the value head that trains together with the policy; None without one."""
+    def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> Objective:
+        """Return the objective of a run. ``entropy``: also measure the entropy of tokens. ``value_head``: the section of the value
+        head that trains together with the policy; None without one."""
         return self
 
     @property
@@ -181,7 +180,7 @@ class Objective(Section):
 
     @property
     def loss_weights(self) -> Literal["sequence", "token", "dr_grpo"]:
-        """How the loss is normalised over actions (see ``core/weights.py``)."""
+        """How the loss is normalised over actions (see ``core/surrogates.py``)."""
         return "sequence"
 
     def trained_kinds(self, step: int) -> Sequence[int] | None:

@@ -1,6 +1,6 @@
 """The objectives and advantages that a recipe can choose from, one row a kind."""
 
-from retouch.config.kinds import Kinds
+from retouch.config.section import Kinds
 
 _CLIP = "kind: 'policy_gradient', surrogate: 'clip', and clip_low and clip_high"
 _REINFORCE = "kind: 'policy_gradient', surrogate: 'reinforce'"

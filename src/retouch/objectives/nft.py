@@ -1,14 +1,5 @@
-"""DiffusionNFT and AWM: objectives on the forward process, which need no log-probabilities of the rollout.
-
-Advantage-weighted matching: the supervised loss on the policy's own images, times their advantage (Xue et al. 2025, arXiv
-2509.25050).
-
-The matching loss at a point of the forward process bounds the likelihood of an image, so its gradient times the advantage is a
-policy gradient without a chain of transitions: any sampler may have made the images.
-
-DiffusionNFT: policy optimisation on the forward process, from images and rewards only (Zheng et al. 2025, arXiv 2509.16117).
-
-It needs no log-probabilities, so any sampler may have made the images.
+"""DiffusionNFT (arXiv 2509.16117) and AWM (arXiv 2509.25050): objectives on the forward process. They need only images and rewards
+and no log-probabilities, so any sampler may have made the images.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Policy gradients: the clipped surrogate and its relatives under their usual names (GRPO, GSPO, CISPO, REINFORCE), with a KL
-penalty and a value head.
+penalty and a value head (PPO). ``PolicyGradient.losses`` is the whole loss.
 """
 
 from __future__ import annotations
@@ -7,68 +7,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
 from retouch.config.section import Count, NonNegative, Positive, Section
 from retouch.objectives.base import Objective, ObjectiveContext, ValueHead
-from retouch.protocols import Policy, SupportsLosses
-from retouch.types import Evaluation, Kind, Loss, Minibatch, Needs, Slice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@runtime_checkable
-class Actor(Protocol):
-    """The policy gradient of an actor-critic."""
-
-    @property
-    def needs(self) -> Needs:
-        """What the loss needs from an evaluation."""
-
-    def loss(self, evaluation: Evaluation, minibatch: Minibatch, part: Slice) -> Loss:
-        """The loss of the slice ``part``, from its evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorCritic:
-    """PPO with a value head: the loss of ``actor`` plus the value loss, both from one evaluation (arXiv 1707.06347).
-
-    ``clip``: the largest change of a value from its prediction during the rollout; None does not clip. The policy, which owns the
-    value head, determines how much of the value loss reaches its own weights.
-    """
-
-    actor: Actor
-    clip: float | None = None
-
-    def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
-        from retouch.core.gae import clipped_value_loss
-
-        trajectory = minibatch.trajectory
-        assert trajectory.values is not None, "the policy has a value head"
-        assert minibatch.returns is not None, "the advantage computes returns for the value head"
-        needs = replace(self.actor.needs, values=True)
-        for part in policy.microbatches(trajectory):
-            evaluation = policy.evaluate(trajectory, part, needs)
-            assert evaluation.values is not None
-            loss = clipped_value_loss(
-                evaluation.values,
-                trajectory.values[part.rows, part.actions],
-                minibatch.returns[part.rows, part.actions],
-                clip=self.clip,
-                mask=trajectory.mask[part.rows, part.actions],
-            )
-            value = (minibatch.weights[part.rows, part.actions] * loss).sum()
-            acted = self.actor.loss(evaluation, minibatch, part)
-            yield Loss(acted.value + value, {**acted.sums, "value/loss": value.detach()}, acted.maxima)
-
-    def after_step(self, policy: Any, step: int) -> None:
-        """Do nothing: the current weights sample the rollouts, so there are no old weights to update."""
-
+from retouch.protocols import Policy
+from retouch.types import Kind, Loss, Minibatch, Needs
 
 _KINDS: dict[str, Sequence[int] | None] = {"all": None, "text": [Kind.TEXT_TOKEN], "vision": [Kind.IMAGE_TOKEN]}
 
@@ -146,95 +93,94 @@ class PolicyGradient(Objective):
     has_value_loss: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = True
     _entropy: bool = PrivateAttr(default=False)
+    _value_head: ValueHead | None = PrivateAttr(default=None)
 
-    def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
+    def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> PolicyGradient:
         """Build the objective of a run (see ``Objective.build``). Raises ValueError if a clip bound is missing."""
-        self._check_bounds()
+        low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
+        if not low or (self.clip_high is None and self.surrogate != "reinforce"):
+            bounds = f"clip_low {self.clip_low}, clip_high {self.clip_high}"
+            raise ValueError(f"surrogate {self.surrogate!r} with {bounds}: give the missing one")
         objective = self.model_copy()
-        objective._entropy = entropy
-        if value_head is None:
-            return objective
-        return ActorCritic(actor=objective, clip=value_head.clip)
-
-    @property
-    def needs(self) -> Needs:
-        """What the loss needs from an evaluation."""
-        entropy = self._entropy or self.entropy_bonus > 0
-        norm: Literal["plain", "norm"] = "norm" if self.ratio_norm else "plain"
-        return Needs(kl=self.kl_kind, entropy=entropy, log_ratio=norm, step_weights=self.step_weights)
+        objective._entropy, objective._value_head = entropy, value_head
+        return objective
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
-        self._check_bounds()
-        for part in policy.microbatches(minibatch.trajectory):
-            yield self.loss(policy.evaluate(minibatch.trajectory, part, self.needs), minibatch, part)
-
-    def loss(self, evaluation: Evaluation, minibatch: Minibatch, part: Slice) -> Loss:
-        """The loss of the slice ``part``, from its evaluation. Raises ValueError if gspo gets only some of the actions of a row."""
+        """Yield the loss of each microbatch (see ``Objective.losses``). Raises ValueError if gspo gets a part of a row."""
         import torch
 
-        mask = minibatch.trajectory.mask[part.rows, part.actions]
-        weights = minibatch.weights[part.rows, part.actions]
-        advantages = minibatch.advantages[part.rows, part.actions]
-        self._check_whole_rows(mask.shape[1], minibatch.trajectory.mask.shape[1])
-        # One ratio of a row has the gradient of all actions that it contains, whatever their weights.
-        of_ratio = mask & (weights > 0) if self.one_ratio_per_row else mask
-        loss = self._surrogate(evaluation, advantages, of_ratio)
-        if evaluation.scale is not None:
-            loss = loss * evaluation.scale
-        if evaluation.kl is not None:
-            assert isinstance(self.kl, Kl)
-            loss = loss + self.kl.weight * torch.where(mask, evaluation.kl, 0.0)
-        if self.entropy_bonus > 0:
-            assert evaluation.entropy is not None
-            loss = loss - self.entropy_bonus * torch.where(mask, evaluation.entropy, 0.0)
-        value = (weights * loss).sum()
-        clipped = None if self.surrogate == "reinforce" else self._clipped(evaluation.log_ratio.detach(), advantages, of_ratio)
-        return Loss(value, *self._metrics(evaluation, clipped, mask, weights / minibatch.weight_sum, value))
+        from retouch.core import surrogates
+        from retouch.core.gae import clipped_value_loss
 
-    def _surrogate(self, evaluation: Evaluation, advantages: Tensor, mask: Tensor) -> Tensor:
-        from retouch.core.surrogates import cispo, clipped_surrogate, reinforce, sequence_log_ratio
+        trajectory, low, high = minibatch.trajectory, self.clip_low, self.clip_high
+        needs = Needs(
+            kl=self.kl_kind,
+            entropy=self._entropy or self.entropy_bonus > 0,
+            values=self._value_head is not None,
+            log_ratio="norm" if self.ratio_norm else "plain",
+            step_weights=self.step_weights,
+        )
+        for part in policy.microbatches(trajectory):
+            mask, weights, advantages = (
+                each[part.rows, part.actions] for each in (trajectory.mask, minibatch.weights, minibatch.advantages)
+            )
+            if self.surrogate == "gspo" and mask.shape[1] < (of := trajectory.mask.shape[1]):
+                raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
 
-        low, high = self.clip_low, self.clip_high
-        if self.surrogate == "reinforce":
-            return reinforce(evaluation.log_probs, advantages, mask=mask)
-        assert high is not None
-        if self.surrogate == "cispo":
-            return cispo(evaluation.log_ratio, evaluation.log_probs, advantages, mask=mask, low=low, high=high)
-        assert low is not None
-        log_ratio = sequence_log_ratio(evaluation.log_ratio, mask) if self.surrogate == "gspo" else evaluation.log_ratio
-        return clipped_surrogate(log_ratio, advantages, mask=mask, low=low, high=high, dual=self.dual)
+            # The forward pass: log p of the stored actions under the current weights, and log ratio = log p - log p of the rollout.
+            now = policy.evaluate(trajectory, part, needs)
 
-    def _metrics(
-        self, evaluation: Evaluation, clipped: Tensor | None, mask: Tensor, weights: Tensor, value: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The loss, and means of which the ``weights`` of all ranks sum to 1; the maxima."""
-        import torch
+            value_loss = None
+            if self._value_head is not None:  # PPO's critic; its targets are those of the rollout, in every epoch
+                assert now.values is not None
+                assert trajectory.values is not None
+                assert minibatch.returns is not None
+                old, returns = trajectory.values[part.rows, part.actions], minibatch.returns[part.rows, part.actions]
+                error = clipped_value_loss(now.values, old, returns, clip=self._value_head.clip, mask=mask)
+                value_loss = (weights * error).sum()
 
-        from retouch.core.surrogates import approx_kl
+            # The surrogate of each action. One ratio of a row (gspo) has the gradient of all actions that it contains, whatever
+            # their weights, so actions of weight 0 must not be in it.
+            of_ratio = mask & (weights > 0) if self.one_ratio_per_row else mask
+            log_ratio = surrogates.sequence_log_ratio(now.log_ratio, of_ratio) if self.surrogate == "gspo" else now.log_ratio
+            clipped = None
+            if self.surrogate == "reinforce":  # -A log p
+                loss = surrogates.reinforce(now.log_probs, advantages, mask=of_ratio)
+            elif self.surrogate == "cispo":  # -sg(clip(ratio)) A log p
+                assert high is not None
+                loss = surrogates.cispo(log_ratio, now.log_probs, advantages, mask=of_ratio, low=low, high=high)
+                ratio = log_ratio.detach().masked_fill(~of_ratio, 0.0).exp()
+                clipped = (ratio > 1 + high) | (ratio < 1 - (math.inf if low is None else low))
+            else:  # max(-A ratio, -A clip(ratio, 1 - low, 1 + high))
+                assert low is not None
+                assert high is not None
+                loss = surrogates.clipped_surrogate(log_ratio, advantages, mask=of_ratio, low=low, high=high, dual=self.dual)
+                clipped = surrogates.clip_fraction(log_ratio, advantages, low=low, high=high, mask=of_ratio)
+            if now.scale is not None:  # RatioNorm, noise weights of denoising steps, or the importance weights of an engine
+                loss = loss * now.scale
 
-        log_ratio = evaluation.log_ratio.detach()
-        sums = {"policy/loss": value.detach(), "policy/approx_kl": (weights * approx_kl(log_ratio, mask=mask)).sum()}
-        if clipped is not None:
-            sums["policy/clip_fraction"] = (weights * clipped).sum()
-        if evaluation.kl is not None:
-            sums["policy/kl"] = (weights * torch.where(mask, evaluation.kl.detach(), 0.0)).sum()
-        if evaluation.entropy is not None:
-            sums["policy/entropy"] = (weights * evaluation.entropy.detach()).sum()
-        ratio = torch.where(mask, log_ratio, 0.0).exp()
-        return sums, {"policy/ratio_max": (ratio - 1).abs().max()}
+            # where() and not a product: the KL of a masked action may be NaN, and NaN * 0 is NaN.
+            if now.kl is not None:
+                assert isinstance(self.kl, Kl)
+                loss = loss + self.kl.weight * torch.where(mask, now.kl, 0.0)
+            if self.entropy_bonus > 0:
+                assert now.entropy is not None
+                loss = loss - self.entropy_bonus * torch.where(mask, now.entropy, 0.0)
+            value = (weights * loss).sum()
 
-    def _clipped(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """1 for each action that is clipped: its gradient is removed (clip, gspo), or its weight is bounded (cispo)."""
-        from retouch.core.surrogates import clip_fraction, sequence_log_ratio
-
-        assert self.clip_high is not None
-        if self.surrogate == "cispo":
-            ratio = log_ratio.masked_fill(~mask, 0.0).exp()
-            low = math.inf if self.clip_low is None else self.clip_low
-            return (ratio > 1 + self.clip_high) | (ratio < 1 - low)
-        assert self.clip_low is not None
-        own = sequence_log_ratio(log_ratio, mask) if self.surrogate == "gspo" else log_ratio
-        return clip_fraction(own, advantages, low=self.clip_low, high=self.clip_high, mask=mask)
+            # Metrics are means over actions: these weights sum to 1 over all ranks and microbatches.
+            share, change = weights / minibatch.weight_sum, now.log_ratio.detach()
+            sums = {"policy/loss": value.detach(), "policy/approx_kl": (share * surrogates.approx_kl(change, mask=mask)).sum()}
+            if clipped is not None:
+                sums["policy/clip_fraction"] = (share * clipped).sum()
+            if now.kl is not None:
+                sums["policy/kl"] = (share * torch.where(mask, now.kl.detach(), 0.0)).sum()
+            if now.entropy is not None:
+                sums["policy/entropy"] = (share * now.entropy.detach()).sum()
+            maxima = {"policy/ratio_max": (torch.where(mask, change, 0.0).exp() - 1).abs().max()}
+            if value_loss is not None:
+                value, sums["value/loss"] = value + value_loss, value_loss.detach()
+            yield Loss(value, sums, maxima)
 
     # Properties for the rest of the run
 
@@ -343,16 +289,6 @@ class PolicyGradient(Objective):
         if context.lora_dropout is not None and context.lora_dropout[1] > 0:
             key, dropout = context.lora_dropout
             yield f"{key}: {dropout} makes the ratio differ from 1 before the first update; use 0"
-
-    def _check_bounds(self) -> None:
-        low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
-        if not low or (self.clip_high is None and self.surrogate != "reinforce"):
-            bounds = f"clip_low {self.clip_low}, clip_high {self.clip_high}"
-            raise ValueError(f"surrogate {self.surrogate!r} with {bounds}: give the missing one")
-
-    def _check_whole_rows(self, actions: int, of: int) -> None:
-        if self.surrogate == "gspo" and actions < of:
-            raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
 
 
 def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, high: float) -> None:

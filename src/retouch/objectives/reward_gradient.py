@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from retouch.config.imports import is_foreign
-from retouch.config.kinds import Kinds
-from retouch.config.section import Count, Section
+from retouch.config.section import Count, Kinds, Section
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.protocols import CombinesGradients, DifferentiableReward, ImageGradientPolicy
 from retouch.types import Loss, Minibatch
@@ -30,9 +29,9 @@ DIFFERENTIABLE_REWARDS = Kinds(
         "clip": "retouch.rewards.scorers.clip:ClipReward",
         "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
         "hps": "retouch.rewards.scorers.clip:HpsReward",
-        "aesthetic": "retouch.rewards.scorers.aesthetic:AestheticReward",
-        "grade": "retouch.rewards.scorers.grade:GradeReward",
-        "several": "retouch.rewards.combine.several:SeveralRewards",
+        "aesthetic": "retouch.rewards.scorers.clip:AestheticReward",
+        "grade": "retouch.rewards.scorers.pixels:GradeReward",
+        "several": "retouch.rewards.several:SeveralRewards",
     },
 )
 """The rewards with a gradient in the image (``retouch.protocols.DifferentiableReward``), and ``several`` of them."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from retouch.models.common.parts import page_locked, to_device
+from retouch.models.parts import page_locked, to_device
 
 _STALE = "sampling-"
 

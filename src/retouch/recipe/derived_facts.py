@@ -1,25 +1,16 @@
-"""What follows from a recipe: whether a run may resume with another one, its judge requests, and the keys that save memory.
+"""What follows from a recipe: whether a run may resume with another one, and the keys that save memory.
 
-The number and the cost of the questions that a run asks its judges, from the recipe alone, before the run starts.
-
-The numbers are upper bounds, except for retries after errors: a question whose answer is in the ledger is not asked again. Tokens
-are estimates: 4/3 for an English word, one for every 28 x 28 pixels of an image (as Qwen2.5-VL counts), 150 for an answer with
-reasoning.
-
-Advice when a device is out of memory: which keys of the recipe reduce the memory of a stage.
-
-These keys change only memory, time and rounding, so a run may resume with other values than it started with.
+The advice when a device is out of memory names keys that change only memory, time and rounding, so a run may resume with other
+values of them than it started with.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+from retouch.config import wings
 from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe
-from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.rubrics import rubric
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding"
@@ -37,6 +28,7 @@ _HASHED = {
     r"(phases\.\d+\.)?data\.evaluation": "the rows of eval_dataset have",
 }
 """Keys whose values are hashes, which tell a user nothing, with what the hashes stand for."""
+_TOKENS_PER_WORD, _PIXELS_PER_TOKEN, _USUAL_SIDE, _INSTRUCTION, _REASONED = 4 / 3, 28 * 28, 1024, 40, 150
 
 
 def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
@@ -48,19 +40,17 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     """
     before, after = dict(leaves(old.document())), dict(leaves(new.document()))
     changeable = {*_changeable_rewards(old), *_changeable_rewards(new)}
+    last = f"phases.{len(new.phases or ()) - 1}"
     lines = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key, "(nothing)"), after.get(key, "(nothing)")
-        free = _free(key) or _is_data_path(key, new) or _is_inside(key, changeable) or key in _last_phase_length(new)
-        free = free or (new_judge and key.startswith("reward."))
+        free = _FREE.fullmatch(key) or re.sub(r"^phases\.\d+\.", "", key) in MEMORY_KEYS or _is_data_path(key, new)
+        free = free or key in (f"{last}.steps", f"{last}.passes") or (new_judge and key.startswith("reward."))
+        free = free or any(key == path or key.startswith(f"{path}.") for path in changeable)
         if was != now and not free:
             hashed = next((what for form, what in _HASHED.items() if re.fullmatch(form, key)), None)
             lines.append(f"{key}: {was} in the run, {now} in the recipe" if hashed is None else f"{key}: {hashed} changed")
     return lines
-
-
-def _free(key: str) -> bool:
-    return bool(_FREE.fullmatch(key)) or re.sub(r"^phases\.\d+\.", "", key) in MEMORY_KEYS
 
 
 def _is_data_path(key: str, recipe: Recipe) -> bool:
@@ -89,22 +79,9 @@ def _changeable_judges(section: Any, path: str) -> Iterator[str]:
     if not isinstance(section, dict):
         return
     if section.get("kind") == "endpoint":
-        from retouch.rewards.vlm.endpoint_settings import EndpointSettings
-
-        yield from (f"{path}.{key}" for key in EndpointSettings.changeable)
+        yield from (f"{path}.{key}" for key in wings.load("judge.endpoint").changeable)
     for key, inner in section.items():
         yield from _changeable_judges(inner, f"{path}.{key}")
-
-
-def _is_inside(key: str, paths: Iterable[str]) -> bool:
-    return any(key == path or key.startswith(f"{path}.") for path in paths)
-
-
-def _last_phase_length(recipe: Recipe) -> tuple[str, ...]:
-    if recipe.phases is None:
-        return ()
-    last = len(recipe.phases) - 1
-    return f"phases.{last}.steps", f"phases.{last}.passes"
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -115,106 +92,6 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-_TOKENS_PER_WORD = 4 / 3
-_PIXELS_PER_TOKEN = 28 * 28
-_USUAL_SIDE = 1024
-_INSTRUCTION = 40
-_REASONED = 150
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The questions to one judge. ``who``: the judge's model. ``training`` and ``evaluation``: numbers of questions. Tokens and
-    ``dollars``: totals of all questions; ``dollars`` is None without prices."""
-
-    path: str
-    who: str
-    training: int
-    evaluation: int
-    input_tokens: int
-    output_tokens: int
-    dollars: float | None
-
-    def __str__(self) -> str:
-        asked = f"{self.path} asks {self.who} {self.training:,} questions in training and {self.evaluation:,} in evaluations"
-        tokens = f"about {_short(self.input_tokens)} input tokens and {_short(self.output_tokens)} output tokens"
-        return f"{asked}; {tokens}" + ("" if self.dollars is None else f", about ${self.dollars:,.2f}")
-
-
-def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[Calls]:
-    """The questions to each judge. ``steps``: number of steps of each phase. ``heldout``: number of tasks of an evaluation.
-
-    These count as evaluation: the evaluations before, during and after the run, the evaluation of the tasks' own targets, the best
-    of k, and the measurements of ``watch``.
-    """
-    every = recipe.eval.every
-    evaluated = heldout * (3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k)
-    seen, canaries = _looked_at(recipe, sum(steps), heldout)
-    calls = [
-        _calls(recipe, path, part, trained=_trained(recipe, part, steps), evaluated=evaluated + seen + canaries)
-        for path, _, part in recipe.reward.parts()
-        if isinstance(part, JudgeReward)
-    ]
-    if recipe.watch is not None and recipe.watch.judge is not None:
-        parts = recipe.watch.judge.reward.parts("watch.judge.reward")
-        judges = [(path, part) for path, _, part in parts if isinstance(part, JudgeReward)]
-        calls += [_calls(recipe, path, part, trained=0, evaluated=seen) for path, part in judges]
-    return calls
-
-
-def _looked_at(recipe: Recipe, steps: int, heldout: int) -> tuple[int, int]:
-    """Number of images and number of canaries in all measurements of ``watch``."""
-    watch = recipe.watch
-    if watch is None:
-        return 0, 0
-    looks = 1 + steps // watch.every
-    return looks * min(watch.tasks, heldout), looks * (0 if watch.canaries is None else watch.canaries.count)
-
-
-def _trained(recipe: Recipe, part: JudgeReward, steps: Sequence[int]) -> int:
-    """Number of samples scored in training. If the samples of a group are compared, each counts once per other sample."""
-    samples = 0
-    for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
-        if not phase.imitates:
-            rounds = 1 if phase.rollout.refill is None else 1 + phase.rollout.refill.rounds
-            samples += count * rounds * phase.rows * (phase.group_size - 1 if part.compares_groups else 1)
-    return samples
-
-
-def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evaluated: int) -> Calls:
-    if part.compares_groups:
-        evaluated = 0  # a held-out task has one image, so there is nothing to compare
-    questions = part.questions
-    asked = len(questions) * part.n_evals
-    count = (trained + evaluated) * asked
-    read = count * sum(_read(recipe, name, images) for name, images in questions) / max(len(questions), 1)
-    written = count * (1 if part.one_token else _REASONED)
-    return Calls(
-        path=path,
-        who=part.judge.description,
-        training=trained * asked,
-        evaluation=evaluated * asked,
-        input_tokens=round(read),
-        output_tokens=written,
-        dollars=part.judge.cost(input_tokens=read, output_tokens=written),
-    )
-
-
-def _read(recipe: Recipe, name: str, images: int) -> float:
-    """Number of input tokens of one question."""
-    height, width = recipe.image_size or (_USUAL_SIDE, _USUAL_SIDE)
-    text = len(rubric(name).split()) * _TOKENS_PER_WORD + _INSTRUCTION
-    return text + images * max(1.0, height * width / _PIXELS_PER_TOKEN)
-
-
-def _short(count: int) -> str:
-    """12345678 as 12.3 M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)
 
 
 _ROLLOUT = ("rollout.chunk",)

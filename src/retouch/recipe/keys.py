@@ -1,28 +1,197 @@
-"""The sections of a recipe that are no kinds (optimizer, devices, evaluation, samples, checkpoints, ...), and its own keys."""
+"""The keys of a recipe, and its sections that are no kinds: phases, ``watch``, optimizer, devices, evaluation, samples, ..."""
 
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, PlainSerializer
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, PlainSerializer, Tag
 
-from retouch.config.section import Count, NonNegative, Positive, Section, Share, StepInterval
+from retouch.config.section import UNTAGGED, Count, NonNegative, Positive, Section, Share, StepInterval
 from retouch.data.base import DataSource, Mixture
 from retouch.data.kinds import DATA
-from retouch.models.base import ImageModel
-from retouch.models.language import LanguageModel
+from retouch.data.tasks import steps_for_passes
+from retouch.models.base import ImageModel, LanguageModel
 from retouch.objectives.advantages import Advantage, GroupAdvantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
-from retouch.recipe.phases import PhaseKeys, ResolvedPhase, Rollout
+from retouch.policies.rollout import DenoisingRollout, TokenRollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
-from retouch.recipe.watch import Response, Watch
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
-from retouch.rewards.kinds import RunReward
+from retouch.rewards.kinds import AnyReward, RunReward
 from retouch.types import SplitName
+
+
+def _rollout_kind(value: Any) -> str:
+    kind = value.get("kind", UNTAGGED) if isinstance(value, dict) else getattr(value, "kind", UNTAGGED)
+    return kind if isinstance(kind, str) else UNTAGGED
+
+
+Rollout: TypeAlias = Annotated[
+    Annotated[DenoisingRollout, Tag(UNTAGGED)] | Annotated[TokenRollout, Tag("tokens")], Discriminator(_rollout_kind)
+]
+"""How a policy samples during training: a denoising chain (without a kind), or tokens."""
+
+
+class PhaseKeys(Section):
+    """A phase of a run. A key that is null has the value of the recipe's top level."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the phase in metrics and messages."""
+    steps: StepInterval | None = None
+    """Training steps of the phase; give this or ``passes``. 0 skips the phase."""
+    passes: Positive | None = None
+    """Length of the phase in passes over its data."""
+    objective: Annotated[Objective, OBJECTIVES] | None = None
+    """How advantages become a loss."""
+    learning_rate: Positive | None = None
+    """Learning rate of the optimizer, before its schedule; the schedule restarts with each phase."""
+    tasks_per_step: Count | None = None
+    """Tasks per training step, over all ranks."""
+    group_size: Count | None = None
+    """Samples per task."""
+    data: Annotated[DataSource, DATA] | None = None
+    """The tasks."""
+    rollout: Rollout | None = None
+    """How the policy samples during training."""
+    keep_optimizer: bool = False
+    """Continue with the optimizer state of the previous phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPhase:
+    """A phase with all its keys: its own, and those of the recipe that it does not override."""
+
+    name: str
+    steps: int | None
+    passes: float | None
+    objective: Objective
+    learning_rate: float
+    tasks_per_step: int
+    group_size: int
+    data: DataSource
+    rollout: Rollout
+    keep_optimizer: bool
+
+    @property
+    def rows(self) -> int:
+        """Samples per step, over all ranks."""
+        return self.tasks_per_step * self.group_size
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the phase learns from the targets of its tasks, without rollout and reward."""
+        return self.objective.imitates
+
+    def total_steps(self, tasks: int) -> int:
+        """Training steps of the phase, for a data set of ``tasks`` tasks."""
+        if self.steps is not None:
+            return self.steps
+        assert self.passes is not None, "a phase has steps or passes"
+        return steps_for_passes(self.passes, size=tasks, count=self.tasks_per_step)
+
+
+Response: TypeAlias = Literal["note", "stop", "roll_back"]
+
+
+class Rule(Section):
+    """Base class of all rules."""
+
+    on_alarm: Response = "note"
+    """``note`` writes to the log and continues; ``stop`` saves a checkpoint and ends the run; ``roll_back`` ends it too, with the
+    newest checkpoint from before the alarm as the run's last state."""
+
+
+class HeldOutJudge(Rule):
+    """A judge whose scores are never trained on. Alarm: its mean score is below its best measurement by more than ``sigmas``
+    standard errors of the paired difference, while the mean reward has not fallen."""
+
+    reward: AnyReward
+    """The held-out reward with its ``combine``. It may not share a trained column with the reward of the run."""
+    sigmas: Positive = 3.0
+    """Number of standard errors from which a fall counts as significant."""
+
+
+class Canaries(Rule):
+    """Images of the untrained policy, which are scored again at every measurement. Alarm: the scores of a column have changed by
+    more than ``limit`` on average, which means that the judge has changed."""
+
+    count: Count = 8
+    """Number of images, at most ``watch.tasks``."""
+    limit: Share = 0.05
+    """Mean absolute change, as a share of the column's range."""
+
+
+class PaintedText(Rule):
+    """Text in the image that was not requested and addresses a judge, found by OCR (extra ``ocr``). Alarm: the share of images with
+    such text is more than ``limit`` above the share at the start."""
+
+    limit: Share = 0.05
+    """Largest increase of the share of images."""
+
+
+class Diversity(Rule):
+    """How different the images of a group are from each other, in every step. Alarm: the mean over the last ``window`` steps is
+    below ``limit`` times the mean over the first ``window`` steps."""
+
+    window: Count = 10
+    """Number of steps that are averaged."""
+    limit: Share = 0.5
+    """Smallest diversity, as a share of the diversity in the first steps."""
+
+
+class Shift(Rule):
+    """A mean over the images. Alarm: it differs from its value at the start by more than ``limit`` (for ``preservation``: it is
+    lower by more than ``limit``)."""
+
+    limit: Share = 0.1
+    """Largest change, of a quantity from 0 to 1."""
+
+
+class Factor(Rule):
+    """A mean over the images. Alarm: it has grown or shrunk by more than the factor ``limit`` since the start."""
+
+    limit: Annotated[float, Field(gt=1.0)] = 1.5
+    """Largest factor."""
+
+
+class Watch(Section):
+    """Regular measurements of the images that the policy makes for a few held-out tasks, always the same tasks with the same noise,
+    and rules that raise alarms. All measurements are logged as ``watch/...``; a rule that is null raises no alarm."""
+
+    every: Count = 10
+    """Steps between two measurements; the first is before the first step."""
+    tasks: Count = 32
+    """Number of held-out tasks to observe, from the first."""
+    judge: HeldOutJudge | None = None
+    """A held-out judge; null uses none."""
+    canaries: Canaries | None = None
+    """Images whose scores must not change; null uses none."""
+    text: PaintedText | None = None
+    """Search for text that addresses a judge; null does not read the images."""
+    diversity: Diversity | None = Diversity()
+    """Diversity within groups."""
+    preservation: Shift | None = Shift()
+    """Preservation of the source outside the mask, for tasks with masks."""
+    brightness: Shift | None = Shift()
+    """Mean luminance."""
+    saturation: Shift | None = Shift()
+    """Mean saturation."""
+    detail: Factor | None = Factor()
+    """Energy of the finest frequencies: patterns as fine as the pixels, or blur."""
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """The rules that can raise an alarm, by name."""
+        return {name: rule for name in type(self).model_fields if isinstance(rule := getattr(self, name), Rule)}
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether an alarm may go back to a checkpoint."""
+        return any(rule.on_alarm == "roll_back" for rule in self.rules.values())
 
 
 def _steps_or_share(value: float) -> int | float:

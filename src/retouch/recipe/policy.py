@@ -9,23 +9,19 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retouch.config.section import Count, Section
-from retouch.models.base import ImageModel
-from retouch.models.ip_adapter.section import IpAdapter
+from retouch.models.base import ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
-from retouch.models.language import LanguageModel
-from retouch.models.train import FullWeights, Lora
-from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.policies.engine import DenoisingEngine
+from retouch.models.train import FullWeights, IpAdapter, Lora
+from retouch.policies.rollout import DenoisingEngine, DenoisingRollout, TokenRollout
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from retouch.policies.autoregressive.policy import AutoregressivePolicy
-    from retouch.policies.context import PolicyContext
-    from retouch.policies.denoising.policy import DenoisingPolicy
+    from retouch.policies.autoregressive import AutoregressivePolicy
+    from retouch.policies.denoising import DenoisingPolicy
+    from retouch.policies.rollout import PolicyContext
 
 
 class Ema(Section):
@@ -78,7 +74,7 @@ class DenoisingPolicyKeys(Section):
         ``offload``: keep the text encoders and the autoencoder in CPU memory while they are not used."""
         dtype, cached = getattr(self.model, "dtype", "float32"), self.prompt_embeddings == "cached"
         if offload or cached:
-            from retouch.models.offloading.model import build_offloaded
+            from retouch.models.offloading import build_offloaded
 
             model = build_offloaded(self.model, device=device, offload=offload, cache_prompts=cached)
         else:
@@ -91,7 +87,7 @@ class DenoisingPolicyKeys(Section):
         A LoRA that an earlier run in this process added is removed. Raises ValueError for a LoRA of another origin.
         """
         if getattr(module, "peft_config", None):
-            from retouch.models.common.lora import remove_lora
+            from retouch.models.lora import remove_lora
 
             remove_lora(module, key="model.transformer")
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
@@ -99,22 +95,22 @@ class DenoisingPolicyKeys(Section):
             # A module without gradient checkpointing raises a clear error itself.
             module.enable_gradient_checkpointing()  # type: ignore[operator]
         if self.attention is not None:
-            from retouch.models.common.kernels import set_attention
+            from retouch.models.kernels import set_attention
 
             set_attention(module, self.attention)
         if self.compile is not None:
-            from retouch.models.common.kernels import compile_blocks
+            from retouch.models.kernels import compile_blocks
 
             compile_blocks(module)
 
     def require_kernels(self, device: torch.device) -> None:
         """Raise ValueError if the attention backend cannot train on the device, or nothing can be compiled for it."""
         if self.attention is not None:
-            from retouch.models.common.kernels import require_backend
+            from retouch.models.kernels import require_backend
 
             require_backend(self.attention, device=device, dtype=getattr(self.model, "dtype", "float32"))
         if self.compile is not None:
-            from retouch.models.common.kernels import require_compiler
+            from retouch.models.kernels import require_compiler
 
             require_compiler(device)
 
@@ -126,8 +122,8 @@ class DenoisingPolicyKeys(Section):
         self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
     ) -> DenoisingPolicy:
         """Build the policy, which samples with the settings of ``rollout``."""
-        from retouch.models.common.wrappers import Guided
-        from retouch.policies.denoising.policy import DenoisingPolicy
+        from retouch.models.pipeline import Guided
+        from retouch.policies.denoising import DenoisingPolicy
         from retouch.policies.value_heads import TokenValues
 
         assert isinstance(rollout, DenoisingRollout)
@@ -194,7 +190,7 @@ class AutoregressivePolicyKeys(Section):
         """Make the weights trainable that ``train`` selects, and freeze the rest of the module."""
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
         if self.compile is not None:
-            from retouch.models.common.kernels import compile_blocks
+            from retouch.models.kernels import compile_blocks
 
             compile_blocks(module)
 
@@ -202,7 +198,7 @@ class AutoregressivePolicyKeys(Section):
         """Raise ValueError if the model's attention cannot be computed on the device, or nothing can be compiled for it."""
         self.model.require_attention(device)
         if self.compile is not None:
-            from retouch.models.common.kernels import require_compiler
+            from retouch.models.kernels import require_compiler
 
             require_compiler(device)
 
@@ -214,7 +210,7 @@ class AutoregressivePolicyKeys(Section):
         self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
     ) -> AutoregressivePolicy:
         """Build the policy, which samples with the settings of ``rollout``."""
-        from retouch.policies.autoregressive.policy import AutoregressivePolicy
+        from retouch.policies.autoregressive import AutoregressivePolicy
         from retouch.policies.value_heads import LatentValues
 
         assert isinstance(rollout, TokenRollout)

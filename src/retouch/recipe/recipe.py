@@ -6,17 +6,25 @@ torch.
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from pydantic import ValidationError, model_validator
 
 from retouch.config import consent
+from retouch.config.imports import did_you_mean
 from retouch.config.packaged import find
-from retouch.recipe.checks import problems
+from retouch.data.tasks import check_arithmetic
+from retouch.models.base import DiffusersModel, ImageModel
+from retouch.models.train import FullWeights, IpAdapter
+from retouch.objectives.base import ObjectiveContext
+from retouch.policies.rollout import TRUNCATE_AT, DenoisingRollout, TokenRollout
 from retouch.recipe.document import apply, evaluate, refuse_secrets, value_of
-from retouch.recipe.keys import RecipeKeys
+from retouch.recipe.keys import RecipeKeys, ResolvedPhase, Rollout, Watch
+from retouch.recipe.policy import DenoisingPolicyKeys
+from retouch.rewards.base import NoReward, PhaseFacts, RewardSection, RunFacts, TaskFacts
+from retouch.rewards.combination import combination, read_formula
 
 
 class Recipe(RecipeKeys):
@@ -53,10 +61,9 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
         except RecursionError:
             raise ValueError("the recipe is nested too deeply") from None
         except ValidationError as error:
-            # Imports every kind of every section, to name the nearest keys; a valid recipe imports only what it names.
-            from retouch.config.errors import unknown_keys, wrong_values
+            from retouch.config.errors import mistakes
 
-            raise ValueError("\n".join(unknown_keys(changed, Recipe) + wrong_values(error, changed, Recipe))) from None
+            raise mistakes(error, changed, Recipe) from None
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
@@ -73,3 +80,480 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iter
         return parse(document, overrides, allow_imports=allow_imports)
     except ValueError as error:
         raise ValueError(f"{file}:\n{error}") from None
+
+
+def parts_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that policy, rollouts and renderer fit together; if they do not, nothing else can be checked."""
+    policy, renderer = recipe.policy, recipe.renderer
+    tokens = policy.is_autoregressive
+    if tokens and renderer is None:
+        yield (
+            'renderer: missing; a language-model policy needs one: {"kind": "response"} for an image editor, {"kind": "prompt"} '
+            'for another image model, {"kind": "codes"} if the policy writes image tokens'
+        )
+    if not tokens and renderer is not None:
+        yield "renderer: a denoising policy makes its own images; remove it, or use policy.kind autoregressive"
+    images = policy.model.uses_image_tokens
+    if tokens and renderer is not None and images is not None and images != (renderer.reads == "vision"):
+        why = "writes image tokens: use renderer.kind codes" if images else "writes text, and codes are image tokens"
+        yield f"renderer.kind: {policy.model.kind} {why}"
+    for at, rollout in _rollouts(recipe):
+        if tokens and not rollout.is_autoregressive:
+            yield f'{at}.kind: missing; a language-model policy needs {{"kind": "tokens", "max_new_tokens": 100}}, not denoising'
+        if not tokens and rollout.is_autoregressive:
+            yield f"{at}.kind: 'tokens' is for language-model policies; remove it and set num_steps and transition"
+
+
+def engine_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that the engines can generate the samples that the policy learns from."""
+    policy = recipe.policy
+    for at, rollout in _rollouts(recipe):
+        if isinstance(rollout, DenoisingRollout) and rollout.engine is not None and isinstance(policy, DenoisingPolicyKeys):
+            yield from rollout.engine_problems(at, model=policy.model, train=policy.train)
+        if not isinstance(rollout, TokenRollout) or rollout.engine is None or isinstance(policy, DenoisingPolicyKeys):
+            continue
+        full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar
+        for problem in rollout.engine.problems(rollout, full_weights=full_weights, image_grammar=image_grammar):
+            yield f"{at}.{problem}"
+
+
+def image_model_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check the image model: the size of its images is known, its parts are known if some of them are moved off the device, it can
+    train in its dtype, and it can render the output of the policy."""
+    model = recipe.image_model
+    if isinstance(recipe.policy, DenoisingPolicyKeys) and getattr(model, "dtype", None) == "float16":
+        yield (
+            "policy.model.dtype: float16 is only for frozen image models, as most gradients would underflow to 0; use bfloat16 or "
+            "float32"
+        )
+    if isinstance(model, DiffusersModel) and not model.has_size:
+        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
+    if isinstance(recipe.policy, DenoisingPolicyKeys) and not isinstance(model, DiffusersModel):
+        known = "is only for models in the layout of a diffusers pipeline"
+        if recipe.policy.prompt_embeddings == "cached":
+            yield f"policy.prompt_embeddings: cached {known}; use live"
+        if recipe.devices is not None and recipe.devices.offload:
+            yield f"devices.offload: it {known}; remove it"
+    if recipe.renderer is not None and not isinstance(recipe.policy, DenoisingPolicyKeys):
+        yield from recipe.renderer.problems(recipe.policy.model)
+
+
+def source_image_problems(recipe: RecipeKeys, phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """Check that the tasks of a phase have the images that the model takes. ``at``: the key of the data section. If rows differ,
+    each row is checked when it is read."""
+    data, model = phase.data, recipe.image_model
+    takes, size = model.takes, recipe.image_size
+    has, own = data.contents(), data.image_size
+    if has.tokens:
+        if model.uses_image_tokens is False:
+            yield f"{at}.kind: tokens are for a policy that generates image tokens, for example emu3, and not for {model.kind}"
+        return
+    if None not in (own, size) and own != size:
+        yield f"{at}.size: {list(own or ())} and {recipe.image_model_key}.size: {list(size or ())} differ; set only one of them"
+    if takes is None:
+        return
+    if has.images is False and takes.images[0] > 0:
+        others = "triplets, folder or hub" if takes.mask else "folder or hub"
+        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; use {others} data"
+    elif has.mask is False and takes.mask:
+        yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; use triplets, folder or hub data"
+    if has.images and not recipe.policy.is_autoregressive and takes.images[1] == 0:
+        yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; use prompts, or folder or hub data"
+
+
+def ip_adapter_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that the model supports an IP-Adapter, and that the tasks have reference images."""
+    train, model = recipe.policy.train, recipe.policy.model
+    if not isinstance(train, IpAdapter):
+        return
+    assert isinstance(model, ImageModel)
+    if not model.ip_adapter_blocks:
+        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, not for {model.kind}; use lora"
+    elif train.blocks not in model.ip_adapter_blocks:
+        yield "policy.train.blocks: Qwen-Image has only double blocks; use double"
+    phases = recipe.resolved_phases()
+    if train.dropout > 0 and not any(phase.imitates for phase in phases):
+        yield "policy.train.dropout: it applies to supervised phases only, and there is none; use 0"
+    for index, phase in enumerate(phases):
+        at = recipe.phase_key(index, "data")
+        if phase.data.contents().reference is not False:
+            continue  # a row of a folder without a reference is reported when it is read
+        if "columns" in type(phase.data).model_fields:
+            yield f"{at}.columns: an IP-Adapter needs a reference image; name the column of `reference`"
+        else:
+            yield f"{at}.kind: {phase.data.label} have no reference image, which an IP-Adapter needs; use triplets, folder or hub"
+
+
+def _rollouts(recipe: RecipeKeys) -> Iterator[tuple[str, Rollout]]:
+    """Each rollout of the recipe with its key."""
+    yield "rollout", recipe.rollout
+    for index, phase in enumerate(recipe.phases or ()):
+        if phase.rollout is not None:
+            yield f"phases.{index}.rollout", phase.rollout
+
+
+def rewards_of(recipe: RecipeKeys, phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Yield each reward of a run, and the rewards nested in it, with their paths: the reward that is trained on, the held-out judge
+    of ``watch``, and the rewards that objectives differentiate. ``phase``: as for `differentiated_rewards`."""
+    sections = [("reward", recipe.reward)]
+    if recipe.watch is not None and recipe.watch.judge is not None:
+        sections.append(("watch.judge.reward", recipe.watch.judge.reward))
+    for path, section in [*sections, *differentiated_rewards(recipe, phase)]:
+        for inner, _, part in section.parts(path):
+            yield inner, part
+
+
+def differentiated_rewards(recipe: RecipeKeys, phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Yield each reward that an objective differentiates, with its path. ``phase``: index of the only phase to include; None
+    includes all."""
+    for index, each in enumerate(recipe.resolved_phases()):
+        if each.objective.differentiates_reward and phase in (None, index):
+            for key, section in each.objective.rewards.items():
+                if isinstance(section, RewardSection):
+                    yield f"{recipe.phase_key(index, 'objective')}.{key}", section
+
+
+def reward_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check the reward, and the column that the evaluation reports."""
+    if isinstance(recipe.reward, NoReward):
+        yield from _problems_without_reward(recipe)
+        return
+    combined, columns = None, recipe.reward.known_columns()
+    try:
+        combine = recipe.reward.combine
+        if not combine:
+            raise ValueError('empty; name at least one column and its weight, for example {"overall": 1.0}')
+        if columns is not None:
+            combined = combination(combine, columns)
+        elif isinstance(combine, str):  # the columns are not known yet, so only the syntax is checked
+            read_formula(combine)
+        elif not any(combine.values()):
+            raise ValueError("all weights are 0, so nothing would be learned; set a weight for one column")
+    except ValueError as error:
+        yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
+    column = recipe.eval.column
+    if columns is not None and column is not None and column not in columns and column not in evaluated_columns(recipe, ()):
+        instead = did_you_mean(column, columns) or f"; it gives {', '.join(columns)}"
+        yield f"eval.column: the reward gives no {column!r}{instead}"
+    run = RunFacts(
+        writes_text=recipe.policy.is_autoregressive,
+        trained_columns=None if combined is None else combined.columns,
+        eval_column=recipe.eval.column,
+        phases=tuple(
+            PhaseFacts(rows=phase.rows, group_size=phase.group_size, chunk=phase.rollout.chunk)
+            for phase in recipe.resolved_phases()
+        ),
+    )
+    yield from recipe.reward.problems("reward", "", run)
+
+
+def _problems_without_reward(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that a run without a reward uses nothing that needs one."""
+    give = "give a reward (reward_funcs of a Trainer)"
+    sampling = [phase for phase in recipe.resolved_phases() if not phase.imitates]
+    if sampling:
+        why = f"there is none, and {sampling[0].objective.label} learns from the rewards of its samples"
+        yield f"reward: {why}; {give}, or learn from pairs of the data with objective.kind dpo and objective.pairs data"
+        return
+    if recipe.heldout_objective is None:
+        yield f"reward: there is none, and this run can only be evaluated by a reward; {give}"
+        return
+    columns = evaluated_columns(recipe, ())
+    if recipe.eval.column is not None and recipe.eval.column not in columns:
+        yield f"eval.column: without a reward, evaluation gives only {' and '.join(columns)}; name one of them, or {give}"
+    need = {"reward.combine": recipe.reward.combine, "eval.best_of_k": recipe.eval.best_of_k, "watch": recipe.watch}
+    for key, given in need.items():
+        if given:
+            yield f"{key}: it needs a reward, and there is none; remove it, or {give}"
+
+
+def evaluated_columns(recipe: RecipeKeys, columns: Iterable[str]) -> list[str]:
+    """The columns of an evaluation: ``columns`` of the reward, and the columns that an objective measures."""
+    objective = recipe.heldout_objective
+    return [*columns, *(() if objective is None else objective.heldout_columns)]
+
+
+def watch_problems(watch: Watch, rewards: Iterable[RewardSection]) -> Iterator[str]:
+    """Yield a line for each contradiction within ``watch``, and between ``watch`` and the ``rewards`` that are trained on."""
+    if watch.canaries is not None and watch.canaries.count > watch.tasks:
+        yield f"watch.canaries.count: {watch.canaries.count} exceeds watch.tasks ({watch.tasks}); use {watch.tasks} or fewer"
+    if watch.judge is None:
+        return
+    heldout = watch.judge.reward
+    if (columns := heldout.known_columns()) is not None:
+        try:
+            combination(heldout.combine, columns)
+        except ValueError as error:
+            yield f"watch.judge.reward.combine: {str(error).removeprefix('combine ')}"
+            return
+    if shared := _trained(heldout) & set().union(*map(_trained, rewards)):
+        names = ", ".join(sorted({name for _, name in shared}))
+        yield (
+            f"watch.judge.reward: the run is trained on its columns {names}, so it is not held out; use another judge, or columns "
+            "that are not trained on"
+        )
+
+
+def _trained(reward: RewardSection) -> set[tuple[str, str]]:
+    """The columns that ``combine`` uses (all columns if it is empty, as in a reward that is differentiated), each with the JSON of
+    the reward that computes it. If the columns are not known yet: the names in ``combine``."""
+    columns = reward.known_columns()
+    if columns is not None and not reward.combine:
+        names = tuple(columns)
+    elif columns is None:
+        names = tuple(reward.combine) if isinstance(reward.combine, dict) else (reward.combine,)
+    else:
+        try:
+            names = combination(reward.combine, columns).columns
+        except ValueError:  # a problem of the reward itself
+            names = ()
+    rewards = [(prefix, part.model_dump_json(exclude={"combine", "max_missing"})) for _, prefix, part in reward.parts()]
+    return {(own, name.removeprefix(prefix)) for prefix, own in rewards for name in names if name.startswith(prefix)}
+
+
+ZERO3 = (
+    "zero3 gathers the weights in every call of the model, and rollouts and renderers call the model or parts of it outside of "
+    'the engine and not equally often on all ranks: they hang, or fail with "pop from an empty deque"'
+)
+
+
+def problems(recipe: RecipeKeys) -> list[str]:
+    """A line for each contradiction between keys; empty for a valid recipe."""
+    found = [*_length(recipe), *_outputs(recipe), *_devices(recipe)]
+    if recipe.watch is not None:
+        differentiated = [section for _, section in differentiated_rewards(recipe)]
+        found += watch_problems(recipe.watch, [recipe.reward, *differentiated])
+    if unlike := list(parts_problems(recipe)):
+        return [*found, *unlike]
+    found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe)]
+    policy = recipe.policy
+    if isinstance(policy, DenoisingPolicyKeys):
+        if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):
+            found.append(f"policy.attention: whether {policy.attention} is deterministic is not known; use null, or native kernels")
+    elif policy.compile is not None and not policy.gradient_checkpointing:
+        found.append(
+            "policy.compile: only layers that are recomputed in the update are compiled; set gradient_checkpointing, or use null"
+        )
+    found += [*ip_adapter_problems(recipe), *_phases(recipe)]
+    try:
+        check_ranks(recipe, 1)  # more ranks are checked at the start of the run
+    except ValueError as error:
+        found.append(f"minibatches: {error}")
+    return list(dict.fromkeys(found))
+
+
+def check_ranks(recipe: RecipeKeys, world: int) -> None:
+    """Raise ValueError, with legal numbers, if ``world`` ranks cannot divide the steps of some phase equally."""
+    for phase in recipe.resolved_phases():
+        check_arithmetic(
+            tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
+        )
+        parts = recipe.minibatches * world
+        if phase.objective.compares_groups and phase.tasks_per_step % parts:
+            pairs = phase.objective.needs_pairs
+            groups, together = ("pairs", "both images of a pair") if pairs else ("groups", "all samples of a group")
+            raise ValueError(
+                f"tasks_per_step: {phase.tasks_per_step} {groups} do not divide over {recipe.minibatches} minibatches on {world} "
+                f"ranks, and {together} must be in one minibatch; use a multiple of {parts}"
+            )
+
+
+def rank_count_warning(recipe: RecipeKeys, world: int) -> str | None:
+    """A warning if the run has another number of ranks than the recipe is made for, otherwise None."""
+    if recipe.ranks is None or recipe.ranks == world:
+        return None
+    there = "is 1" if world == 1 else f"are {world}"
+    return f"the recipe is meant for {recipe.ranks} rank{'s' * (recipe.ranks > 1)}, and there {there}"
+
+
+def _length(recipe: RecipeKeys) -> Iterator[str]:
+    if recipe.phases is None:
+        if (recipe.steps is None) == (recipe.passes is None):
+            yield f"steps: {_one_length(recipe.steps)}"
+        return
+    if not recipe.phases:
+        yield "phases: the list is empty; add a phase, or set phases to null and set steps"
+        return
+    if recipe.steps is not None or recipe.passes is not None:
+        key, value = ("steps", recipe.steps) if recipe.steps is not None else ("passes", recipe.passes)
+        options = " or ".join(f"--set phases.{index}.{key}={value:g} ({each.name})" for index, each in enumerate(recipe.phases))
+        yield (
+            "steps: with phases, each phase has its own length; remove the top-level steps and passes, and set the length of a "
+            f"phase: {options}"
+        )
+    names = [phase.name for phase in recipe.phases]
+    for index, phase in enumerate(recipe.phases):
+        if (phase.steps is None) == (phase.passes is None):
+            yield f"phases.{index}.steps: {_one_length(phase.steps)}"
+        if phase.name in names[:index]:
+            yield f"phases.{index}.name: another phase is also called {phase.name!r}; names must be unique"
+    if all(phase.steps == 0 for phase in recipe.phases):
+        yield "phases: none of them has a step; set steps for one, or evaluate the untrained model with `retouch eval`"
+    if recipe.phases[0].keep_optimizer:
+        yield "phases.0.keep_optimizer: there is no phase before the first; remove it"
+
+
+def _one_length(steps: int | None) -> str:
+    """What to do about a run or a phase with both lengths, or with none (``steps`` is None)."""
+    return "missing: set the length of the run, in steps or in passes" if steps is None else "set either steps or passes, not both"
+
+
+def _outputs(recipe: RecipeKeys) -> Iterator[str]:
+    """Check the checkpoints, the uploads and the trackers of a run."""
+    every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
+    if kept is not None and (every == 0 or kept % every):
+        yield f"checkpoints.keep_every: {kept} is not a multiple of checkpoints.every ({every}), so none is kept; use a multiple"
+    if recipe.push is not None and recipe.sharding == "fsdp2":
+        yield "push: with fsdp2 no rank has the whole weights; train without push, then `retouch export` and `hf upload`"
+    # The kinds of tokens of an imported model are not known.
+    kinds = recipe.policy.token_kinds
+    if recipe.samples.tokens and not (recipe.policy.is_autoregressive and (kinds is None or "text" in kinds)):
+        yield "samples.tokens: this policy writes no text; remove it"
+    if recipe.samples.states and recipe.policy.kind == "autoregressive":
+        yield "samples.states: this policy has no denoising states; remove it"
+    if len(set(recipe.trackers)) < len(recipe.trackers):
+        yield "trackers: one tracker is listed twice; list each once"
+
+
+def _devices(recipe: RecipeKeys) -> Iterator[str]:
+    if recipe.sharding == "zero3":
+        yield f"sharding: {ZERO3}; use zero2, or fsdp2 if the weights themselves are too large"
+    if recipe.optimizer.final_share and recipe.optimizer.schedule == "constant":
+        yield "optimizer.final_share: a constant learning rate does not fall; use schedule cosine or linear, or remove it"
+    moments = recipe.optimizer.moments
+    if moments is not None and recipe.sharding not in (None, *(["fsdp2"] if moments == "cpu" else [])):
+        yield f"optimizer.moments: {moments} does not go with sharding {recipe.sharding}; remove it, or use cpu with fsdp2"
+    devices = recipe.devices
+    if devices is None:
+        return
+    if devices.policy is not None and recipe.device != "auto":
+        yield f"device, devices.policy: {recipe.device} and {devices.policy} both choose the policy's device; set one of them"
+    if recipe.renderer is None or recipe.renderer.image_model is None:
+        keys = ("renderer",) if isinstance(recipe.policy, DenoisingPolicyKeys) else ("renderer", "offload")
+        for key in keys:
+            if getattr(devices, key):
+                yield f"devices.{key}: this policy renders its images itself, on its own device; remove it"
+    if devices.reference is not None and not (recipe.policy.kind == "autoregressive" and recipe.policy.train.kind == "full"):
+        yield "devices.reference: only for full training of language models; the reference of a LoRA is small, so remove it"
+    if devices.reference is not None and recipe.sharding == "fsdp2":
+        yield "devices.reference: fsdp2 already shards the reference over ranks; use zero2, or remove it"
+    if devices.weights is not None and recipe.sharding != "fsdp2":
+        yield "devices.weights: only weights that are sharded by fsdp2 can wait in CPU memory; set sharding to fsdp2, or remove it"
+
+
+def _phases(recipe: RecipeKeys) -> Iterator[str]:
+    for index, phase in enumerate(recipe.resolved_phases()):
+        at = {key: recipe.phase_key(index, key) for key in ("objective", "rollout", "data", "group_size")}
+        yield from phase.objective.problems(_context(recipe, phase, at))
+        tokens = phase.rollout.is_autoregressive
+        yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], is_autoregressive=tokens)
+        if phase.objective.needs_pairs:
+            yield from _pairs(phase, at)
+        elif phase.imitates:
+            unused = {"refill": phase.rollout.refill is not None, "staleness": phase.rollout.staleness > 0}
+            for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
+                yield f"{at['rollout']}.{key}: {phase.objective.label} samples nothing; remove it"
+            if phase.data.contents().target is False:
+                has = f"{phase.data.label} have no targets"
+                yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
+        else:
+            yield from _exploration(recipe, phase, at)
+            if phase.rollout.staleness:
+                yield from _staleness(recipe, phase, at)
+            elif phase.rollout.truncate_at != TRUNCATE_AT:
+                yield f"{at['rollout']}.truncate_at: has an effect only with staleness; set {at['rollout']}.staleness, or remove it"
+            if phase.rollout.refill is not None:
+                yield from _refill(recipe, phase, at)
+        contents = phase.data.contents()
+        tasks = TaskFacts(
+            path=at["data"],
+            kind=phase.data.label,
+            has_source=contents.images is not False,
+            has_target=contents.target is not False,
+        )
+        for path, part in rewards_of(recipe, index):
+            yield from part.task_problems(path, tasks)
+        yield from source_image_problems(recipe, phase, at["data"])
+        yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
+        if phase.passes is not None and not phase.data.has_length:
+            yield f"{recipe.phase_key(index, 'passes')}: the number of rows of a stream is not known; give `steps` instead"
+        warmup = recipe.optimizer.warmup_steps
+        if phase.steps and warmup > phase.steps:
+            yield (
+                f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; give fewer steps, or a "
+                "share of them below 1"
+            )
+
+
+def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Check a phase in which each group is a pair of images of the data."""
+    if phase.data.contents().pairs is False:
+        why = f"{phase.data.label} has no columns `chosen` and `rejected`, which {at['objective']}.pairs 'data' compares"
+        yield f"{at['data']}: {why}; name them in columns, or give folder, hub or table data that have them"
+    if phase.group_size != 2:
+        yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
+
+
+def _exploration(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Check that the samples of a group can differ, and that advantages can differ from 0."""
+    if phase.objective.differentiates_reward:
+        pass
+    elif phase.group_size < (smallest := recipe.advantage.smallest_group):
+        nothing = f"{phase.group_size} gives every sample the advantage 0"
+        yield f"{at['group_size']}: {nothing}; use {smallest} or more, or advantage.kind batch or gae"
+    elif phase.rows < 2:
+        yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
+    yield from phase.rollout.problems(at["rollout"])
+    if phase.objective.needs_acting_means and not phase.rollout.is_autoregressive and phase.rollout.engine is not None:
+        yield f"{at['objective']}.ratio_norm: an engine does not return the means that it needs; remove ratio_norm, or the engine"
+
+
+def _staleness(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Check that the actions of stale rollouts can be weighted."""
+    key, objective = f"{at['rollout']}.staleness", phase.objective
+    if not objective.needs_log_probs:
+        yield f"{key}: {objective.label} has no probabilities that stale samples could be weighted by; use 0, or policy_gradient"
+    elif objective.one_ratio_per_row:
+        yield f"{key}: the weights are those of single actions, and gspo has one ratio per row; use 0, or surrogate clip"
+    if objective.needs_acting_means:
+        yield f"{key}: {at['objective']}.ratio_norm needs the means under the weights that sampled; use 0, or remove ratio_norm"
+    if recipe.advantage.value_head is not None:
+        yield f"{key}: the predictions of a value head would be stale too; use 0, or an advantage without value head"
+
+
+def _refill(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Check that groups of equal rewards give no gradient, and that they are known before the next step is sampled."""
+    key = f"{at['rollout']}.refill"
+    if phase.objective.differentiates_reward:
+        yield f"{key}: {phase.objective.label} also learns from groups of equal rewards; remove it"
+    elif recipe.advantage.smallest_group < 2:
+        why = f"advantage {recipe.advantage.label} also learns from groups of equal rewards"
+        yield f"{key}: {why}; remove it, or use advantage.kind group"
+    if phase.rollout.staleness:
+        why = "samples of later steps are made before the rewards of this one are known"
+        yield f"{key}: with {at['rollout']}.staleness, {why}; remove one of them"
+
+
+def _context(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
+    """The settings of the recipe that the objective of the phase may check."""
+    rollout, lora = phase.rollout, recipe.policy.train.lora
+    chain = rollout if isinstance(rollout, DenoisingRollout) else None
+    return ObjectiveContext(
+        objective=at["objective"],
+        rollout=at["rollout"],
+        model=recipe.policy.model.kind,
+        is_autoregressive=rollout.is_autoregressive,
+        token_kinds=recipe.policy.token_kinds,
+        stochastic=chain is None or chain.transition.stochastic,
+        noise_level=None if chain is None else chain.transition.exploration,
+        reduction="token" if chain is None else chain.reduction,
+        actions=rollout.actions,
+        microbatch=recipe.microbatch,
+        optimizer_steps=recipe.epochs * recipe.minibatches,
+        lora_dropout=None
+        if lora is None
+        else (f"policy.train{'' if lora is recipe.policy.train else '.lora'}.dropout", lora.dropout),
+        num_steps=None if chain is None else chain.num_steps,
+        engine=rollout.engine is not None,
+        offload=recipe.devices is not None and bool(recipe.devices.offload),
+    )

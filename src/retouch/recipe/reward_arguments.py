@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from retouch.config import consent
-from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.errors import mistakes
 from retouch.config.imports import CLASS_PATH, module_of
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
@@ -36,11 +36,10 @@ def parse_reward(document: Mapping[str, Any], *, allow_imports: Iterable[str] = 
     """Read a reward section. ``allow_imports``: as in ``recipe.parse``. Raises ValueError with a line for each mistake."""
     held = {"reward": dict(document)}
     with consent.reading(held, source=document, allow=consent.module_names(allow_imports)):
-        lines = unknown_keys(held, _Holder)
         try:
             return _Holder.model_validate_json(json.dumps(held)).reward
         except ValidationError as error:
-            raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
+            raise mistakes(error, held, _Holder) from None
 
 
 def modules_in_argument(text: str) -> list[str]:

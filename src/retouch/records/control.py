@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from retouch.records import files
 from retouch.records.folder import RunFolder
@@ -69,8 +69,15 @@ def make_request(folder: RunFolder, action: object, value: object = None, *, via
         raise ValueError(f"{waiting} requests already wait for the end of the step")
     folder.control.mkdir(exist_ok=True)
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = f"user {os.getuid()}"
     made = ControlRequest(
-        action=checked[0], value=checked[1], by=f"{_user()} ({via})", at=datetime.now(UTC).isoformat(timespec="seconds")
+        action=checked[0],
+        value=checked[1],
+        by=f"{user}@{socket.gethostname()} ({via})",
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     files.write_json(folder.control / f"{name}.json", asdict(made))
     return name
@@ -92,24 +99,14 @@ def answer_request(folder: RunFolder, name: str, request: ControlRequest, *, tak
 def _read(path: Path) -> ControlRequest | None:
     try:
         found = json.loads(files.read_bytes(path, most=_MOST_BYTES))
-        return _parsed(found) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return None
+        action, value = check(found.get("action"), found.get("value"))
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _parsed(found: Mapping[str, Any]) -> ControlRequest | None:
-    action, value = check(found.get("action"), found.get("value"))
     by, at, taken, step, answer = (found.get(name) for name in ("by", "at", "taken", "step", "answer"))
     if not isinstance(by, str) or not isinstance(at, str) or not isinstance(taken, bool | None):
         return None
     if not isinstance(step, int | None) or not isinstance(answer, str | None):
         return None
     return ControlRequest(action=action, value=value, by=by, at=at, taken=taken, step=step, answer=answer)
-
-
-def _user() -> str:
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        name = f"user {os.getuid()}"
-    return f"{name}@{socket.gethostname()}"

@@ -11,6 +11,7 @@ gives the same bits. If a process is killed while it writes, the last line may h
 
 import codecs
 import errno
+import fcntl
 import io
 import json
 import math
@@ -21,10 +22,11 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
 
 from retouch.config.keys import without_secrets
-from retouch.records.shapes import Shape, checked, strict_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,6 +39,72 @@ LONGEST_LINE = 1 << 24
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+MOST_DEPTH = 100
+MOST_DIGITS = 300
+
+
+def strict_json(text: str | bytes | bytearray) -> Any:
+    """Parse a JSON value.
+
+    Raises ValueError if the text is not UTF-8, for NaN and infinity, a number that is too large for a float, an integer of more
+    than ``MOST_DIGITS`` digits, a repeated key, and values that are nested more than ``MOST_DEPTH`` deep.
+    """
+    decoded = text if isinstance(text, str) else text.decode("utf-8")
+    try:
+        value = DECODER.decode(decoded)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    level = [value] if decoded.count("[") + decoded.count("{") > MOST_DEPTH else []
+    for _ in range(MOST_DEPTH):
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+    if level:
+        raise ValueError("nested too deep")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is too large for a JSON number")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > MOST_DIGITS:
+        raise ValueError(f"{digits:.40} has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return fields
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer, object_pairs_hook=_no_repeats)
+
+
+Shape: TypeAlias = TypeAdapter[Any]
+
+
+def checked(shape: Shape, value: Any, where: str) -> Any:
+    """Return the value. Raises ValueError, which begins with ``where``, if it does not have the shape."""
+    try:
+        shape.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part)[:60] for part in first["loc"])
+        raise ValueError(f"{where}: {key}: {first['msg']}; another program has changed the file") from None
+    return value
 
 
 def jsonable(value: Any) -> Any:
@@ -154,6 +222,20 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
                 raise
         if durable:
             fsync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+    """Open a file (see ``open_handle``), wait for the exclusive lock on it, and yield the descriptor.
+
+    Raises OSError with ENOLCK or ENOTSUP on a file system without locks.
+    """
+    handle = open_handle(path, flags)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def write_atomic(path: Path, content: bytes, *, durable: bool = True) -> None:

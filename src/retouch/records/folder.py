@@ -6,23 +6,229 @@ may write again (evaluations, images) replace the earlier ones. With an ``owner`
 owns the folder, and raises ``NotOwner`` otherwise.
 """
 
+import dataclasses
 import errno
+import json
+import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal, NotRequired
 
-from retouch.records import files, shapes
+from PIL.Image import Image
+from pydantic import BeforeValidator, Field, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from retouch.records import files
 from retouch.records.libraries import versions
 from retouch.records.ownership import FILE, Owner, shared_owner
-from retouch.records.repair import keep_until, readable_steps, remove
-from retouch.records.summary import Summary
+from retouch.types import Json, Sample
 
-if TYPE_CHECKING:
-    from retouch.records.samples import SampleRecord, SampleSet
+# The shapes of the records in a run's folder: which keys a reader may rely on, with which types. The page of runs and the report
+# can compute with what they accept: numbers within 1e100, so that no sum of squares overflows, and steps from 0 to 2**53. Further
+# keys are allowed.
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Number = Annotated[float, Field(ge=-1e100, le=1e100)]
+_Value = _Number | None
+_Pair = Annotated[list[_Value], Field(min_length=2, max_length=2)]
+
+
+def _with_step(line: Any) -> Any:
+    if isinstance(line, dict) and type(line.get("step")) is int and 0 <= line["step"] <= 2**53:
+        return line
+    raise ValueError("step should be a whole number from 0 to 2**53")
+
+
+class _Alarm(TypedDict):
+    text: str
+    rule: NotRequired[str]
+
+
+class _AlarmStop(TypedDict):
+    step: _Count
+    back_to: _Count | None
+    alarms: list[_Alarm]
+
+
+class _Check(TypedDict):
+    name: str
+    ok: bool
+    text: NotRequired[str | None]
+
+
+class _Evaluation(TypedDict):
+    step: _Count
+    split: str
+    table: dict[str, dict[str, _Value]]
+    ci95: dict[str, dict[str, _Pair]]
+    lower_is_better: NotRequired[list[str]]
+    missing: NotRequired[dict[str, _Count]]
+
+
+class _Cell(TypedDict):
+    mean: _Value
+    low: _Value
+    high: _Value
+    n: NotRequired[_Count]
+
+
+class _Suite(TypedDict):
+    step: _Count
+    suite: str
+    headline: str
+    table: dict[str, dict[str, _Cell]]
+    missing: _Count
+    alarm: str | None
+
+
+class _Sample(TypedDict):
+    step: _Count
+    set: str
+    task: str
+    instruction: str
+    group: _Count
+    slot: _Count
+    image: str | None
+    source: str | None
+    target: str | None
+    scores: dict[str, _Value]
+    reward: _Value
+    advantage: _Value
+    tags: dict[str, Any]
+    text: NotRequired[str | None]
+
+
+class _Summary(TypedDict):
+    column: str
+    on: str
+    before: _Number
+    after: _Number
+    steps: _Count
+    ceiling: NotRequired[_Value]
+    best_of_k: NotRequired[_Value]
+    k: NotRequired[_Count | None]
+    gain_ci95: NotRequired[Annotated[list[_Number], Field(min_length=2, max_length=2)] | None]
+    independent_tasks: NotRequired[_Count | None]
+    needed_tasks: NotRequired[_Count | None]
+    lower_is_better: NotRequired[bool]
+    cost: NotRequired[dict[str, Any]]
+
+
+class _Scores(TypedDict):
+    tasks: list[str]
+    rewards: list[_Value]
+    scores: dict[str, list[_Value]]
+    sources: NotRequired[list[str]]
+
+
+METRICS: files.Shape = TypeAdapter(Annotated[dict[str, _Value | str], BeforeValidator(_with_step)])
+"""A line of the metrics or timings."""
+ALARM: files.Shape = TypeAdapter(_AlarmStop)
+CHECKS: files.Shape = TypeAdapter(list[_Check])
+EVALUATION: files.Shape = TypeAdapter(_Evaluation)
+SUITE: files.Shape = TypeAdapter(_Suite)
+SAMPLE: files.Shape = TypeAdapter(_Sample)
+SUMMARY: files.Shape = TypeAdapter(_Summary)
+SCORES: files.Shape = TypeAdapter(_Scores)
+
+
+def split_label(split: str) -> str:
+    """Return the name of the tasks on which a run is evaluated, given its ``eval.split``: "trained-on" or "held-out"."""
+    return "trained-on" if split == "train" else "held-out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The mean score before and after training, and the numbers to compare it with.
+
+    ``column``: the name of the score ("overall"). ``on``: a description of the tasks ("held-out tasks of complexity 2 and 3"). All
+    scores are in the column's unit. ``before``, ``after``: means over the tasks with a score both before and after training.
+    ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples of the base
+    policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). ``independent_tasks``: the number of
+    these tasks, where tasks with the same source image count once; ``needed_tasks``: how many it would take for an interval that
+    excludes 0, if the gain and its spread between tasks stayed the same. None means not measured.
+    ``lower_is_better``: whether a lower score is better, so that a negative gain is an improvement. ``cost``: amounts by name, for
+    people to read.
+    """
+
+    column: str
+    on: str
+    before: float
+    after: float
+    steps: int
+    ceiling: float | None = None
+    best_of_k: float | None = None
+    k: int | None = None
+    gain_ci95: tuple[float, float] | None = None
+    independent_tasks: int | None = None
+    needed_tasks: int | None = None
+    lower_is_better: bool = False
+    cost: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+    @property
+    def gap_closed(self) -> float | None:
+        """(after - before) / (ceiling - before); None without a ceiling that is better than ``before``."""
+        if self.ceiling is None or not self.is_better(self.ceiling, self.before):
+            return None
+        return self.gain / (self.ceiling - self.before)
+
+    def is_better(self, score: float, other: float) -> bool:
+        """Whether ``score`` is better than ``other`` in this column."""
+        return score < other if self.lower_is_better else score > other
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields, together with ``gain`` and ``gap_closed``."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**fields, "gain": self.gain, "gap_closed": self.gap_closed}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, object]) -> "Summary":
+        """Read the result of ``to_json``. Raises ValueError if fields are missing, unknown or of other types."""
+        if not isinstance(record, Mapping):
+            raise ValueError(f"summary.json contains {type(record).__name__} and no object")
+        names = {item.name for item in dataclasses.fields(cls)}
+        given = {name: value for name, value in record.items() if name not in ("gain", "gap_closed")}
+        missing = [name for name in ("column", "on", "before", "after", "steps") if given.get(name) is None]
+        unknown = sorted(set(given) - names)
+        if missing or unknown:
+            raise ValueError(f"summary.json does not match this version of retouch: missing {missing}, unknown {unknown}")
+        interval = files.checked(SUMMARY, given, "summary.json").pop("gain_ci95", None)
+        given["gain_ci95"] = None if interval is None else (interval[0], interval[1])
+        return cls(**given)  # type: ignore[arg-type]
+
+
+SampleSet = Literal["heldout", "group"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampleRecord:
+    """A sample with its scores, stored for people to look at.
+
+    ``group`` and ``slot``: the number of the group, and of the sample in the group (for held-out tasks: the index of the task, and
+    slot 0). NaN in ``scores`` or ``reward`` means that the sample could not be scored. ``advantage``: None for held-out tasks.
+    ``text``: the completion that the policy wrote for the image, or None. ``tokens``: the sampled tokens of the completion with
+    their log-probabilities in nats. ``states``: images of the denoising states of the sample.
+    """
+
+    sample: Sample
+    group: int
+    slot: int
+    scores: Mapping[str, float]
+    reward: float
+    advantage: float | None = None
+    text: str | None = None
+    tokens: Sequence[tuple[str, float]] | None = None
+    states: Sequence[Image] = ()
+
 
 Number = float | int | None
 Table = Mapping[str, Mapping[str, Number]]
@@ -180,13 +386,12 @@ class RunFolder:
 
         They replace the samples of the same step and kind. Images are written before the lines that name them.
         """
-        from retouch.records.samples import write_images
-
         self.require_owner()
         folder = self.samples(step)
         folder.mkdir(parents=True, exist_ok=True)
         others = [line for line in self.read_samples(step) if line["set"] != kind]
-        lines = write_images(folder, {"step": step, "set": kind}, records)
+        saved: set[str] = set()
+        lines = [_write_sample(folder, {"step": step, "set": kind}, record, saved=saved) for record in records]
         files.write_lines(folder / "samples.jsonl", [*others, *lines])
 
     def write_summary(self, summary: Summary) -> None:
@@ -203,7 +408,7 @@ class RunFolder:
         return Summary.from_json(files.read_record(self.summary)) if self.summary.exists() else None
 
     def read_preflight(self) -> list[dict[str, Any]]:
-        return files.read_record(self.preflight, shapes.CHECKS) if self.preflight.exists() else []
+        return files.read_record(self.preflight, CHECKS) if self.preflight.exists() else []
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """Store why alarms stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
@@ -212,7 +417,7 @@ class RunFolder:
 
     def read_alarm(self) -> dict[str, Any] | None:
         """Read the record of ``write_alarm``; None if no alarm stopped the run."""
-        return files.read_record(self.alarm, shapes.ALARM) if self.alarm.exists() else None
+        return files.read_record(self.alarm, ALARM) if self.alarm.exists() else None
 
     def read_recipe(self) -> dict[str, Any]:
         """Read the record of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
@@ -227,21 +432,43 @@ class RunFolder:
         return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.metrics, shapes.METRICS)
+        return files.read_lines(self.metrics, METRICS)
 
     def read_timings(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.timings, shapes.METRICS)
+        return files.read_lines(self.timings, METRICS)
 
     def read_evals(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.evals, shapes.EVALUATION)
+        return files.read_lines(self.evals, EVALUATION)
 
     def read_suites(self) -> list[dict[str, Any]]:
         """Read the lines of ``write_suite``."""
-        return files.read_lines(self.suites, shapes.SUITE)
+        return files.read_lines(self.suites, SUITE)
+
+    def read_scores(self, step: int) -> dict[str, dict[str, float]]:
+        """Read the scores of an evaluation: by column, the score of each task by id, without missing scores. "reward" is the
+        combined reward. Empty if the scores of this evaluation are not stored."""
+        if not self.evaluation(step).exists():
+            return {}
+        record = files.read_record(self.evaluation(step), SCORES)
+        columns = {"reward": record["rewards"], **{name: values for name, values in record["scores"].items() if name != "reward"}}
+        return {
+            name: {
+                task: value
+                for task, value in zip(record["tasks"], values, strict=True)
+                if value is not None and not math.isnan(value)
+            }
+            for name, values in columns.items()
+        }
+
+    def read_sources(self, step: int) -> dict[str, str]:
+        """Read the source of each task of an evaluation, by task id. Empty if no tasks share a source."""
+        path = self.evaluation(step)
+        record = files.read_record(path, SCORES) if path.exists() else {}
+        return dict(zip(record["tasks"], record["sources"], strict=True)) if "sources" in record else {}
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
         """Read the lines about a step's samples; file names are relative to ``samples(step)``."""
-        return files.read_lines(self.samples(step) / "samples.jsonl", shapes.SAMPLE)
+        return files.read_lines(self.samples(step) / "samples.jsonl", SAMPLE)
 
     def sample_steps(self) -> list[int]:
         """Return the steps whose samples are completely stored, in order."""
@@ -334,3 +561,129 @@ def _step(folder: Path) -> int:
     """Return the step in a folder's name; -1 for another name."""
     digits = folder.name.removeprefix("step-")
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 10 else -1
+
+
+def keep_until(path: Path, step: int, *, key: Sequence[str] = ("step",), every_step: bool = False) -> list[str]:
+    """Keep the lines up to ``step``, with each ``key`` once and in the order of steps. Returns a note about each problem.
+
+    If lines with the same key differ, the last one is kept. ``every_step``: whether every step from 1 to ``step`` should have a
+    line. Later lines and an incomplete last line are normal after a crash, and are removed without a note.
+    """
+    if not path.exists():
+        return [f"{path.name} is missing: its lines about steps 1 to {step} are lost"] if every_step and step else []
+    before = files.read_bytes(path)
+    kept: dict[tuple[Any, ...], bytes] = {}
+    unreadable = doubled = contradicting = 0
+    order: list[int] = []
+    for line in before.split(b"\n")[:-1]:
+        found = _key(line, key)
+        if found is None:
+            unreadable += 1
+            continue
+        if found[0] > step:
+            continue
+        doubled += found in kept
+        contradicting += found in kept and kept[found] != line
+        kept[found] = line
+        order.append(found[0])
+    notes = [
+        f"{path.name}: {count} {what}"
+        for count, what in (
+            (unreadable, "unreadable lines were removed"),
+            (doubled - contradicting, "duplicate lines were removed"),
+            (contradicting, "lines contradicted a line of the same step; the last one was kept"),
+            (int(order != sorted(order)), "break in the order of steps; the lines were sorted"),
+        )
+        if count
+    ]
+    if notes:
+        copy = path.with_name(f"{path.name}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}")
+        files.write_atomic(copy, before)
+        notes.append(f"a copy of the damaged file: {copy.name}")
+    if every_step and (missing := sorted(set(range(1, step + 1)) - {found[0] for found in kept})):
+        notes.append(f"{path.name}: the lines of {_ranges(missing)} are missing and cannot be restored")
+    after = b"".join(kept[found] + b"\n" for found in sorted(kept, key=lambda found: found[0]))
+    if after != before:
+        files.write_atomic(path, after)
+    return notes
+
+
+def readable_steps(path: Path) -> list[int]:
+    """Return the step of each readable line; other lines of a damaged file are skipped."""
+    lines = files.read_bytes(path).split(b"\n")[:-1] if path.exists() else []
+    return [found[0] for line in lines if (found := _key(line, ("step",))) is not None]
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with its contents."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove the temporary files and folders below ``root`` that a killed process left. Only the writing process may call it."""
+    for path in [*root.rglob(f"{files.TEMPORARY}*")]:
+        remove(path)
+
+
+def _key(line: bytes, names: Sequence[str]) -> tuple[Any, ...] | None:
+    """Return the values that identify a line, the step first; None if the line cannot belong to this file."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return None
+    if not all(isinstance(value.get(name), str) for name in names[1:]):
+        return None
+    return tuple(value[name] for name in names)
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Format step numbers, with ranges for consecutive ones: "step 4" or "steps 4 to 6, 9"."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1][1:] = [step]
+        else:
+            parts.append([step])
+    words = ", ".join(" to ".join(map(str, part)) for part in parts)
+    return f"step{'s' * (len(steps) > 1)} {words}"
+
+
+def _write_sample(folder: Path, head: Mapping[str, Any], item: SampleRecord, *, saved: set[str]) -> dict[str, Any]:
+    """Write a sample's images (the task's own images once per group) and return its line."""
+    task = item.sample.task
+    stem = f"{head['set']}-{item.group:04d}"
+    source = task.images[0] if task.images else None
+    own = f"{stem}-{item.slot:03d}"
+    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, saved=saved) for place, each in enumerate(item.states)]
+    return {
+        **head,
+        "task": task.id,
+        "instruction": task.instruction,
+        "group": item.group,
+        "slot": item.slot,
+        "image": _write_image(folder / f"{own}.png", item.sample.image, saved=saved),
+        "source": _write_image(folder / f"{stem}-source.png", source, saved=saved),
+        "target": _write_image(folder / f"{stem}-target.png", task.target, saved=saved),
+        "scores": dict(item.scores),
+        "reward": item.reward,
+        "advantage": item.advantage,
+        "tags": dict(task.tags),
+        **({} if item.text is None else {"text": item.text}),
+        **({} if item.tokens is None else {"tokens": item.tokens}),
+        **({"states": states} if states else {}),
+    }
+
+
+def _write_image(path: Path, image: Image | None, *, saved: set[str]) -> str | None:
+    """Write the image unless ``written`` contains it, and return its file name; None if there is no image."""
+    if image is None:
+        return None
+    if path.name not in saved:
+        files.write_png(path, image)
+        saved.add(path.name)
+    return path.name

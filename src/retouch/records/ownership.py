@@ -128,8 +128,12 @@ class Owner:
                 # Without locks, check whether the recorded process is still running.
                 if locked is None and _process_start(before.pid) == before.began:
                     raise NotOwner(_refusal(self.path.parent, before))
-            elif self._is_renewed(WATCH_SECONDS):
-                raise NotOwner(_refusal(self.path.parent, before))
+            else:  # the file of another machine; reopened each time, because network file systems cache times
+                first, end = _stamp(self.path), time.monotonic() + WATCH_SECONDS
+                while time.monotonic() < end:
+                    time.sleep(min(1.0, WATCH_SECONDS / 10))
+                    if _stamp(self.path) != first:
+                        raise NotOwner(_refusal(self.path.parent, before))
         record = OwnerRecord(
             uuid.uuid4().hex,
             socket.gethostname(),
@@ -147,15 +151,6 @@ class Owner:
             raise NotOwner(_refusal(self.path.parent, found))
         return record
 
-    def _is_renewed(self, seconds: float) -> bool:
-        """Return whether the file changes within ``seconds``. Reopens it each time, because network file systems cache times."""
-        first, end = _stamp(self.path), time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(min(1.0, seconds / 10))
-            if _stamp(self.path) != first:
-                return True
-        return False
-
     def _write(self, record: OwnerRecord) -> None:
         line = (json.dumps(asdict(record)) + "\n").encode()
         os.ftruncate(self._handle, 0)
@@ -169,17 +164,14 @@ class Owner:
             except OSError:
                 return  # ``require`` reports the error
 
-    def _close_in_child(self) -> None:
-        os.close(self._handle)
-        self._handle, self._record = -1, None
-
 
 _open_owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
 
 
 def _close_all_in_child() -> None:
     for owner in list(_open_owners):
-        owner._close_in_child()
+        os.close(owner._handle)
+        owner._handle, owner._record = -1, None
     _open_owners.clear()
 
 

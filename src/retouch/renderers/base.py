@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from PIL.Image import Image
 from pydantic import Field
 
 from retouch.config.section import Count, Section
-from retouch.models.base import ImageModel
+from retouch.models.base import ImageModel, LanguageModel, TokenKind
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.language import LanguageModel, TokenKind
+from retouch.protocols import Renderer
+from retouch.types import Completion, Task
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Int
+    from torch import Tensor
 
-    from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
+    from retouch.protocols import AutoregressiveModel, DenoisingModel
+    from retouch.types import Conditioning
 
 WeightContext: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 """Opens a context in which a module computes with other weights."""
@@ -103,8 +109,6 @@ class RendererSection(Section):
 class ImageModelRenderer(RendererSection):
     """Base of the renderers that use a frozen image model to render a writer's completions."""
 
-    renamed_keys: ClassVar[Mapping[str, str]] = {"blind": "ignore_completions"}
-
     model: Annotated[ImageModel, IMAGE_MODELS]
     """The image model, which is frozen."""
     num_steps: Count
@@ -130,3 +134,244 @@ class ImageModelRenderer(RendererSection):
 
     def with_num_steps(self, num_steps: int | None) -> RendererSection:
         return self if num_steps is None else self.model_copy(update={"num_steps": num_steps})
+
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class HasCompletions(Protocol):
+    """The field of a trajectory that a renderer of completions reads."""
+
+    @property
+    def outputs(self) -> Sequence[Completion]: ...
+
+
+class OdeSampler:
+    """Samples from a frozen flow-matching model: deterministic Euler steps along the model's own sigmas.
+
+    ``guidance_scale``: 1 needs no negative branch; above 1, the two branches are combined as in the model's own pipeline. The
+    constructor freezes the transformer and sets it to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
+
+    Source: diffusers' FlowMatchEulerDiscreteScheduler.
+    """
+
+    def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
+        if num_steps < 1 or guidance_scale < 1.0:
+            raise ValueError(
+                f"num_steps {num_steps}, guidance_scale {guidance_scale}: use at least 1 step, and a scale of at least 1"
+            )
+        self.model = model
+        self.num_steps = num_steps
+        self.guidance_scale = guidance_scale
+        model.module.requires_grad_(False).eval()
+
+    @property
+    def guided(self) -> bool:
+        return self.guidance_scale > 1.0
+
+    def __call__(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> list[Image | None]:
+        """Sample an image for each row, from the noise of its generator; None if the result is not finite.
+
+        With guidance, ``conditioning.negative`` is the negative branch of each row.
+        """
+        import torch
+
+        model, negative = self.model, conditioning.negative
+        assert self.guided == (negative is not None)
+        with torch.no_grad():
+            x = model.initial_noise(conditioning, generators)
+            sigmas = model.sigmas(self.num_steps, conditioning).to(x.device)
+            for k in range(self.num_steps):
+                sigma = sigmas[k].expand(len(x))
+                velocity = model.velocity(model.module, x, sigma, conditioning)
+                if negative is not None:
+                    other = model.velocity(model.module, x, sigma, negative)
+                    velocity = model.combine(velocity, other, self.guidance_scale)
+                x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+            finite = x.flatten(1).isfinite().all(dim=1)
+            images = iter(model.decode(x[finite], conditioning) if finite.any() else [])
+        return [next(images) if usable else None for usable in finite.tolist()]
+
+
+def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list[torch.Generator]:
+    """Return a generator for the initial noise of each row. ``shared``: all rows of a group have the same noise.
+
+    Raises ValueError for a completion without a key.
+    """
+    from retouch.core.random import generator
+
+    keys = []
+    for row, completion in enumerate(completions):
+        if completion.key is None:
+            raise ValueError(
+                f"output {row} has no key for its noise; set its key to (seed, step, group, slot), as a policy's rollout does"
+            )
+        keys.append(completion.key)
+    if shared:
+        return [generator(seed, "noise", step, group) for seed, step, group, _ in keys]
+    return [generator(seed, "noise", step, group, slot) for seed, step, group, slot in keys]
+
+
+def bucket(rows: Sequence[int], *, size: Callable[[int], Hashable], length: Callable[[int], int], batch: int) -> list[list[int]]:
+    """Split the rows into batches of at most ``batch`` rows of equal size, with rows of similar lengths together.
+
+    If all rows of one size fit into one batch, they keep their order.
+    """
+    buckets: dict[Hashable, list[int]] = {}
+    for row in rows:
+        buckets.setdefault(size(row), []).append(row)
+    return [each for same_size in buckets.values() for each in sort_by_length(same_size, length=length, batch=batch)]
+
+
+def sort_by_length(rows: Sequence[int], *, length: Callable[[int], int], batch: int) -> list[list[int]]:
+    """Split the rows into ceil(rows / batch) batches, with rows of similar lengths together; one batch keeps their order."""
+    if len(rows) <= batch:
+        return [list(rows)] if rows else []
+    order = sorted(rows, key=length)
+    return [order[first : first + batch] for first in range(0, len(order), batch)]
+
+
+def unique_objects(items: Sequence[T]) -> tuple[list[T], list[int]]:
+    """Return the distinct objects (by identity), and for each item the index of its object among them."""
+    numbers: dict[int, int] = {}
+    index = [numbers.setdefault(id(item), len(numbers)) for item in items]
+    first = {number: place for place, number in reversed(list(enumerate(index)))}
+    return [items[first[number]] for number in range(len(numbers))], index
+
+
+class RendererInContext:
+    """Calls ``renderer`` inside the context that ``context`` opens (implements ``retouch.protocols.Renderer``).
+
+    The context may give the policy's module its averaged weights, or put frozen weights on a device
+    (``retouch.models.offloading``).
+    """
+
+    def __init__(self, renderer: Renderer, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self.renderer = renderer
+        self.context = context
+
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
+        with self.context():
+            return self.renderer(tasks, trajectory)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completions:
+    """Completions in place of a trajectory (implements ``HasCompletions``)."""
+
+    outputs: Sequence[Completion]
+
+    @classmethod
+    def empty(cls, tasks: Sequence[Task], completions: Sequence[Completion]) -> "Completions":
+        """Replace each completion by an empty response whose text is the task's instruction; the noise stays the same."""
+        pairs = zip(tasks, completions, strict=True)
+        return cls([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
+
+
+class IgnoreCompletionsRenderer:
+    """A control: makes the image of each row without its completion (implements ``retouch.protocols.Renderer``).
+
+    If a policy still gains reward with this renderer, its completions are not the cause.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+
+    def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
+        return self.renderer(tasks, Completions.empty(tasks, trajectory.outputs))
+
+
+@runtime_checkable
+class HasLatents(Protocol):
+    """The fields of a trajectory that ``LatentRenderer`` reads."""
+
+    @property
+    def outputs(self) -> Tensor: ...
+
+    @property
+    def conditioning(self) -> Conditioning: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentRenderer:
+    """Decodes the latents of a denoising policy (implements ``retouch.protocols.Renderer``).
+
+    The image of a row with a value that is not finite is None, the policy's own fault.
+    """
+
+    model: DenoisingModel
+
+    def __call__(self, tasks: Sequence[Task], trajectory: HasLatents) -> list[Image | None]:
+        import torch
+
+        x = trajectory.outputs
+        finite = x.flatten(1).isfinite().all(dim=1)
+        if not finite.any():
+            return [None] * len(x)
+        with torch.no_grad():
+            images = iter(self.model.decode(x[finite], trajectory.conditioning))
+        return [next(images) if usable else None for usable in finite.tolist()]
+
+
+class CodesRenderer(RendererSection):
+    """Decodes the image tokens of a completion with the autoencoder of the policy's own model."""
+
+    kind: Literal["codes"] = "codes"
+
+    reads = "vision"
+
+    def build(
+        self,
+        image_model: DenoisingModel | AutoregressiveModel,
+        writer: AutoregressiveModel,
+        *,
+        published: WeightContext | None = None,
+        sharded: bool = False,
+    ) -> Renderer:
+        if not isinstance(image_model, DecodesCodes):
+            raise ValueError(f"renderer.kind: codes needs a model with codes_in and decode_codes, not {type(image_model).__name__}")
+        return CodesDecoder(image_model, batch=self.batch)
+
+
+@runtime_checkable
+class DecodesCodes(Protocol):
+    """A model that finds the codes of an image in a completion, and decodes them."""
+
+    def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
+        """The codes of the image in a completion; None if there is no complete image."""
+        ...
+
+    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
+        """Decode codes to images."""
+        ...
+
+
+class CodesDecoder:
+    """Decodes the image tokens of completions, ``batch`` images at once (implements ``retouch.protocols.Renderer``).
+
+    The image of a completion that is truncated or has no complete image is None, the policy's own fault.
+    """
+
+    def __init__(self, model: DecodesCodes, *, batch: int = 8) -> None:
+        if batch < 1:
+            raise ValueError(f"batch {batch}: give at least 1")
+        self.model = model
+        self.batch = batch
+
+    def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
+        import torch
+
+        images: list[Image | None] = [None] * len(trajectory.outputs)
+        complete = []
+        for row, completion in enumerate(trajectory.outputs):
+            codes = None if completion.truncated else self.model.codes_in(completion.ids)
+            if codes is not None:
+                complete.append((row, codes))
+        for first in range(0, len(complete), self.batch):
+            part = complete[first : first + self.batch]
+            with torch.no_grad():
+                decoded = self.model.decode_codes(torch.stack([codes for _, codes in part]))
+            for (row, _), image in zip(part, decoded, strict=True):
+                images[row] = image
+        return images

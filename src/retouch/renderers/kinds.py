@@ -1,12 +1,12 @@
-"""The renderers that a recipe can name: one row per kind."""
+"""The renderers that a recipe can choose from, one row a kind."""
 
-from retouch.config.kinds import Kinds
+from retouch.config.section import Kinds
 
 RENDERERS = Kinds(
     "renderer",
     {
         "response": "retouch.renderers.responses:ResponseRenderer",
         "prompt": "retouch.renderers.prompts:PromptRenderer",
-        "codes": "retouch.renderers.decoders:CodesRenderer",
+        "codes": "retouch.renderers.base:CodesRenderer",
     },
 )

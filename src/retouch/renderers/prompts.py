@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from retouch.core.answers import answer_in
-from retouch.models.language import LanguageModel
-from retouch.renderers.base import ImageModelRenderer, WeightContext
-from retouch.renderers.sampling import HasCompletions, OdeSampler, noise_generators, sort_by_length
+from retouch.models.base import LanguageModel
+from retouch.renderers.base import HasCompletions, ImageModelRenderer, OdeSampler, WeightContext, noise_generators, sort_by_length
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +52,8 @@ class PromptRenderer(ImageModelRenderer):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        from retouch.models.common.pipeline_model import accepts_prompt
-        from retouch.renderers.wrappers import IgnoreCompletionsRenderer
+        from retouch.models.pipeline import accepts_prompt
+        from retouch.renderers.base import IgnoreCompletionsRenderer
 
         text_to_image = FlowTextToImage(
             cast("DenoisingModel", image_model),  # the recipe is checked for it

@@ -14,10 +14,18 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from retouch.config.section import Count
+from retouch.models.base import LanguageModel
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.language import LanguageModel
-from retouch.renderers.base import ImageModelRenderer, WeightContext
-from retouch.renderers.sampling import HasCompletions, OdeSampler, bucket, noise_generators, sort_by_length, unique_objects
+from retouch.renderers.base import (
+    HasCompletions,
+    ImageModelRenderer,
+    OdeSampler,
+    WeightContext,
+    bucket,
+    noise_generators,
+    sort_by_length,
+    unique_objects,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from retouch.models.qwen_image.model import QwenFlow
+    from retouch.models.qwen_vl import QwenWriter
     from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
     from retouch.types import Conditioning, Task
 
@@ -62,20 +72,24 @@ class ResponseRenderer(ImageModelRenderer):
     def load_writer(self, build_writer: Callable[[], AutoregressiveModel]) -> AutoregressiveModel:
         return self._load_on_cpu(build_writer)[0]
 
-    def _load_on_cpu(self, build_writer: Callable[[], AutoregressiveModel]) -> tuple[AutoregressiveModel, DenoisingModel]:
+    def _load_on_cpu(self, build_writer: Callable[[], AutoregressiveModel]) -> tuple[QwenWriter, QwenFlow]:
         """Return the policy's model with the editor's prompts, and the editor on the CPU."""
         import torch
 
-        editor = self.model.build(device=torch.device("cpu"))
-        return self.model.writer_for(editor, build_writer()), editor
+        from retouch.models.qwen_image.responses import with_prompts_of
+
+        # The recipe's checks ensure both types.
+        editor = cast("QwenFlow", self.model.build(device=torch.device("cpu")))
+        return with_prompts_of(editor, cast("QwenWriter", build_writer())), editor
 
     def load(
         self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
     ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
-        from retouch.models.offloading.on_device import parts_of
+        from retouch.models.offloading import parts_of
+        from retouch.models.qwen_image.responses import share_encoder
 
         writer, editor = self._load_on_cpu(build_writer)
-        self.model.share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen)
+        share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen)
         for part in parts_of(editor):
             if part is not writer.module:
                 part.to(device)
@@ -89,13 +103,14 @@ class ResponseRenderer(ImageModelRenderer):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        from retouch.models.offloading.on_device import parts_of
-        from retouch.renderers.wrappers import IgnoreCompletionsRenderer
+        from retouch.models.offloading import parts_of
+        from retouch.models.qwen_image.responses import QwenResponses, encoder_for
+        from retouch.renderers.base import IgnoreCompletionsRenderer
 
         frozen = not self.policy_encodes
-        editor_model = cast("DenoisingModel", image_model)  # the recipe is checked for it
-        editor = self.model.response_editor(editor_model, writer.module, frozen=frozen, guided=self.guided, published=published)
-        sampler = ResponseSampler(editor, self, sharded=sharded and writer.module in parts_of(image_model))
+        editor = cast("QwenFlow", image_model)  # the recipe is checked for it
+        encoder = encoder_for(editor, writer.module, frozen=frozen, guided=self.guided, published=published)
+        sampler = ResponseSampler(QwenResponses(editor, encoder), self, sharded=sharded and writer.module in parts_of(image_model))
         return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
 
 

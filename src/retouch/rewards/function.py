@@ -1,4 +1,6 @@
-"""A Python function as a reward, called with keyword arguments as TRL calls its reward functions."""
+"""Rewards of your own: a Python function, called with keyword arguments as TRL calls its reward functions, and any class with
+``columns`` and ``__call__`` (the kind ``import``).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,16 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, JsonValue, PrivateAttr
 
-from retouch.config.imports import did_you_mean, source_place
-from retouch.config.live import live_object
-from retouch.config.section import Section
-from retouch.rewards.base import RewardSection
+from retouch.config.imports import argument_problems, build_class, did_you_mean, import_class, import_function, source_place
+from retouch.config.section import ClassPath, Section, live_object
+from retouch.protocols import Reward
+from retouch.rewards.base import JudgeClients, RewardSection, RunFacts, unchanged
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
@@ -322,3 +324,71 @@ def _qualified_name(given: Any) -> str:
     """The module and the qualified name of a function, of a class, or of the class of another object."""
     named = given if hasattr(given, "__qualname__") else type(given)
     return f"{getattr(named, '__module__', '')}:{named.__qualname__}"
+
+
+class ImportedReward(RewardSection):
+    """A reward of your own: any class with ``columns`` and ``__call__`` (``retouch.protocols.Reward``). If the class derives from
+    ``RewardSection``, ``args`` are its fields, and are checked when the recipe is read.
+
+    Example::
+
+        >>> own = {"class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"}}
+        >>> retouch.rewards.load("import", **own)([image])
+        {'share': [1.0]}
+    """
+
+    kind: Literal["import"] = "import"
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``; or a function, as ``package.module:function``, which is called as a reward
+    function."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of the constructor."""
+
+    def known_columns(self) -> Mapping[str, Column] | None:
+        """Return None, because the class is not imported yet."""
+        return None
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Also yield the arguments in ``args`` that the constructor does not take, if the class can be imported."""
+        yield from super().problems(path, prefix, run)
+        try:
+            wrong = list(argument_problems(import_class(self.class_), self.args))
+        except ValueError:  # a function, or a class that `build` refuses
+            return
+        for name, problem in wrong:
+            yield f"{path}.args.{name}: {self.class_}: {problem}"
+
+    def require_columns(self, tasks: Sequence[Task]) -> None:
+        """Raise ValueError if the function has an argument that is no column of the data set."""
+        if (function := import_function(self.class_)) is not None:
+            require_columns(function, columns_of(tasks))
+
+    def build(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        clients: JudgeClients | None = None,
+        keep: Callable[[Reward], Reward] = unchanged,
+    ) -> Reward:
+        """Construct the user's class with ``args``, and with ``device`` if its constructor takes one; or make a reward of the
+        function.
+
+        Raises ValueError if the class does not exist, or has no ``columns`` or no ``__call__``; it is not instantiated then.
+        """
+        import torch
+
+        if (function := import_function(self.class_)) is not None:
+            if self.args:
+                raise ValueError(f"{self.class_} is a function, so args must be empty; remove args, or write a class")
+            return keep(FunctionReward.of(function))
+        members = ("columns", "__call__")
+        made = build_class(self.class_, self.args, device=torch.device(device), what="reward", members=members)
+        if not isinstance(made, Reward):
+            raise ValueError(f"{self.class_} is not a reward: it needs `columns` and `__call__(samples)`")
+        columns: object = made.columns
+        if not (isinstance(columns, Mapping) and all(isinstance(column, Column) for column in columns.values())):
+            raise ValueError(
+                f"{self.class_}: its columns are {columns!r:.60}; give a dictionary of retouch.types.Column, for example "
+                'columns = {"score": Column(0.0, 1.0)}'
+            )
+        return keep(made)

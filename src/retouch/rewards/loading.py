@@ -1,17 +1,16 @@
-"""Score images without a run: ``retouch.rewards.load("clip")(images, prompts=prompts)``."""
-
-from __future__ import annotations
+"""Rewards for scripts: ``retouch.rewards.load`` makes one that scores lists of images."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from PIL.Image import Image
 
 from retouch.config.imports import did_you_mean
 from retouch.protocols import Reward
+from retouch.rewards.base import close
 from retouch.rewards.kinds import KINDS
+from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Task
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class LoadedReward:
@@ -27,8 +26,6 @@ class LoadedReward:
 
     def close(self) -> None:
         """Close the connections and threads of the reward, if it has any."""
-        from retouch.rewards.base import close
-
         close(self.reward)
 
     def __enter__(self) -> Self:
@@ -60,8 +57,6 @@ class LoadedReward:
             >>> sorted(retouch.rewards.load("compressibility")([image]))
             ['compressibility']
         """
-        from retouch.rewards.scoring import scores_of
-
         count = len(images)
         for name, given in {"images": images, "sources": sources, "targets": targets, "references": references}.items():
             _require_rgb(name, given or ())

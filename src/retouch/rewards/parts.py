@@ -1,46 +1,31 @@
-"""The kinds of single rewards, one line each; ``several`` and ``calibrated``, which contain other rewards, are in ``kinds.py``.
+"""The rewards that other rewards may contain, one line each."""
 
-The class of a kind is imported when a recipe names the kind.
-"""
-
-from retouch.config.kinds import Kinds
+from retouch.config.section import Kinds
 
 SINGLE = {
-    "photos": "retouch.rewards.scorers.photos:PhotosReward",
-    "grade": "retouch.rewards.scorers.grade:GradeReward",
+    "photos": "retouch.rewards.scorers.pixels:PhotosReward",
+    "grade": "retouch.rewards.scorers.pixels:GradeReward",
     "share": "retouch.rewards.scorers.pixels:ShareReward",
     "target": "retouch.rewards.scorers.pixels:TargetReward",
     "compressibility": "retouch.rewards.scorers.pixels:CompressibilityReward",
     "clip": "retouch.rewards.scorers.clip:ClipReward",
     "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
-    "aesthetic": "retouch.rewards.scorers.aesthetic:AestheticReward",
+    "aesthetic": "retouch.rewards.scorers.clip:AestheticReward",
     "dino": "retouch.rewards.scorers.dino:DinoReward",
-    "style": "retouch.rewards.scorers.style:StyleReward",
+    "style": "retouch.rewards.scorers.dino:StyleReward",
     "lpips": "retouch.rewards.scorers.lpips:LpipsReward",
     "hps": "retouch.rewards.scorers.clip:HpsReward",
-    "image_reward": "retouch.rewards.scorers.image_reward:ImageRewardScore",
+    "image_reward": "retouch.rewards.scorers.clip:ImageRewardScore",
     "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",
-    "appearance": "retouch.rewards.scorers.appearance:AppearanceReward",
-    "unrequested_text": "retouch.rewards.text.unrequested_text:UnrequestedTextReward",
+    "appearance": "retouch.rewards.scorers.pixels:AppearanceReward",
+    "unrequested_text": "retouch.rewards.text.ocr:UnrequestedTextReward",
     "ocr": "retouch.rewards.text.ocr:OcrReward",
-    "thinking": "retouch.rewards.text.thinking:ThinkReward",
-    "sentence_similarity": "retouch.rewards.text.sentence_similarity:SentenceSimilarityReward",
-    "prompt_quality": "retouch.rewards.text.prompt_quality:PromptQualityReward",
-    "completion_quality": "retouch.rewards.text.completion_quality:CompletionQualityReward",
+    "thinking": "retouch.rewards.text.completions:ThinkReward",
+    "sentence_similarity": "retouch.rewards.text.completions:SentenceSimilarityReward",
+    "prompt_quality": "retouch.rewards.text.completions:PromptQualityReward",
     "function": "retouch.rewards.function:FunctionReward",
-    "import": "retouch.rewards.imported:ImportedReward",
-    "aspects": "retouch.rewards.judges.aspects:AspectsReward",
-    "viescore": "retouch.rewards.judges.viescore:VieScore",
-    "editscore": "retouch.rewards.judges.viescore:EditScore",
-    "complex_edit": "retouch.rewards.judges.complex_edit:ComplexEditReward",
-    "ground": "retouch.rewards.judges.ground:GroundReward",
-    "mmmg": "retouch.rewards.judges.mmmg:MmmgReward",
-    "yes": "retouch.rewards.judges.one_token:YesReward",
-    "digit": "retouch.rewards.judges.one_token:DigitReward",
-    "win_rate": "retouch.rewards.judges.win_rate:WinRateReward",
+    "import": "retouch.rewards.function:ImportedReward",
 }
 
-RENAMED = {"painted_text": "unrequested_text", "playground-paintings": "playground-scenes"}
-
-PARTS = Kinds("reward", SINGLE, renamed=RENAMED, with_wings=True)
+PARTS = Kinds("reward", SINGLE, with_wings=True)
 """The rewards that ``calibrated`` may contain."""

@@ -1,12 +1,16 @@
-"""A single call of a reward: the samples that the reward receives, and the checks of its scores.
+"""A single call of a reward: the samples that the reward receives, and the checks of its scores; with or without a run.
 
 Every call of a reward goes through ``ask`` (or, for a reward that answers later, through ``given_to``), so that code from outside
 this package gets copies of its own: it may paint on its images and empty its lists.
+``retouch.rewards.load("clip")(images, prompts=prompts)`` scores images without a run.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -19,6 +23,9 @@ from retouch.protocols import Reward
 from retouch.rewards.base import visible_samples
 from retouch.rewards.worker import unchanged_settings
 from retouch.types import Column, Json, Sample, Scores, Task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _TRIED = 64
 

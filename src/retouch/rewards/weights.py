@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from retouch.models.common.complete import require_complete
+from retouch.models.pretrained import require_complete
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")

@@ -8,54 +8,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from retouch.config.imports import import_class
 from retouch.core.random import generator
 from retouch.data.base import DataContext, DataSets, DataSource
-from retouch.data.requirements import RowRequirements
-from retouch.data.sampler import (
+from retouch.data.rows import RowRequirements
+from retouch.data.tasks import (
     Drawable,
     Subset,
     UnindexedTasks,
     assign,
+    draw,
     examples,
     further_tasks,
     global_rows,
     places_in_step,
     steps_for_passes,
-    tasks_for_step,
 )
-from retouch.distributed.placement import Placement, plan_placement
-from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import HeadStepper, ReplicatedStepper, Stepper
-from retouch.models.common.parts import compute_device, frozen_hashes
+from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper, gathered_state
+from retouch.distributed.ranks import Placement, Ranks, plan_placement
+from retouch.models.parts import compute_device, frozen_hashes
 from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
-from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
-from retouch.policies.context import FirstGradientStep, PolicyContext
-from retouch.policies.engine import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
+from retouch.policies.rollout import (
+    CachedEngine,
+    ChainEngineSection,
+    ClosableEngine,
+    DenoisingEngine,
+    Engine,
+    EngineContext,
+    EngineSection,
+    FirstGradientStep,
+    PolicyContext,
+    TokenRollout,
+)
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.policies.weights import WeightCopies, stale_copies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
-from retouch.recipe.checks import check_ranks, evaluated_columns, rewards_of
-from retouch.recipe.phases import ResolvedPhase, Rollout
+from retouch.recipe.keys import ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
-from retouch.recipe.recipe import Recipe
+from retouch.recipe.recipe import Recipe, check_ranks, evaluated_columns, rewards_of
 from retouch.records.folder import RunFolder
-from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.base import LatentRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
-from retouch.run.clock import Clock
-from retouch.run.completions import completion_metrics, completion_texts
-from retouch.run.ledger import Ledger
+from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_weights, set_generators
+from retouch.run.ledger import Ledger, require_same_data, require_same_weights
+from retouch.run.metrics import Clock
 from retouch.run.preflight import Check, trial_steps
 from retouch.run.step import Phase, Run
-from retouch.types import Batch, Task
+from retouch.types import Batch, Json, Task
 
 if TYPE_CHECKING:
-    from retouch.policies.autoregressive.policy import AutoregressivePolicy
-    from retouch.policies.denoising.policy import DenoisingPolicy
-    from retouch.run.evaluation import Evaluator
+    from retouch.policies.autoregressive import AutoregressivePolicy
+    from retouch.policies.denoising import DenoisingPolicy
 
 SAMPLED = 32
 """Number of tasks from which the normalisation of the head's inputs is computed."""
@@ -163,11 +170,8 @@ def build_phase(
     }
 
     def batch(step: int) -> Batch:
-        first = step - steps.start
-        if isinstance(tasks, UnindexedTasks):
-            drawn = tasks.at_step(first, count=count, places=places_in_step(count=count, **share))
-        else:
-            drawn = Subset(tasks, tasks_for_step(seed=recipe.seed, step=first, count=count, size=len(tasks)))
+        places = places_in_step(count=count, **share)
+        drawn = draw(tasks, seed=recipe.seed, step=step - steps.start, count=count, places=places)
         return assign(seed=recipe.seed, step=step, tasks=drawn, **share)
 
     def further(step: int, turn: int) -> Sequence[Task]:
@@ -197,14 +201,11 @@ def build_phase(
         group=torch.arange(phase.rows) // phase.group_size,
         advantage=None if phase.imitates else recipe.advantage,
         reward_range=reward_range,
-        normalise=objective.loss_weights,
         max_length=phase.rollout.longest if objective.loss_weights == "dr_grpo" else None,
         epochs=recipe.epochs,
         minibatches=recipe.minibatches,
         learning_rate=recipe.optimizer.learning_rate(peak=phase.learning_rate, steps=steps),
-        trained_kinds=lambda step: objective.trained_kinds(step - steps.start),
         source=source,
-        demonstrate=objective.demonstrate,
     )
 
 
@@ -236,7 +237,7 @@ def has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[
     """Return the function that says whether a task contains what the model imitates in supervised learning."""
     if isinstance(model, DenoisingModel):
         return _has_target
-    from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
+    from retouch.policies.autoregressive import TokenizesTargets, has_completion
 
     return _has_target if isinstance(model, TokenizesTargets) else has_completion
 
@@ -269,7 +270,7 @@ class PolicyParts:
     """The result of ``weights``, if it was computed before the weights were sharded."""
 
     def weights(self) -> Mapping[str, str]:
-        """A hash of the frozen weights of each part (``retouch.models.common.parts.frozen_hashes``)."""
+        """A hash of the frozen weights of each part (``retouch.models.parts.frozen_hashes``)."""
         return _weights(self.model, self.image_model) if self.hashes is None else self.hashes
 
     def policy(
@@ -315,8 +316,8 @@ class PolicyParts:
         renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
         if not self.placement.offload:
             return renderer
-        from retouch.models.offloading.on_device import on_device, page_lock, parts_of
-        from retouch.renderers.wrappers import RendererInContext
+        from retouch.models.offloading import on_device, page_lock, parts_of
+        from retouch.renderers.base import RendererInContext
 
         assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
@@ -327,7 +328,7 @@ class PolicyParts:
         """Build the renderer for the policy's ``sample``. If the policy encodes responses, it uses its averaged weights too."""
         renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
         if section is not None and section.policy_encodes and "average" in self.copies.copies:
-            from retouch.renderers.wrappers import RendererInContext
+            from retouch.renderers.base import RendererInContext
 
             return RendererInContext(renderer, partial(self.copies.using, "average"))
         return renderer
@@ -387,8 +388,6 @@ class Assembly(PolicyParts):
             max_missing=self.recipe.reward.max_missing,
             average=self._average,
             clock=self.clock,
-            describe=partial(completion_metrics, ranks=self.ranks),
-            completions=completion_texts,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
         combined = self.judge.combination
@@ -422,24 +421,6 @@ class Assembly(PolicyParts):
         if warmed_up and "reference" in self.copies.copies and not fixed:
             self.copies.snapshot("reference")
 
-    def evaluator(self, judge: BatchScorer) -> "Evaluator":
-        """Build the held-out evaluation of the run."""
-        from retouch.run.evaluation import Evaluator
-
-        return Evaluator(
-            tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
-            renderer=self.users_renderer(),
-            judge=judge,
-            ranks=self.ranks,
-            seed=self.recipe.eval.seed,
-            batch=self.recipe.eval.batch,
-            pictures=self.recipe.samples.tasks,
-            scores_images=bool(self.judge.reward.columns),
-            lower_is_better=[name for name, column in self.judge.reward.columns.items() if not column.higher_is_better],
-            objective=self.recipe.heldout_objective,
-            demonstrates=has_demonstration(self.model),
-        )
-
     def _engine(self, rollout: Rollout) -> Engine | DenoisingEngine | None:
         """Return the engine of the rollout. Phases with the same engine section share one engine."""
         section = rollout.engine or (CachedEngine() if isinstance(rollout, TokenRollout) else None)
@@ -463,6 +444,38 @@ class Assembly(PolicyParts):
                 assert not isinstance(model, DenoisingModel), "the recipe's checks ensure it"
                 self.engines[section] = section.build(model, context)
         return self.engines[section]
+
+    def capture(self, stepper: Stepper, *, step: int) -> TrainState:
+        """Return the state from which the run continues bit for bit: weights, optimizer, copies, and each rank's global generators.
+
+        All ranks must call it. Sharded tensors are gathered one at a time when they are read, so all ranks must call
+        ``checkpoint.save`` or ``checkpoint.send`` before the next step.
+
+        Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state. Data streams store their
+        position, which only avoids reading their rows from the start.
+        """
+        found: tuple[Mapping[str, Tensor], ...] = (
+            gathered_state(self.copies.parameters, self.ranks),
+            stepper.state(),
+            self.copies.state(),
+            all_generators(self.ranks),
+        )
+        tensors = dict(zip(GROUPS, found, strict=True))
+        numbers: dict[str, Json] = {"world": self.ranks.world}
+        streams = [sets.train.state() if isinstance(sets.train, UnindexedTasks) else None for sets in self.sets]
+        if any(state is not None for state in streams):
+            numbers["streams"] = streams
+        return TrainState(step=step, tensors=tensors, numbers=numbers)
+
+    def restore(self, state: TrainState, stepper: Stepper) -> None:
+        """Restore everything that ``capture`` captured."""
+        restore_weights(self.copies, state)
+        stepper.load(state.tensors["optimizer"])
+        streams = state.numbers.get("streams")
+        for sets, stored in zip(self.sets, streams if isinstance(streams, list) else (), strict=False):
+            if isinstance(sets.train, UnindexedTasks):
+                sets.train.load_state(stored)
+        set_generators(self.ranks, state.tensors["random"])
 
     def close_engines(self) -> None:
         """Remove what the engines keep outside of this process, such as adapters in a server."""
@@ -511,8 +524,6 @@ def assemble(
             part.require_columns(first)
     if resumed is None:
         return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
-    from retouch.run.identity import require_same_data, require_same_weights
-
     require_same_data(resumed, sets, ranks)
     parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
     require_same_weights(resumed, parts.weights(), ranks)
@@ -557,8 +568,7 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
     hashes = None
     copies = WeightCopies(model.module, devices=dict.fromkeys(copies_in_cpu_memory(recipe), _CPU))
     if recipe.sharding == "fsdp2" and ranks.world > 1:
-        from retouch.distributed.fsdp import shard
-        from retouch.distributed.sharded_copies import ShardedCopies
+        from retouch.distributed.fsdp import ShardedCopies, shard
 
         hashes = _weights(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
@@ -585,6 +595,6 @@ def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:
     if full_weights:
         module.save_pretrained(folder)
         return
-    from retouch.models.common.lora import write_lora
+    from retouch.models.lora import write_lora
 
     write_lora(module, folder, pipeline=None)

@@ -24,9 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retouch.distributed.gathering import GatheredTensors, forms, in_file_order
+from retouch.distributed.optimizer import GatheredTensors, fill_shards, forms, in_file_order
+from retouch.distributed.ranks import Ranks
+from retouch.policies.weights import WeightCopies
 from retouch.records import files
-from retouch.records.repair import remove
+from retouch.records.folder import remove
 from retouch.types import Json
 
 _TYPES = {
@@ -300,3 +302,35 @@ def _discard(path: Path) -> None:
     path.rename(temporary)
     files.fsync_folder(path.parent)
     remove(temporary)
+
+
+GROUPS = ("weights", "optimizer", "copies", "random")
+
+
+def restore_weights(copies: WeightCopies, state: TrainState) -> None:
+    """Restore the trained weights and their copies. Raises ValueError if the checkpoint contains other weights."""
+    trained = copies.parameters
+    if trained.keys() != state.tensors["weights"].keys():
+        raise ValueError(f"the checkpoint of step {state.step} has other weights than the recipe trains")
+    for name, parameter in trained.items():
+        fill_shards(parameter, state.tensors["weights"][name])
+    copies.load(state.tensors["copies"])
+
+
+def all_generators(ranks: Ranks) -> dict[str, Tensor]:
+    """Return the states of the global generators of all ranks; for ranks after the first, under ``<rank>/<name>``."""
+    found = {}
+    for name, mine in rng_state().items():
+        for rank, theirs in enumerate(ranks.gather(mine[None])):
+            found[f"{rank}/{name}" if rank else name] = theirs.clone()
+    return found
+
+
+def set_generators(ranks: Ranks, state: Mapping[str, Tensor]) -> None:
+    """Restore this rank's generators. A rank that is not in the checkpoint keeps its current states."""
+    mine = f"{ranks.rank}/" if ranks.rank else ""
+    own = {
+        name.removeprefix(mine): tensor for name, tensor in state.items() if name.startswith(mine) and ("/" in name) == bool(mine)
+    }
+    if own:
+        restore_rng(own)

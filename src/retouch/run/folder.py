@@ -20,13 +20,11 @@ from retouch.config.keys import RedactingFormatter
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records import files
-from retouch.records.folder import RunFolder, own
+from retouch.records.folder import RunFolder, own, readable_steps, remove_leftovers
 from retouch.records.libraries import silence_libraries
 from retouch.records.ownership import NotOwner, shared_owner
-from retouch.records.repair import readable_steps, remove_leftovers
 from retouch.run import checkpoint
-from retouch.run.checkpoint import TrainState
-from retouch.run.state import GROUPS
+from retouch.run.checkpoint import GROUPS, TrainState
 
 _ANSWER = "stopping after this step; a second signal stops at once, and the run then continues from its last checkpoint"
 

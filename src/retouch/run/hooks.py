@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from retouch.distributed.ranks import Ranks
-    from retouch.recipe.watch import Response
+    from retouch.recipe.keys import Response
     from retouch.records.folder import RunFolder
     from retouch.run.build import Assembly
     from retouch.run.evaluation import EvaluationResult

@@ -1,34 +1,41 @@
 """One rank's ledger of a training run: the file that holds every score, and every answer of a judge or a reward server.
 
-It is opened before the rewards are built, so that calls to judges and reward servers go through its cache of answers.
+And the identity of a run: the content of its tasks and its base weights, with which a resumed run is compared.
+
+The ledger is opened before the rewards are built, so that calls to judges and reward servers go through its cache of answers.
 """
 
 import json
 import logging
 import re
 import sqlite3
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retouch.config import wings
+from retouch.data.base import DataSets
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
-from retouch.rewards.identity import changes, describe, fingerprint, remember_run, short
+from retouch.records import files
+from retouch.records.folder import RunFolder
+from retouch.rewards.identity import changed_keys, changes, describe, fingerprint, remember_run, short
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.ledger.database import Database, JudgeUsage, ledger_files, open_read_only, read_usage
+from retouch.rewards.ledger.database import Database, JudgeUsage, image_hash, ledger_files, open_read_only, read_usage
 from retouch.rewards.ledger.journal import Journal
-from retouch.types import Json
+from retouch.types import Codes, Json, Task
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from retouch.rewards.ledger.answers import AnswerCache
-
 log = logging.getLogger("retouch")
+SHOWN = 5
+"""The most lines of a message about changed data."""
 
 
 class Ledger:
@@ -54,19 +61,16 @@ class Ledger:
         self._described: tuple[Reward, dict[str, Json]] | None = None
 
     @cached_property
-    def cache(self) -> "AnswerCache":
-        """The cache of the answers of judges and reward servers."""
-        from retouch.rewards.ledger.answers import AnswerCache
-
-        return AnswerCache(self._database)
+    def cache(self) -> Any:
+        """The cache of the answers of judges and reward servers (``retouch_judge/cache.py``)."""
+        return wings.load("part.answer_cache")(self._database)
 
     def cached(self, reward: Reward) -> Reward:
         """Return the reward with its calls to judges and reward servers cached in the ledger; other rewards are unchanged."""
         if not any(hasattr(reward, name) for name in ("panel", "submit_with_stats")):
             return reward
-        from retouch.rewards.ledger.caching import with_cache
-
-        return with_cache(reward, self.cache)
+        cached: Reward = wings.load("part.with_cache")(reward, self.cache)
+        return cached
 
     def require_same_judge(self, reward: Reward) -> None:
         """Raise ValueError, on every rank, if the run began with a different reward and ``new_judge`` is False."""
@@ -91,17 +95,11 @@ class Ledger:
         self._described = judge.reward, about
         text = json.dumps(about, sort_keys=True)
         same = last is not None and not any(changes(last[1], about))
-        # An earlier release may have described the same judge in other words: its scores are stored under the old fingerprint.
+        # The description of a judge may be completed (``changes`` ignores what is new in it): its scores keep their fingerprint.
         key = last[0] if last is not None and same else short(about)
-        change: tuple[str, tuple[str | int, ...]] | None = None
         if not same:
-            change = "INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", (key, text, since)
-        elif last is not None and "inputs" in about and "inputs" not in last[1]:
-            log.warning("the run began with an earlier release: whether the reward uses the same code and values cannot be checked")
-            change = "UPDATE judges SET about = ? WHERE fingerprint = ?", (text, key)
-        if change is not None:
             with self._database.writing() as connection:
-                connection.execute(*change)
+                connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", (key, text, since))
         judge.journal = Journal(self._database, judge=key, images=self._images)
 
     @property
@@ -170,3 +168,87 @@ def rank_of(ledger: Path) -> int | None:
     """Return the rank that wrote a ledger file; None if its name is not one of ``ledger_path`` (for example, a copy)."""
     named = re.fullmatch(r"ledger(?:\.rank([1-9][0-9]*))?\.sqlite", ledger.name)
     return None if named is None else int(named[1] or 0)
+
+
+def record_identity(folder: RunFolder, weights: Mapping[str, str], sets: Sequence[DataSets]) -> None:
+    """Store what the run is started with. ``weights``: the result of ``frozen_hashes``."""
+    folder.require_owner()
+    files.write_json(folder.identity, {"weights": weights, **_data(sets)})
+
+
+def stored_identity(folder: RunFolder) -> Mapping[str, Any]:
+    """Read what ``record_identity`` stored; empty if the file is missing. Raises ValueError for a damaged file."""
+    found = files.read_record(folder.identity) if folder.identity.exists() else {}
+    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
+        raise ValueError(f"{folder.identity} was changed: restore it from a backup, or start over with --fresh")
+    return found
+
+
+def require_same_data(folder: RunFolder, sets: Sequence[DataSets], ranks: Ranks) -> None:
+    """Raise ValueError, on every rank, if the content of the training rows or of the held-out tasks is not as at the start."""
+    before = stored_identity(folder)
+    changed = []
+    if not before:
+        log.warning("%s is missing: whether the data and the base weights are the same cannot be checked", folder.identity)
+    elif ranks.is_main:
+        now = _data(sets)
+        known = {key: value for key, value in before["data"].items() if key in now["data"]}  # a check may decode fewer rows
+        changed = [f"the training data: {line}" for line in changed_keys(known, {key: now["data"][key] for key in known})]
+        changed += changed_tasks(before["tasks"], now["tasks"])
+    if ranks.any(bool(changed)):
+        more = [f"and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
+        raise ValueError(
+            "the data are not those that the run began with:\n  "
+            + "\n  ".join([*changed[:SHOWN], *more] or ["the message of rank 0 says how"])
+            + "\nScores before and after could not be compared. Restore the data, give this run another name, or start over with "
+            "--fresh (in Python: train(fresh=True)), which renames its folder"
+        )
+
+
+def require_same_weights(folder: RunFolder, weights: Mapping[str, str], ranks: Ranks | None = None) -> None:
+    """Raise ValueError, on every rank, if a part has other frozen weights than at the start of the run. ``weights``: the result of
+    ``frozen_hashes``; parts that are not loaded are not compared."""
+    before = stored_identity(folder).get("weights", {})
+    changed = [name for name, digest in weights.items() if before.get(name, digest) != digest]
+    if bool(changed) if ranks is None else ranks.any(bool(changed)):
+        raise ValueError(
+            f"the base weights are not those of the run in {folder.root}: {', '.join(changed) or 'on another rank'} differs. Give "
+            "the model that the run was trained on (from Python, also to load_run: model=...), or restore its files; a new run "
+            "starts with another name, or with --fresh"
+        )
+
+
+def task_content(task: Task) -> dict[str, str]:
+    """A hash of each field of a task that a model or a judge may see; its id and its source are not part of its content.
+
+    An image is hashed as it was decoded and resized, so another file with the same pixels is the same. Images that a model decodes
+    from tokens are left out, because their tokens are in ``meta``.
+    """
+    images = {} if Codes.SOURCE in task.meta else {f"source image {place}": each for place, each in enumerate(task.images, 1)}
+    target = {} if Codes.TARGET in task.meta else {"target": task.target}
+    pair = {"chosen image": task.chosen, "rejected image": task.rejected}
+    images |= {name: each for name, each in {"mask": task.mask, "reference": task.reference, **target, **pair}.items() if each}
+    values = {"instruction": task.instruction, "text": task.text, "tags": dict(task.tags), "columns": dict(task.meta)}
+    return {name: image_hash(image)[:16] for name, image in images.items()} | {key: short(each) for key, each in values.items()}
+
+
+def content_hash(content: Mapping[str, str]) -> str:
+    """One hash of the result of ``task_content``."""
+    return short(dict(content))
+
+
+def changed_tasks(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """One line for each held-out task whose content differs; none if only the order or the ids differ."""
+    if sorted(map(content_hash, before.values())) == sorted(map(content_hash, now.values())):
+        return []
+    lines = [f"the held-out task {line}" for line in changed_keys(dict.fromkeys(before), dict.fromkeys(now))]
+    for name in before.keys() & now.keys():
+        lines += [f"the held-out task {name}: {line}" for line in changed_keys(before[name], now[name])]
+    return sorted(lines)
+
+
+def _data(sets: Sequence[DataSets]) -> dict[str, Any]:
+    phases = [f" of phase {place}" if place else "" for place in range(len(sets))]
+    content = {f"{key}{phase}": value for phase, each in zip(phases, sets, strict=True) for key, value in each.content.items()}
+    heldout = sets[0].heldout
+    return {"data": content, "tasks": {task.id: task_content(task) for task in (heldout[i] for i in range(len(heldout)))}}

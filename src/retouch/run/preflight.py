@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from retouch.distributed.stepper import HeadStepper, MeasuresGradients, local_shard
-from retouch.models.common.parts import bits_hash
+from retouch.distributed.optimizer import HeadStepper, MeasuresGradients, local_shard
+from retouch.models.parts import bits_hash
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.run.checkpoint import restore_rng, rng_state
@@ -58,7 +58,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: _copy_in_cpu_memory(p) for name, p in trained.items()}
     frozen, undo, random = _hashes(run), run.stepper.snapshot(), rng_state()
-    if isinstance(phase.objective, Objective) and phase.objective.differentiates_reward:
+    if phase.objective.differentiates_reward:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
@@ -103,10 +103,9 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     from pairs gets pairs of rows of the same task.
     """
     batch = phase.batch(step)
-    pairs = isinstance(phase.objective, Objective) and phase.objective.compares_groups
-    stride = 1 if pairs else len(batch) // rows
+    stride = 1 if phase.objective.compares_groups else len(batch) // rows
     batch = batch.take(slice(0, stride * rows, stride))
-    act = partial(phase.demonstrate, run.policy) if phase.advantage is None else run.policy.rollout
+    act = partial(phase.objective.demonstrate, run.policy) if phase.advantage is None else run.policy.rollout
     parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
     trajectory = type(parts[0]).concat(parts)
     signs = torch.ones(len(batch))
@@ -118,10 +117,9 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
 
 
 def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
-    actor = getattr(phase.objective, "actor", phase.objective)  # of an actor-critic
-    has_ratio, per_row = (actor.has_ratio, actor.one_ratio_per_row) if isinstance(actor, Objective) else (False, False)
-    if has_ratio:
-        deviation, limit = _max_ratio_deviation(run, minibatch, per_row=per_row), _ratio_limit(run, actor, minibatch)
+    objective, per_row = phase.objective, phase.objective.one_ratio_per_row
+    if objective.has_ratio:
+        deviation, limit = _max_ratio_deviation(run, minibatch, per_row=per_row), _ratio_limit(run, objective, minibatch)
         yield Check(
             "ratio_before",
             deviation <= limit,
@@ -140,7 +138,7 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
     )
     moved = _count_moved(run, before)
     yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors changed")
-    if has_ratio:
+    if objective.has_ratio:
         deviation = _max_ratio_deviation(run, minibatch, per_row=per_row)
         changed = f"the largest |ratio - 1| after the step is {deviation:.1e}"
         yield Check(
@@ -150,8 +148,8 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
             None,
             changed if deviation > 0 else _UNMOVED,
         )
-    if isinstance(actor, Objective) and actor.kl_kind is not None:
-        size = _kl_gradient(run, actor, minibatch)
+    if objective.kl_kind is not None:
+        size = _kl_gradient(run, objective, minibatch)
         yield Check(
             "kl_gradient",
             size > 0,

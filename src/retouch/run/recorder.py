@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
-from retouch.policies.denoising.trajectory import DenoisingTrajectory
+from retouch.policies.decoding import AutoregressiveTrajectory
+from retouch.policies.denoising import DenoisingTrajectory
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe.keys import Samples
-from retouch.records.folder import RunFolder
-from retouch.records.samples import SampleRecord, SampleSet
+from retouch.records.folder import RunFolder, SampleRecord, SampleSet
 from retouch.records.trackers import CompositeTracker
-from retouch.renderers.decoders import LatentRenderer
-from retouch.run.completions import completion_texts
+from retouch.renderers.base import LatentRenderer
 from retouch.run.evaluation import EvaluationResult
+from retouch.run.metrics import completion_texts
 from retouch.run.step import Metrics, ScoredRollout
 from retouch.types import Kind, Sample, Scores, Trajectory
 

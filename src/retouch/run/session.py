@@ -6,31 +6,34 @@ evaluations), are imported where they are used.
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import accelerate.utils
+import torch
 
 from retouch.config import wings
-from retouch.data.sampler import UnindexedTasks
-from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
-from retouch.distributed.stepper import Stepper
+from retouch.data.tasks import UnindexedTasks
+from retouch.distributed.optimizer import Stepper
+from retouch.distributed.ranks import Ranks, check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.policies.engine import EngineFault
-from retouch.recipe.checks import rank_count_warning, rewards_of
-from retouch.recipe.recipe import Recipe
+from retouch.recipe.recipe import Recipe, rank_count_warning, rewards_of
+from retouch.records.control import ControlRequest, answer_request, read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
-from retouch.rewards.quota.quota import BudgetSpent
+from retouch.records.ownership import NotOwner
+from retouch.rewards.base import BudgetSpent
 from retouch.rewards.worker import explained_by_settings
 from retouch.run import checkpoint
 from retouch.run.build import Assembly, assemble
+from retouch.run.checkpoint import GROUPS
 from retouch.run.folder import StopRequest, catch_stop_signals, explain_full_disk, explain_out_of_memory, newest_state, run_folder
 from retouch.run.hooks import Alarm, AlarmStop, Hook, StepResult, refuse_if_stopped, stop_message, stopping_alarms, write_stop
-from retouch.run.ledger import Ledger
+from retouch.run.ledger import Ledger, record_identity
 from retouch.run.preflight import require_passed
-from retouch.run.state import GROUPS, capture, restore
 from retouch.run.step import Metrics, RewardFailed, RewardsAbandoned, ScoredRollout, TooManyMissing, train
 
 if TYPE_CHECKING:
@@ -116,8 +119,7 @@ def _log_plan(recipe: Recipe, parts: Assembly) -> None:
     if recipe.eval.split == "train":
         log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
     if any(part.asks_judge for _, part in rewards_of(recipe)):
-        from retouch.recipe.derived_facts import judge_calls
-
+        judge_calls = wings.load("part.judge_calls")
         for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
             log.info("%s", calls)
 
@@ -149,7 +151,7 @@ class TrainingSession:
         self.done = 0 if state is None else state.step
         stepper = self.parts.stepper()
         if state is not None:
-            restore(self.parts, state, stepper)
+            self.parts.restore(state, stepper)
             if self.done >= self.parts.steps and self._has_summary():
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
                 self._resumed()
@@ -173,12 +175,9 @@ class TrainingSession:
             if self.done < self.parts.steps:
                 self._preflight(stepper)
             if self.parts.ranks.is_main and (self.done == 0 or not self.folder.identity.exists()):
-                from retouch.run import identity
-
-                identity.record(self.folder, self.parts.weights(), self.parts.sets)
-            from retouch.distributed.device_memory import DeviceMemory
-            from retouch.run.control import ControlRequests
-            from retouch.run.heldout import RunEvaluations
+                record_identity(self.folder, self.parts.weights(), self.parts.sets)
+            from retouch.distributed.ranks import DeviceMemory
+            from retouch.run.evaluation import RunEvaluations
             from retouch.run.recorder import Recorder
 
             # Opened after the preflight, so that a run that cannot learn does not appear in a tracker.
@@ -402,7 +401,7 @@ class TrainingSession:
         return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}
 
     def _save(self, stepper: Stepper) -> None:
-        state = capture(self.parts, stepper, step=self.done)
+        state = self.parts.capture(stepper, step=self.done)
         if self.parts.ranks.is_main:
             checkpoint.save(self.folder.checkpoints, state, before_commit=self.folder.require_owner)
             section = self.recipe.checkpoints
@@ -429,3 +428,88 @@ class TrainingSession:
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
+
+
+_SETTLED_NS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequests:
+    """What the run does after a step because of requests; the same on all ranks."""
+
+    stop: bool
+    checkpoint: bool
+
+
+class ControlRequests:
+    """Reads the requests to a run and answers them. Without new requests, it costs one ``os.stat`` per step.
+
+    ``samples_every``: the number of steps between stored samples, used by the main rank. A request changes it until the process
+    ends. Requests that were made before this process started are refused.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: Ranks, *, samples_every: int, step: int) -> None:
+        self.samples_every = samples_every
+        self._folder, self._ranks = folder, ranks
+        self._control = folder.control  # found once, because each look at it examines its path for links
+        self._seen = 0
+        self._answered: set[str] = set()
+        self._waiting: dict[str, ControlRequest] = {}
+        self.refuse(step, "the run was not training")
+
+    def wanted(self, *, stop: bool, last: bool) -> StepRequests:
+        """Return what new requests ask for; the same on all ranks. ``stop``: whether a signal asked this rank to stop. ``last``:
+        whether this is the last step of the run, at which requests have no effect."""
+        if self._ranks.is_main:
+            self._waiting = self._new()
+        for request in () if last else self._waiting.values():
+            if request.action == "samples" and request.value is not None:
+                self.samples_every = request.value
+        actions = set() if last else {request.action for request in self._waiting.values()}
+        flags = torch.tensor([float(stop or "stop" in actions), float("checkpoint" in actions)])
+        stopping, saving = self._ranks.max(flags).tolist()
+        return StepRequests(stop=stopping > 0, checkpoint=saving > 0)
+
+    def answer(self, step: int, *, last: bool) -> None:
+        """Answer the requests of this step, after the run has carried them out."""
+        for name, request in self._waiting.items():
+            if last:
+                self._write(name, request, taken=False, step=step, answer="this was the last step; the run ends with a checkpoint")
+            else:
+                self._write(name, request, taken=True, step=step, answer=_done(request, step))
+        self._waiting = {}
+
+    def refuse(self, step: int, why: str) -> None:
+        """Refuse every request that has no answer yet."""
+        if self._ranks.is_main:
+            for name, request in read_requests(self._folder).items():
+                if request.taken is None:
+                    self._write(name, request, taken=False, step=step, answer=why)
+
+    def _new(self) -> dict[str, ControlRequest]:
+        try:
+            stamp = os.stat(self._control).st_mtime_ns
+        except OSError:
+            return {}
+        if stamp == self._seen:
+            return {}
+        # A file that is added within the resolution of the file system's clock does not change the folder's time, so read again.
+        self._seen = stamp if abs(time.time_ns() - stamp) > _SETTLED_NS else 0
+        found = read_requests(self._folder).items()
+        return {name: request for name, request in found if request.taken is None and name not in self._answered}
+
+    def _write(self, name: str, request: ControlRequest, *, taken: bool, step: int, answer: str) -> None:
+        log.info("%s requested by %r: %s%s", request.action, request.by, "" if taken else "refused, ", answer)
+        self._answered.add(name)
+        try:
+            answer_request(self._folder, name, request, taken=taken, step=step, answer=answer)
+        except (OSError, NotOwner) as error:  # another user may own the file; this must not stop the run
+            log.warning("the answer could not be stored: %s", error)
+
+
+def _done(request: ControlRequest, step: int) -> str:
+    if request.action == "stop":
+        return f"stopped after step {step}, with a checkpoint"
+    if request.action == "checkpoint":
+        return f"saved a checkpoint of step {step}"
+    return f"samples are stored every {request.value} steps from now on" if request.value else "no more samples are stored"

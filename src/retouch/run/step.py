@@ -1,9 +1,11 @@
-"""The training loop: collect, update, accumulate. It is the same for every policy and every objective.
+"""A training step, from the tasks to the optimizer, for every policy and every objective.
 
-    tasks -> rollout -> render -> reward -> advantages -> losses -> optimizer step
+    collect:  1 tasks -> 2 rollout -> 3 render -> 4 rewards -> 5 gather -> 6 advantages
+    update:   7 minibatch -> 8 loss weights -> 9 losses and backward -> 10 optimizer step
 
-Rewards are gathered over ranks before advantages are computed, so a group may span ranks. Every rank makes the same calls in the
-same order with equally many rows, and raises the same errors, because they depend only on gathered values.
+For GRPO, the formulas of stations 6 and 9 are in ``core/advantages.py`` (``group_relative``) and ``objectives/policy_gradient.py``.
+Every rank makes the same calls in the same order with equally many rows, and raises the same errors, because they depend only on
+gathered values.
 """
 
 import logging
@@ -23,20 +25,22 @@ from torch import Tensor
 
 from retouch.core.advantages import zero_std_groups
 from retouch.core.intervals import estimate_mean
-from retouch.core.weights import Normalise, denominator, loss_weights
+from retouch.core.surrogates import loss_weights
+from retouch.distributed.optimizer import Stepper
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import Stepper
-from retouch.models.common.parts import to_device
+from retouch.models.parts import to_device
 from retouch.objectives.advantages import Advantage
-from retouch.protocols import Renderer, SupportsLosses
+from retouch.objectives.base import Objective
+from retouch.protocols import Renderer
+from retouch.rewards.base import BudgetSpent
 from retouch.rewards.judging import ScoredBatch
-from retouch.rewards.quota.quota import BudgetSpent
+from retouch.run.metrics import completion_metrics, completion_texts
 from retouch.types import Batch, Minibatch, Sample, Trajectory
 
 Metrics = dict[str, float]
 
-
 STOP_SECONDS = 10.0
+"""How long a run that was asked to stop waits for rewards."""
 _POLL_SECONDS = 0.25
 _log = logging.getLogger("retouch")
 
@@ -59,29 +63,24 @@ class Phase:
 
     ``batch``: maps a step to this rank's rows. ``order``: the global row numbers of the rows of all ranks, in the order of ranks.
     ``group``: the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no
-    reward). ``reward_range``: the smallest and the largest possible reward. ``normalise`` and ``max_length``: see
-    ``core/weights.py``. ``trained_kinds``: maps a step to the kinds of actions (see ``Kind``) that it trains; None: all kinds.
-    Actions of other kinds have loss weight 0. ``demonstrate``: makes a trajectory from the targets of the tasks; used without an
-    ``advantage``. ``source``: yields the training data of each step, from a given step on (``collecting.py``); None:
-    collect one step after the other.
+    reward). ``reward_range``: the smallest and the largest possible reward. ``max_length``: the largest number of actions of a
+    row, for loss weights "dr_grpo". ``source``: yields the training data of each step, from a given step on (``collecting.py``);
+    None: collect one step after the other.
     """
 
     name: str
     steps: range
-    objective: SupportsLosses
+    objective: Objective
     batch: Callable[[int], Batch]
     order: Int[Tensor, " rows"]
     group: Int[Tensor, " rows"]
     advantage: Advantage | None
     reward_range: tuple[float, float] = (0.0, 1.0)
-    normalise: Normalise
-    max_length: int | None
+    max_length: int | None = None
     epochs: int
     minibatches: int
     learning_rate: Callable[[int], float]
-    trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
     source: "Callable[[Run, Phase, int], Iterator[ScoredRollout]] | None" = None
-    demonstrate: Callable[[Any, Batch], Trajectory] = lambda policy, batch: policy.demonstrate(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +89,8 @@ class Run:
 
     ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: the number of rows that are sampled, rendered and
     scored together. ``max_missing``: the largest allowed fraction of samples without a reward. ``average``: updates the weight
-    average; called with the number of optimizer steps in the phase. ``clock``: times a named stage. ``describe``: computes metrics
-    of a trajectory, over all ranks. ``completions``: returns the text of each row, None if the policy writes no text. ``counted``:
-    the columns whose fraction of missing scores is logged.
+    average; called with the number of optimizer steps in the phase. ``clock``: times a named stage. ``counted``: the columns whose
+    fraction of missing scores is logged.
     """
 
     policy: Any
@@ -104,8 +102,6 @@ class Run:
     max_missing: float
     average: Callable[[int], None]
     clock: Callable[[str], AbstractContextManager[None]]
-    describe: Callable[[Trajectory], Metrics] = lambda trajectory: {}
-    completions: Callable[[Trajectory], Sequence[str | None]] = lambda trajectory: [None] * len(trajectory)
     counted: Sequence[str] = ()
 
 
@@ -146,47 +142,32 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRo
 
 def collect(run: Run, phase: Phase, step: int) -> ScoredRollout:
     """Sample, render, score and compute advantages; for an imitation objective, encode the targets of the tasks instead."""
+    batch = phase.batch(step)  # 1. This rank's rows: ``group_size`` rows, with keys of their own for noise, of each task.
     if phase.advantage is None:
-        batch = phase.batch(step)
         with run.clock("encode"):
-            trajectory = phase.demonstrate(run.policy, batch)
+            trajectory = phase.objective.demonstrate(run.policy, batch)
         ones = torch.ones(trajectory.mask.shape)
         return ScoredRollout(batch, trajectory, ones, ones[:, 0].bool(), {})
-    return finish_collecting(run, phase, begin_collecting(run, phase.batch(step)))
+    made = begin_collecting(run, batch)
+    with run.clock("judge"):
+        judged = wait_for_rewards(run.ranks, made.pending)
+    return with_advantages(run, phase, made, judged)
 
 
 def begin_collecting(run: Run, batch: Batch) -> PendingRollout:
-    """Sample and render these rows, and start scoring them."""
+    """Sample and render these rows, and start scoring them: a chunk is judged while the next one is sampled."""
     parts, images, pending = [], [], []
     for first in range(0, len(batch), run.chunk):
         chunk = batch.take(slice(first, first + run.chunk))
-        with run.clock("rollout"):
+        with run.clock("rollout"):  # 2. Actions and their log-probabilities under the weights that sample, without gradient.
             parts.append(run.policy.rollout(chunk))
         tasks = [chunk.tasks[k] for k in chunk.group]
-        with run.clock("render"):
+        with run.clock("render"):  # 3. Row i of every tensor and list is sample i; an output without an image is None.
             rendered = run.renderer(tasks, parts[-1])
         images += rendered
-        samples = [Sample(*made) for made in zip(tasks, rendered, run.completions(parts[-1]), strict=True)]
-        pending.append(run.judge(chunk, samples))
+        samples = [Sample(*made) for made in zip(tasks, rendered, completion_texts(parts[-1]), strict=True)]
+        pending.append(run.judge(chunk, samples))  # 4. Returns at once; the rewards are NaN where there is no score.
     return PendingRollout(batch, type(parts[0]).concat(parts), images, pending)
-
-
-def finish_collecting(run: Run, phase: Phase, made: PendingRollout) -> ScoredRollout:
-    """Wait for the rewards and compute advantages."""
-    with run.clock("judge"):
-        judged = wait_for_rewards(run.ranks, made.pending)
-    return assign_credit(run, phase, made, judged)
-
-
-def assign_credit(run: Run, phase: Phase, made: PendingRollout, judged: ScoredBatch) -> ScoredRollout:
-    """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
-    assert phase.advantage is not None
-    row_advantages, metrics = compute_advantages(run, phase, judged)
-    trajectory = made.trajectory
-    credit = phase.advantage.assign(row_advantages, trajectory, run.ranks)
-    metrics |= {**credit.metrics, **run.describe(trajectory)}
-    valid = ~judged.rewards.isnan()
-    return ScoredRollout(made.batch, trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
 
 
 def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
@@ -200,10 +181,15 @@ def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> l
     Raises on every rank: RewardFailed if the reward of one rank raised ValueError, BudgetSpent if the judge of one rank has spent
     its budget, RewardsAbandoned if one rank was asked to stop and its rewards did not arrive within ``STOP_SECONDS``.
     """
+    deadline, abandoned = math.inf, False
+    while not abandoned and (unfinished := wait(pending, timeout=_POLL_SECONDS).not_done):
+        if ranks.stop.is_set() and deadline == math.inf:
+            deadline = time.monotonic() + STOP_SECONDS
+            _log.info("asked to stop: waiting at most %.0f s for the rewards of %d chunks", STOP_SECONDS, len(unfinished))
+        abandoned = time.monotonic() > deadline
     parts: list[ScoredBatch] = []
     failed: ValueError | None = None
     spent: BudgetSpent | None = None
-    abandoned = not _all_done(ranks, pending)
     for future in () if abandoned else pending:
         try:
             parts.append(future.result())
@@ -211,6 +197,7 @@ def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> l
             spent = error
         except ValueError as error:
             failed = failed or error
+    # An error that only one rank raised would leave the others waiting in their next collective call for ever.
     flags = torch.tensor([float(each) for each in (failed is not None, spent is not None, abandoned)])
     any_failed, any_spent, any_abandoned = ranks.max(flags).tolist()
     if any_abandoned:
@@ -222,18 +209,14 @@ def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> l
     return parts
 
 
-def _all_done(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> bool:
-    """Wait for the futures; False if this process was asked to stop and they did not finish within ``STOP_SECONDS``."""
-    deadline = math.inf
-    while unfinished := wait(pending, timeout=_POLL_SECONDS).not_done:
-        if not ranks.stop.is_set():
-            continue
-        if deadline == math.inf:
-            deadline = time.monotonic() + STOP_SECONDS
-            _log.info("asked to stop: waiting at most %.0f s for the rewards of %d chunks", STOP_SECONDS, len(unfinished))
-        if time.monotonic() > deadline:
-            return False
-    return True
+def with_advantages(run: Run, phase: Phase, made: PendingRollout, judged: ScoredBatch) -> ScoredRollout:
+    """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
+    assert phase.advantage is not None
+    row_advantages, metrics = compute_advantages(run, phase, judged)
+    credit = phase.advantage.assign(row_advantages, made.trajectory, run.ranks)  # (b,) to (b, t); a value head sees each action
+    metrics |= {**credit.metrics, **completion_metrics(made.trajectory, ranks=run.ranks)}
+    valid = ~judged.rewards.isnan()
+    return ScoredRollout(made.batch, made.trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
 
 
 def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:
@@ -242,9 +225,9 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
     Raises TooManyMissing on every rank if more than the fraction ``run.max_missing`` of the rows has no reward.
     """
     assert phase.advantage is not None
+    # 5. Gather before anything is compared, because the rows of a group may be on several ranks. Rewards are fp64.
     names = list(judged.scores)
-    table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
-    gathered = in_global_order(run, phase, table)
+    gathered = in_global_order(run, phase, torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1))
     rewards = gathered[:, 0]
     missing = rewards.isnan().double().mean().item()  # in fp32, a fraction that equals the limit could exceed it
     if missing > run.max_missing:
@@ -253,6 +236,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
             "Nothing was learned from this step. If the judge is failing, start the run again when it answers; if the reward "
             "leaves samples out on purpose, set max_missing to the share that it leaves out"
         )
+    # 6. GRPO: A = (reward - mean of the group) / (std of the group + eps). A missing reward is in no mean, and its A is 0.
     advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range).float()
     valid = rewards[~rewards.isnan()]
     metrics = {
@@ -291,12 +275,13 @@ def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metri
                 minibatch = weighted_rows(run.ranks, minibatch)
             with run.clock("update"):
                 sums, maxima = accumulate(run, phase.objective, minibatch)
+                # 10. Reduces the gradient over ranks, clips its norm, and refuses to step if it is not finite.
                 sums["policy/grad_norm"] = run.stepper.step(phase.learning_rate(step))
                 taken += 1
-                phase.objective.after_step(run.policy, taken)
+                phase.objective.after_step(run.policy, taken)  # such as DiffusionNFT's old policy, which follows the current one
                 run.average(taken)
             if "policy/ratio_max" in maxima and not metrics:
-                metrics["policy/ratio_max_first"] = maxima["policy/ratio_max"]
+                metrics["policy/ratio_max_first"] = maxima["policy/ratio_max"]  # |ratio - 1| on policy: rounding and nothing else
             for name, value in maxima.items():
                 metrics[name] = max(value, metrics.get(name, value))
             for name, value in sums.items():
@@ -306,14 +291,17 @@ def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metri
 
 def make_minibatch(run: Run, phase: Phase, collected: ScoredRollout, rows: slice, epoch: int) -> Minibatch:
     """Return the given rows with loss weights that are normalised over all ranks, so the loss does not depend on their number."""
+    # 7. The rows keep the log-probabilities of the rollout: the ratio is relative to the weights that sampled, in every epoch.
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]
-    if (kinds := phase.trained_kinds(collected.batch.step)) is not None:
+    if (kinds := phase.objective.trained_kinds(collected.batch.step - phase.steps.start)) is not None:
         mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))
-    total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
-    weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
+    # 8. The loss is the plain sum of weight * loss of an action. GRPO: weight = 1 / (valid rows * actions of the row); "token":
+    #    1 / actions of all rows; "dr_grpo": 1 / (valid rows * longest row). The counts are those of all ranks, never of one.
+    normalise = phase.objective.loss_weights
+    weights = loss_weights(mask, valid, normalise=normalise, max_length=phase.max_length, over_ranks=run.ranks.sum)
     # With the other modes the sum is 1.
-    weight_sum = run.ranks.sum(weights.sum()).item() if phase.normalise == "dr_grpo" else 1.0
+    weight_sum = run.ranks.sum(weights.sum()).item() if normalise == "dr_grpo" else 1.0
     device = trajectory.mask.device
     advantages = collected.advantages[rows].masked_fill(~valid[:, None], 0.0)  # NaN times weight 0 would be NaN
     if collected.importance is not None:  # surrogates are proportional to the advantage, so this weights them
@@ -344,11 +332,12 @@ def weighted_rows(ranks: Ranks, minibatch: Minibatch) -> Minibatch:
     )
 
 
-def accumulate(run: Run, objective: SupportsLosses, minibatch: Minibatch) -> tuple[Metrics, Metrics]:
+def accumulate(run: Run, objective: Objective, minibatch: Minibatch) -> tuple[Metrics, Metrics]:
     """Run backward for every microbatch. Returns the sums and the maxima of the metrics over microbatches and ranks."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
-    for loss in objective.losses(run.policy, minibatch):
+    # 9. GRPO: max(-A ratio, -A clip(ratio)) + weight of the KL * KL, with ratio = p of the current weights / p of the rollout.
+    for loss in objective.losses(run.policy, minibatch):  # one share per microbatch: its graph is freed before the next forward
         run.stepper.backward(loss.value)
         for name, value in loss.sums.items():
             sums[name] = sums.get(name, 0.0) + torch.as_tensor(value)

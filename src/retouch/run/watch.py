@@ -20,17 +20,16 @@ from torch import Tensor
 from retouch.core.intervals import MeanEstimate, estimate_mean
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
+from retouch.recipe.keys import Diversity, Factor, HeldOutJudge, Shift, Watch
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.watch import Diversity, Factor, HeldOutJudge, Shift, Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, RewardScorer, ScoredBatch
-from retouch.rewards.scorers.appearance import AppearanceReward
-from retouch.rewards.scorers.pixels import to_tensor
-from retouch.rewards.text.unrequested_text import UnrequestedTextReward
+from retouch.rewards.scorers.pixels import AppearanceReward, to_tensor
+from retouch.rewards.text.ocr import UnrequestedTextReward
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.run.build import Assembly
-from retouch.run.evaluation import EVALUATION_STEP
+from retouch.run.evaluation import EVALUATION_STEP, build_evaluator
 from retouch.run.hooks import Alarm, Hook, StepResult
 from retouch.run.ledger import Ledger
 from retouch.run.step import Metrics, ScoredRollout, wait_for_chunks
@@ -80,21 +79,10 @@ def paired_change(before: Observation, after: Observation, name: str) -> MeanEst
     return estimate_mean(change, after.sources or [""] * len(change))
 
 
-class ObservationStore:
-    """Stores the observations of a run, one file each, in ``folder``. One rank writes them, all ranks read them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, observation: Observation) -> None:
-        """Store the observation. It replaces an observation of the same step."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(self.folder / f"step-{observation.step:06d}.json", observation.to_json())
-
-    def until(self, step: int) -> list[Observation]:
-        """Return the observations up to and including ``step``, in order."""
-        found = [Observation.from_json(files.read_record(path)) for path in self.folder.glob("step-*.json")]
-        return sorted((each for each in found if each.step <= step), key=lambda each: each.step)
+def read_observations(folder: Path, step: int) -> list[Observation]:
+    """Return the observations that are stored in ``folder`` up to and including ``step``, in order."""
+    found = [Observation.from_json(files.read_record(path)) for path in folder.glob("step-*.json")]
+    return sorted((each for each in found if each.step <= step), key=lambda each: each.step)
 
 
 def _column(values: Sequence[float | None]) -> Float[Tensor, " n"]:
@@ -108,23 +96,45 @@ def find_alarms(
 
     ``diversity``: the group diversity of every step so far. ``columns``: the reward's columns, in which the canaries are scored.
     """
-    found = {}
+    found: dict[str, str] = {}  # every comparison is false for NaN, so what could not be measured raises no alarm
     for name, rule in watch.rules.items():
         match rule:
             case HeldOutJudge():
-                found[name] = _judge_alarm(observations, rule)
+                best, proxy, heldout = since_best(observations)
+                if heldout.sigmas < -rule.sigmas and proxy.mean >= 0:
+                    found[name] = (
+                        f"the reward and the held-out judge diverge: since step {best.step} the mean score of the held-out judge "
+                        f"fell by {-heldout.mean:.3g} ({-heldout.sigmas:.1f} standard errors), while the mean reward rose by "
+                        f"{proxy.mean:.3g}"
+                    )
             case Diversity():
-                found[name] = _diversity_alarm(diversity, rule)
+                ratio, window = diversity_ratio(diversity, rule.window), rule.window
+                if ratio < rule.limit:
+                    found[name] = (
+                        f"the images of a group become alike: their difference is {ratio:.0%} of that in the first {window} steps"
+                    )
             case Factor():
-                found[name] = _factor_alarm(name, observations, rule)
+                start, now = _means(name, observations)
+                if now > start * rule.limit or now < start / rule.limit:
+                    found[name] = f"the {name} of the images has changed: from {start:.3g} at the start to {now:.3g}"
             case Shift():
-                found[name] = _shift_alarm(name, observations, rule)
+                start, now = _means(name, observations)
+                kept = name == "preservation"
+                if (start - now if kept else abs(now - start)) > rule.limit:
+                    what = "the source outside the mask is no longer preserved" if kept else f"the images' {name} has changed"
+                    found[name] = f"{what}: from {start:.3f} at the start to {now:.3f}"
     if watch.canaries is not None:
-        found["canaries"] = _canary_alarm(observations, columns, watch.canaries.limit)
+        column, shift = canary_shift(observations[-1], observations[0], columns)
+        if shift > watch.canaries.limit:
+            found["canaries"] = (
+                "the judge itself has changed: the same images get other scores than at the start, "
+                f"{column} by {shift:.1%} of its range"
+            )
     if watch.text is not None:
-        found["text"] = _text_alarm(observations, watch.text.limit)
-    rules = watch.rules
-    return [Alarm(name, text, rules[name].on_alarm) for name, text in found.items() if text is not None]
+        start, now = _means("text_to_judge", observations)
+        if now - start > watch.text.limit:
+            found["text"] = f"{now:.0%} of the images contain text that addresses a judge, {start:.0%} at the start"
+    return [Alarm(name, text, watch.rules[name].on_alarm) for name, text in found.items()]
 
 
 def since_best(observations: Sequence[Observation]) -> tuple[Observation, MeanEstimate, MeanEstimate]:
@@ -159,53 +169,6 @@ def diversity_ratio(diversity: Sequence[float], window: int) -> float:
         return math.nan
     first = math.fsum(known[:window])
     return math.fsum(known[-window:]) / first if first > 0 else math.nan
-
-
-def _judge_alarm(observations: Sequence[Observation], rule: HeldOutJudge) -> str | None:
-    best, proxy, heldout = since_best(observations)
-    if not (heldout.sigmas < -rule.sigmas and proxy.mean >= 0):
-        return None
-    return (
-        f"the reward and the held-out judge diverge: since step {best.step} the mean score of the held-out judge fell by "
-        f"{-heldout.mean:.3g} ({-heldout.sigmas:.1f} standard errors), while the mean reward rose by {proxy.mean:.3g}"
-    )
-
-
-def _canary_alarm(observations: Sequence[Observation], columns: Mapping[str, Column], limit: float) -> str | None:
-    name, shift = canary_shift(observations[-1], observations[0], columns)
-    if not shift > limit:
-        return None
-    return f"the judge itself has changed: the same images get other scores than at the start, {name} by {shift:.1%} of its range"
-
-
-def _text_alarm(observations: Sequence[Observation], limit: float) -> str | None:
-    start, now = _means("text_to_judge", observations)
-    if not now - start > limit:
-        return None
-    return f"{now:.0%} of the images contain text that addresses a judge, {start:.0%} at the start"
-
-
-def _diversity_alarm(diversity: Sequence[float], rule: Diversity) -> str | None:
-    ratio = diversity_ratio(diversity, rule.window)
-    if not ratio < rule.limit:
-        return None
-    return f"the images of a group become alike: their difference is {ratio:.0%} of that in the first {rule.window} steps"
-
-
-def _shift_alarm(name: str, observations: Sequence[Observation], rule: Shift) -> str | None:
-    start, now = _means(name, observations)
-    shift = start - now if name == "preservation" else abs(now - start)
-    if not shift > rule.limit:
-        return None
-    what = "the source outside the mask is no longer preserved" if name == "preservation" else f"the images' {name} has changed"
-    return f"{what}: from {start:.3f} at the start to {now:.3f}"
-
-
-def _factor_alarm(name: str, observations: Sequence[Observation], rule: Factor) -> str | None:
-    start, now = _means(name, observations)
-    if not (now > start * rule.limit or now < start / rule.limit):
-        return None
-    return f"the {name} of the images has changed: from {start:.3g} at the start to {now:.3g}"
 
 
 def _means(name: str, observations: Sequence[Observation]) -> tuple[float, float]:
@@ -300,7 +263,6 @@ class Watcher(Hook):
         self.rolls_back = self.watch.rolls_back
         self._folder = folder
         self._ledger = ledger
-        self._store = ObservationStore(folder.watch)
         self._observations: list[Observation] = []
         self._diversity: list[float] = []
 
@@ -309,13 +271,13 @@ class Watcher(Hook):
         self._judge = parts.judge
         self._columns = parts.judge.reward.columns
         self.policy = parts.policy(parts.recipe.rollout)
-        evaluator = parts.evaluator(parts.judge.for_split("heldout", 0))
+        evaluator = build_evaluator(parts, parts.judge.for_split("heldout", 0))
         canaries = 0 if self.watch.canaries is None else self.watch.canaries.count
         self.evaluator = replace(evaluator, tasks=evaluator.tasks[: self.watch.tasks], pictures=canaries)
 
     def stored_alarms(self, step: int) -> list[Alarm]:
         """Return the alarms that the current rules raise on the stored observations after ``step`` steps."""
-        observations = self._store.until(step)
+        observations = read_observations(self._folder.watch, step)
         if not observations or observations[-1].step != step:
             return []
         return find_alarms(self.watch, observations, read_diversity(self._folder, step), self._columns)
@@ -330,7 +292,7 @@ class Watcher(Hook):
         yield from self.stored_alarms(step)
         if self.measures.heldout is not None:
             self._ledger.attach_heldout(self.measures.heldout)
-        self._observations = self._store.until(step)
+        self._observations = read_observations(self._folder.watch, step)
         if any(each.judge != self._fingerprint for each in self._observations):
             raise ValueError(
                 f"the observations in {self._folder.watch} were made with another held-out judge and cannot be compared: restore "
@@ -378,7 +340,8 @@ class Watcher(Hook):
         sources = tuple(evaluated.sources) if evaluated.has_shared_sources else ()
         observation = Observation(step, tasks, evaluated.scores, self._score_canaries(step), self._fingerprint, sources)
         if self.ranks.is_main:
-            self._store.write(observation)
+            self._folder.watch.mkdir(parents=True, exist_ok=True)
+            files.write_json(self._folder.watch / f"step-{step:06d}.json", observation.to_json())
         self._observations.append(observation)
         return observation
 

@@ -12,11 +12,11 @@ from pydantic import Field
 from retouch.config.section import Count
 from retouch.data.base import Mixture
 from retouch.rewards.base import RewardSection
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column, Task
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_judge.models import JudgeModel
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.rewards import PlaygroundReward
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from retouch.data.rows import Layout, Row, Rows
+from retouch.data.checks import find_problems
+from retouch.data.rows import Layout, ParsedRows, Row, Rows
 from retouch.data.sources.folder import image_under
-from retouch.data.sources.table import ListRows
 from retouch.data.tasks import load_task
-from retouch.data.validation import find_problems
 from retouch.records.files import read_json
 from retouch.rewards.base import RewardSection
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Json, Task
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
+from retouch_judge.models import JudgeModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -158,7 +157,8 @@ def file_rows(table: Sequence[Mapping[str, Any]], *, name: str, columns: Mapping
     """Make rows that name image files under the folder ``images``. ``columns``: maps fields to published columns. ``name``: path
     of the list, for messages and ids."""
     path = Path(name)
-    return ListRows(table, Layout(name, f"{path.parent.name}/{path.stem}", columns, (), partial(image_under, images)), problems=())
+    layout = Layout(name, f"{path.parent.name}/{path.stem}", columns, (), partial(image_under, images))
+    return ParsedRows(layout, len(table), lambda at: (at + 1, table[at]), problems=(), identity=None)
 
 
 class JoinedRows:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
-from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.rubrics import NAN, Prompt
 from retouch.types import Sample, Scores
+from retouch_judge.base import NAN, JudgeReward, Prompt
 
 
 class RubricReward(JudgeReward):

@@ -1,7 +1,6 @@
-"""Engines that sample outside the trained model: a vLLM server for completions, and an SGLang server (``sglang``) for denoising
-chains.
+"""Engines that sample outside the trained model: a vLLM server for completions, and an SGLang server for denoising chains.
 
-``vllm`` is the recipe section of the vLLM server; ``plugin`` and ``grammar`` also run inside that server. May import
+``sections`` has their recipe sections; ``plugin`` and ``grammar`` also run inside the vLLM server. May import
 ``policies.autoregressive`` and what that may import. ``grammar`` imports only torch, and ``plugin`` only torch, vLLM and
 ``grammar``, because the server's environment has no other dependencies of Retouch.
 """

@@ -17,7 +17,7 @@ from PIL.Image import Image
 
 from retouch.data.images import EncodedImage, load_image, load_mask
 from retouch.data.tasks import require_same_size
-from retouch.inference.side_by_side import SideBySide
+from retouch.inference.sampling import SideBySide
 from retouch.types import Task
 
 IDLE_SECONDS = 600.0

@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from retouch.config import imports
+from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
-from retouch_view.live.bodies import read_object, refused
-from retouch_view.live.catalogue import Catalogue
-from retouch_view.live.trial_inputs import trial_inputs
+from retouch_view.live.requests import FRESH, read_object, run_of
+from retouch_view.live.runs import Catalogue
 
 MOST_BYTES = 40_000_000
 MOST_CHARACTERS = 10_000
@@ -51,7 +51,15 @@ class TrialWorker:
         job = {**asked, "run": str(folder.root.resolve()), "device": device}
         complete = False
         try:
-            process = await self._started()
+            process = self._process
+            if process is None or process.returncode is not None:
+                pipe = asyncio.subprocess.PIPE
+                command, env = imports.python("-m", "retouch_view.live.trial_worker"), imports.environment()
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
+                )
+                self._errors.clear()
+                self._reading = asyncio.create_task(self._keep_errors(process))
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -95,17 +103,6 @@ class TrialWorker:
         if process is not None:
             await process.wait()
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            pipe = asyncio.subprocess.PIPE
-            command, env = imports.python("-m", "retouch_view.live.trial_worker"), imports.environment()
-            self._process = await asyncio.create_subprocess_exec(
-                *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
-            )
-            self._errors.clear()
-            self._reading = asyncio.create_task(self._keep_errors(self._process))
-        return self._process
-
     async def _keep_errors(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while part := await process.stderr.read(_ERROR_BYTES):
@@ -125,23 +122,16 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
     ("reference" or null), which replies with lines of JSON."""
 
     async def checkpoints(request: Request) -> Response:
-        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
-        if run is None:
-            return JSONResponse({"error": "there is no such run"}, 404)
+        run = await run_of(request, catalogue)
         found = {
             "steps": await run_in_threadpool(_steps, run.folder),
             "inputs": await run_in_threadpool(trial_inputs, run.folder),
         }
-        return JSONResponse(found, headers={"Cache-Control": "no-store"})
+        return JSONResponse(found, headers=FRESH)
 
     async def attempt(request: Request) -> Response:
-        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
-        if run is None:
-            return JSONResponse({"error": "there is no such run"}, 404)
-        try:
-            asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
-        except ValueError as error:
-            return refused(error)
+        run = await run_of(request, catalogue)
+        asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
         return StreamingResponse(bench.events(run.folder, asked, request), media_type="application/x-ndjson")
 
     return [
@@ -174,3 +164,18 @@ def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
     if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
         raise ValueError(f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
     return {"instruction": instruction, **images, "context": context, "step": step, "seed": seed}
+
+
+def trial_inputs(folder: RunFolder) -> Mapping[str, bool]:
+    """Return whether the page asks for a ``mask`` and a ``reference`` image, and whether the reference can be ``context``
+    (``retouch.inference.sampling``).
+
+    All are false if the recipe of the run cannot be read; a try then fails with the reason.
+    """
+    try:
+        recipe = parse(folder.read_recipe()["recipe"])
+    except (ValueError, OSError):
+        return {"mask": False, "reference": False, "context": False}
+    takes = recipe.image_model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
+    mask, reference = takes is not None and takes.mask, recipe.policy.train.reads_reference
+    return {"mask": mask, "reference": reference, "context": mask and reference and recipe.renderer is None}

@@ -17,20 +17,15 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from retouch.records.files import inside, jsonable
-from retouch_serve.wire.errors import RequestError
-from retouch_view.live.bodies import read_object, refused
-from retouch_view.live.catalogue import Catalogue
-from retouch_view.live.live_run import LiveRun
-from retouch_view.votes.asking import NextPair, next_pair
+from retouch_view.live.requests import FRESH, NotFoundError, read_object, run_of
+from retouch_view.live.runs import Catalogue, LiveRun
 from retouch_view.votes.log import CHOICES, FILE, VoteLog, VotePair, voter_name
-from retouch_view.votes.queue import VoteQueue
-from retouch_view.votes.stored_pairs import StoredPairs, StoredSamples
-from retouch_view.votes.summary import summarise
+from retouch_view.votes.queue import NextPair, StoredPairs, StoredSamples, VoteQueue, next_pair
+from retouch_view.votes.statistics import summarise
 
 QUEUE = "queue"
 _MOST_BYTES = 10_000
 _MOST_QUESTIONS, _MOST_ANSWERED = 2000, 100
-_FRESH = {"Cache-Control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +182,25 @@ def voting_routes(catalogue: Catalogue, *, writes: bool) -> list[Route]:
     polls = VotingState(catalogue)
 
     async def overview(request: Request) -> Response:
-        return await _of_run(catalogue, request, polls.overview)
+        return await _reply(polls.overview, await run_of(request, catalogue))
 
     async def results(request: Request) -> Response:
-        return await _of_run(catalogue, request, polls.results)
+        return await _reply(polls.results, await run_of(request, catalogue))
 
     async def next_question(request: Request) -> Response:
         return await _reply(polls.next, request.query_params)
 
     async def vote(request: Request) -> Response:
-        return await _posted(polls.answer, request)
+        return await _reply(polls.answer, await read_object(request, max_bytes=_MOST_BYTES))
 
     async def undo(request: Request) -> Response:
-        return await _posted(polls.undo, request)
+        return await _reply(polls.undo, await read_object(request, max_bytes=_MOST_BYTES))
 
     async def image(request: Request) -> Response:
         path = await run_in_threadpool(polls.image, request.path_params["question"], request.path_params["which"])
         if path is None:
-            return JSONResponse({"error": "there is no such image"}, 404)
-        return FileResponse(path, media_type="image/png", headers=_FRESH)
+            raise NotFoundError("image")
+        return FileResponse(path, media_type="image/png", headers=FRESH)
 
     routes = [Route("/api/votes/{name}/results", results)]
     if not writes:
@@ -220,24 +215,9 @@ def voting_routes(catalogue: Catalogue, *, writes: bool) -> list[Route]:
     ]
 
 
-async def _of_run(catalogue: Catalogue, request: Request, function: Callable[[LiveRun], dict[str, Any]]) -> Response:
-    run = await run_in_threadpool(catalogue.run, request.path_params["name"])
-    return JSONResponse({"error": "there is no such run"}, 404) if run is None else await _reply(function, run)
-
-
-async def _posted(function: Callable[[Mapping[str, Any]], dict[str, Any]], request: Request) -> Response:
-    try:
-        given = await read_object(request, max_bytes=_MOST_BYTES)
-    except RequestError as error:
-        return refused(error)
-    return await _reply(function, given)
-
-
 async def _reply(function: Callable[[Any], dict[str, Any]], given: Any) -> Response:
     try:
         found = await run_in_threadpool(function, given)
-    except ValueError as error:
-        return refused(error)
     except OSError as error:
         return JSONResponse({"error": f"the vote could not be written: {error.strerror}"}, 409)
-    return JSONResponse(jsonable(found), headers=_FRESH)
+    return JSONResponse(jsonable(found), headers=FRESH)

@@ -2,16 +2,23 @@
 
 import base64
 import hashlib
+import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from retouch.records.files import write_atomic
-from retouch.records.folder import RunFolder
-from retouch.records.summary import split_label
-from retouch_view.report import curves, grids, headline, suites, tables
-from retouch_view.report.markup import Html, join, tag
+from retouch.records.folder import RunFolder, Summary, split_label
+from retouch.run.hooks import Hook, StepResult
+from retouch.run.step import ScoredRollout
+from retouch_view.report import charts, tables
+from retouch_view.report.markup import Html, decimals_for, format_duration, format_percent, format_score, format_signed, join, tag
+
+log = logging.getLogger("retouch")
+_MOST_TASKS = 20  # more tasks are advised only if at most this many times as many would be enough
 
 
 def write_report(run: Path) -> Path:
@@ -30,83 +37,73 @@ def run_page(run: Path) -> str:
     folder = RunFolder(run)
     record = folder.read_recipe()
     recipe, versions = record["recipe"], record["versions"]
-    sections = [*_results(folder, recipe), *_details(folder, recipe, versions)]
-    page = html_page(str(recipe.get("name", folder.name)), _header(folder, recipe), join(sections))
-    return f"<!doctype html>\n{page}\n"
+    metrics, evals, timings, summary = folder.read_metrics(), folder.read_evals(), folder.read_timings(), folder.read_summary()
+    column = tables.headline_column(evals, summary)
+    split = split_label(recipe.get("eval", {}).get("split", "test"))
+    checks, groups = folder.read_preflight(), tables.groups(folder)
+    passed = sum(bool(check["ok"]) for check in checks)
+    more = [tag("details", tag("summary", f"The same at step {step}"), strip) for step, strip in groups[1:]]
+    sections = [
+        _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
+        *_suites(folder.read_suites()),
+        *([_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []),
+        _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
+        _section("Before and after", _one(tables.before_after(folder, column=column)), f"No images of {split} tasks yet."),
+        _section("Training groups", [*(strip for _, strip in groups[:1]), *more], "No images of training samples yet."),
+        _section("Signals", _signals(metrics), "No metrics apart from the reward yet."),
+        _section("Time", _one(charts.time_bars(timings)), "No timings yet."),
+        _section(
+            "Checks before the first step",
+            [tag("p", f"{passed} of {len(checks)} passed.", class_="quiet"), tables.preflight_table(checks)] if checks else [],
+            "This run has no record of its checks.",
+        ),
+        _section(
+            "Recipe",
+            [
+                tag(
+                    "details",
+                    tag("summary", "The resolved recipe, with all defaults"),
+                    tag("pre", json.dumps(recipe, indent=2, ensure_ascii=False)),
+                )
+            ],
+            "",
+        ),
+        _section("Versions", [_facts([(name, str(value)) for name, value in versions.items()], "facts versions")], ""),
+    ]
+    last_step = int(metrics[-1]["step"]) if metrics else 0
+    first_split = [line for line in evals if line["split"] == evals[0]["split"]]
+    declines = tables.significant_declines(first_split[0], first_split[-1]) if len(first_split) > 1 else []
+    steps = recipe.get("steps")
+    title = str(recipe.get("name", folder.name))
+    header = tag(
+        "header",
+        tag("p", "Retouch · run report", class_="kicker"),
+        tag("h1", title),
+        verdict(summary, last_step=last_step, steps=steps if isinstance(steps, int) else None),
+        gap_bar(summary) if summary else None,
+        _alarm_note(folder.read_alarm()),
+        _declines_note(declines),
+        _facts(_main_facts(recipe, last_step, tables.seconds_spent(timings), summary.cost if summary else {}), "facts"),
+    )
+    return f"<!doctype html>\n{html_page(title, header, join(sections))}\n"
 
 
 def html_page(title: str, header: Html, main: Html) -> Html:
     """Return a complete page in the style of the reports. It works offline and loads no other file."""
-    script = _asset("page.js")
-    body = tag("body", header, tag("main", main), tag("script", script))
-    return tag("html", _head(title, script), body, lang="en")
-
-
-def _asset(name: str) -> Html:
-    """Return a file of this package without escaping, because it contains only text of this package."""
-    return Html(files("retouch_view.report").joinpath(name).read_text(encoding="utf-8"))
-
-
-def _head(name: str, script: Html) -> Html:
+    # Both files contain only text of this package, so they are not escaped.
+    script, style = (Html(files("retouch_view.report").joinpath(name).read_text("utf-8")) for name in ("page.js", "style.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return tag(
+    head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{name} · Retouch"),
-        tag("style", _asset("style.css")),
+        tag("title", f"{title} · Retouch"),
+        tag("style", style),
     )
-
-
-def _last_step(metrics: Sequence[Mapping[str, Any]]) -> int:
-    return int(metrics[-1]["step"]) if metrics else 0
-
-
-def _header(folder: RunFolder, recipe: Mapping[str, Any]) -> Html:
-    summary, metrics, timings, evals = folder.read_summary(), folder.read_metrics(), folder.read_timings(), folder.read_evals()
-    steps = recipe.get("steps")
-    first_split = [line for line in evals if line["split"] == evals[0]["split"]]
-    declines = tables.significant_declines(first_split[0], first_split[-1]) if len(first_split) > 1 else []
-    return tag(
-        "header",
-        tag("p", "Retouch · run report", class_="kicker"),
-        tag("h1", str(recipe.get("name", folder.name))),
-        headline.verdict(summary, last_step=_last_step(metrics), steps=steps if isinstance(steps, int) else None),
-        headline.gap_bar(summary) if summary else None,
-        headline.alarm_note(folder.read_alarm()),
-        headline.declines_note(declines),
-        headline.facts(
-            recipe, last_step=_last_step(metrics), seconds=curves.seconds_spent(timings), cost=summary.cost if summary else {}
-        ),
-    )
-
-
-def _results(folder: RunFolder, recipe: Mapping[str, Any]) -> list[Html]:
-    metrics, evals, summary = folder.read_metrics(), folder.read_evals(), folder.read_summary()
-    column = curves.headline_column(evals, summary)
-    split = split_label(recipe.get("eval", {}).get("split", "test"))
-    watched = [_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []
-    return [
-        _section("Reward", _one(curves.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
-        *suites.sections(folder.read_suites()),
-        *watched,
-        _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
-        _section("Before and after", _one(grids.before_after(folder, column=column)), f"No images of {split} tasks yet."),
-        _section("Training groups", _groups(folder), "No images of training samples yet."),
-    ]
-
-
-def _details(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[str, Any]) -> list[Html]:
-    return [
-        _section("Signals", _signals(folder.read_metrics()), "No metrics apart from the reward yet."),
-        _section("Time", _one(curves.time_bars(folder.read_timings())), "No timings yet."),
-        _section("Checks before the first step", _preflight(folder), "This run has no record of its checks."),
-        _section("Recipe", [tables.recipe_text(recipe)], ""),
-        _section("Versions", [tables.versions_list(versions)], ""),
-    ]
+    return tag("html", head, tag("body", header, tag("main", main), tag("script", script)), lang="en")
 
 
 def _section(title: str, content: Sequence[Html], empty: str) -> Html:
@@ -125,16 +122,8 @@ def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None, split: str)
     return [*found, tag("p", note, class_="quiet")] if found else []
 
 
-def _groups(folder: RunFolder) -> list[Html]:
-    strips = grids.groups(folder)
-    return [
-        strip if index == 0 else tag("details", tag("summary", f"The same at step {step}"), strip)
-        for index, (step, strip) in enumerate(strips)
-    ]
-
-
 def _signals(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
-    shown, others = curves.signal_charts(metrics)
+    shown, others = charts.signal_charts(metrics)
     parts = [tag("div", shown, class_="smalls")] if shown else []
     if others:
         title = f"All other metrics ({len(others)})"
@@ -143,18 +132,202 @@ def _signals(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
 
 
 def _watched(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
-    charts = curves.watch_charts(metrics)
-    if not charts:
+    drawn = charts.watch_charts(metrics)
+    if not drawn:
         return []
-    steps_by_rule = curves.alarms(metrics).items()
+    steps_by_rule = charts.alarms(metrics).items()
     lines = [f"{rule} at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" for rule, steps in steps_by_rule]
     alarms = tag("p", f"Alarms: {'; '.join(lines)}.", class_="warning") if lines else tag("p", "No alarm.", class_="quiet")
-    return [alarms, tag("div", charts, class_="smalls")]
+    return [alarms, tag("div", drawn, class_="smalls")]
 
 
-def _preflight(folder: RunFolder) -> list[Html]:
-    checks = folder.read_preflight()
-    if not checks:
-        return []
-    passed = sum(bool(check["ok"]) for check in checks)
-    return [tag("p", f"{passed} of {len(checks)} passed.", class_="quiet"), tables.preflight_table(checks)]
+def _suites(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """The results of ``eval.suites`` and their alarms: for each suite a chart of the headline over the steps, unless only step 0
+    was measured, and a table of the headline of all items and of each category."""
+    shown = []
+    for name in dict.fromkeys(line["suite"] for line in lines):
+        own = [line for line in lines if line["suite"] == name]
+        column, rows, last = own[-1]["headline"], list(own[-1]["table"]), max(int(line["step"]) for line in own)
+        body, points = [], []
+        for line in own:
+            cells = [line["table"].get(row, {}).get(column) for row in rows]
+            shown_cells = [tag("td", _with_interval(cell)) for cell in cells]
+            body.append(tag("tr", tag("td", str(line["step"])), *shown_cells, tag("td", str(line["missing"]))))
+            cell = line["table"].get("all", {}).get(column)
+            if cell is not None and cell["mean"] is not None:
+                low, high = (math.nan if cell[end] is None else cell[end] for end in ("low", "high"))
+                points.append(charts.Point(int(line["step"]), cell["mean"], low, high))
+        head = tag("tr", tag("th", "step"), *(tag("th", row) for row in rows), tag("th", "missing"))
+        alarms = [f"after step {line['step']}, {line['alarm']}" for line in own if line["alarm"] is not None]
+        marks = [charts.Line(column, "held", points)]
+        shown.append(
+            tag(
+                "div",
+                tag("p", tag("b", name), f", {column}", class_="caption"),
+                charts.draw(f"{name}, {column}", [], last, marks=marks) if points and last > 0 else None,
+                tag("div", tag("table", tag("thead", head), tag("tbody", body)), class_="scroll"),
+                tag("p", f"Alarm: {'; '.join(alarms)}.", class_="warning") if alarms else None,
+            )
+        )
+    note = "Means over items with 95 % intervals, of the policy after each step. The rows are the same as in `retouch bench`."
+    return [tag("section", tag("h2", "Benchmarks"), shown, tag("p", note, class_="quiet"))] if shown else []
+
+
+def _with_interval(cell: Mapping[str, Any] | None) -> str:
+    if cell is None or cell["mean"] is None:
+        return "-"
+    between = "" if cell["low"] is None else f" ({cell['low']:.2f} to {cell['high']:.2f})"
+    return f"{cell['mean']:.2f}{between}"
+
+
+def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Html:
+    """Return a sentence about the result, and one with the numbers to compare it with; or the progress of an unfinished run."""
+    if summary is None:
+        if last_step == 0:
+            return tag("p", "This run has just started: no training step is done yet.", class_="verdict")
+        of = f" of {steps}" if steps else ""
+        return tag("p", f"This run is in progress: step {last_step}{of}. The result appears when it ends.", class_="verdict")
+    decimals, interval, direction = _decimals(summary), _interval(summary), _direction(summary)
+    change = f"from {format_score(summary.before, decimals)} to {format_score(summary.after, decimals)}"
+    where = f"On {summary.on}, {summary.column}"
+    if interval is None:
+        outcome = [f"{where} changed ", tag("strong", change), "."]
+    elif direction == "flat":
+        outcome = [f"{where} changed ", tag("strong", change), ", which is not statistically significant."]
+    else:
+        outcome = [f"{where} {'rose' if summary.gain > 0 else 'fell'} ", tag("strong", change, class_=direction), "."]
+    words = f"A change of {format_signed(summary.gain, decimals)}"
+    if interval is not None:
+        words += f" (95 % confidence interval {format_signed(interval[0], decimals)} to {format_signed(interval[1], decimals)})"
+    if summary.gap_closed is not None and summary.gap_closed > 0:
+        words += f", {format_percent(summary.gap_closed)} of the gap to the ceiling of {format_score(summary.ceiling, decimals)}"
+    words += "."
+    known, needed = summary.independent_tasks, summary.needed_tasks
+    if interval is not None and direction == "flat" and known and needed and needed <= _MOST_TASKS * known:
+        words += (
+            f" A change of this size would be significant with about {needed} independent tasks (here: {known}; tasks with the "
+            "same source image count once). Hold out more tasks with data.held_out or eval.tasks."
+        )
+    if summary.best_of_k is not None:
+        many = "several" if summary.k is None else str(summary.k)
+        best = format_score(summary.best_of_k, decimals)
+        words += f" For comparison, the best of {many} samples of the base policy scores {best}."
+    return tag("div", tag("p", outcome, class_="verdict"), tag("p", words, class_="context"))
+
+
+def _decimals(summary: Summary) -> int:
+    return decimals_for((summary.before, summary.after, summary.ceiling))
+
+
+def _interval(summary: Summary) -> tuple[float, float] | None:
+    """The confidence interval of the gain; None if it has no width (a single task, for example)."""
+    ends = summary.gain_ci95
+    return ends if ends is not None and ends[0] < ends[1] else None
+
+
+def _direction(summary: Summary) -> str:
+    """ "good" or "bad"; "flat" if the confidence interval of the gain contains 0."""
+    low, high = _interval(summary) or (summary.gain, summary.gain)
+    if low <= 0 <= high:
+        return "flat"
+    return "good" if summary.is_better(low, 0.0) else "bad"
+
+
+def gap_bar(summary: Summary) -> Html | None:
+    """A bar from the base to the ceiling with the gain on it, better scores on the right; None if no ceiling was measured."""
+    worst, best = (max, min) if summary.lower_is_better else (min, max)
+    left_end = worst(summary.before, summary.after)
+    if summary.ceiling is None or not summary.is_better(summary.ceiling, left_end):
+        return None
+    right_end = best(summary.ceiling, summary.after, left_end if summary.best_of_k is None else summary.best_of_k)
+
+    def position(value: float) -> float:
+        return 100 * min(1.0, max(0.0, (value - left_end) / (right_end - left_end)))
+
+    def label(name: str, value: float) -> Html:
+        # Shifting a label by the same fraction of the label's width keeps it within the bar.
+        style = f"left:{position(value):.2f}%;transform:translateX(-{position(value):.2f}%)"
+        return tag("span", f"{name} ", tag("b", format_score(value, _decimals(summary))), style=style)
+
+    def stretch(ends: tuple[float, float], style: str) -> Html:
+        left, right = sorted(position(end) for end in ends)
+        return tag("span", class_=style, style=f"left:{left:.2f}%;width:{right - left:.2f}%")
+
+    rail = [stretch((summary.before, summary.after), f"gained {_direction(summary)}")]
+    if (interval := _interval(summary)) is not None:
+        rail.append(stretch((summary.before + interval[0], summary.before + interval[1]), "whisker"))
+    rows = [tag("div", label("before", summary.before), label("ceiling", summary.ceiling), class_="labels")]
+    if summary.best_of_k is not None:
+        rail.append(tag("span", class_="tick", style=f"left:{position(summary.best_of_k):.2f}%"))
+        rows.append(tag("div", label(f"best of {summary.k or 'k'}", summary.best_of_k), class_="labels minor"))
+    top = tag("div", label("after", summary.after), class_="labels")
+    return tag("div", top, tag("div", rail, class_="rail"), rows, class_="gap")
+
+
+def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The recipe's main settings, the time and the cost."""
+
+    def plain(value: object) -> str:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    steps = recipe.get("steps")
+    rows = [("steps", f"{last_step} of {steps}" if isinstance(steps, int) and steps != last_step else str(last_step))]
+    for name in ("tasks_per_step", "group_size", "learning_rate", "seed", "device"):
+        value = recipe.get(name)
+        if name not in cost and isinstance(value, str | int | float):
+            rows.append((name.replace("_", " "), plain(value)))
+    if seconds > 0:
+        rows.append(("time in steps", format_duration(seconds)))
+    return rows + [(name, plain(value)) for name, value in cost.items()]
+
+
+def _facts(rows: Sequence[tuple[str, str]], style: str) -> Html:
+    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in rows], class_=style)
+
+
+def _alarm_note(record: Mapping[str, Any] | None) -> Html | None:
+    """Say why an alarm stopped the run; None if no alarm stopped it."""
+    if record is None:
+        return None
+    back = "" if record["back_to"] is None else f" The run is back in the state of step {record['back_to']}."
+    texts = "; ".join(str(alarm["text"]) for alarm in record["alarms"])
+    return tag("p", tag("strong", f"Stopped by an alarm after step {record['step']}: "), f"{texts}.{back}", class_="warning")
+
+
+def _declines_note(declines: Sequence[str]) -> Html | None:
+    """Warn about the held-out scores that declined significantly; None if there are no declines."""
+    if not declines:
+        return None
+    shown = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")
+    return tag("p", tag("strong", "What got worse: "), shown, ".", class_="warning")
+
+
+class ReportHook(Hook):
+    """Writes the report after each step whose samples are stored, and at the end of the run."""
+
+    station = "evaluated"
+
+    def __init__(self, folder: RunFolder, *, is_main: bool) -> None:
+        self._folder, self._is_main = folder, is_main
+        self._written = -1
+
+    def after_step(self, step: StepResult, collected: ScoredRollout) -> None:
+        if step.shown and step.step < step.steps:
+            self._write(step.step)
+
+    def ended(self, step: int, *, finished: bool) -> None:
+        if step != self._written:
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        if not self._is_main:
+            return
+        self._written = step
+        self._folder.require_owner()
+        try:
+            log.info("report: %s", write_report(self._folder.root))
+        except ValueError as error:  # others can damage the files that it shows; this must not stop the run
+            log.warning("no report was written: %s", error)
+
+
+_ALL = "all"

@@ -1,15 +1,64 @@
-"""The tables: held-out scores before and after training, the checks before the first step, versions."""
+"""The tables of the report: scores before and after training, pictures with scores, checks; and `retouch compare` in a terminal."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from retouch_view.report.markup import Html, join, tag
-from retouch_view.report.numbers import MISSING, decimals_for, format_number, format_score, format_signed
+from retouch.core.answers import answer_in
+from retouch.core.intervals import paired_change
+from retouch.recipe.derived_facts import leaves
+from retouch.records.folder import RunFolder, Summary
+from retouch.rewards.text.completions import prompt_quality
+from retouch_view.report.markup import (
+    LARGE,
+    MISSING,
+    SMALL,
+    Html,
+    aligned,
+    decimals_for,
+    format_brief,
+    format_duration,
+    format_number,
+    format_percent,
+    format_score,
+    format_signed,
+    join,
+    picture,
+    tag,
+)
 
+MOST_TASKS = 24
+MOST_GROUPS = 8
+MOST_MEMBERS = 24
 MOST_ROWS = 12  # rows of one tag; a longer table is collapsed
 FEWEST_TASKS = 20  # a decline is reported only for rows with at least this many tasks
+
+
+def number(value: Any) -> float:
+    """A logged value as a float; NaN for null or text."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def headline_column(evals: Sequence[Mapping[str, Any]], summary: Summary | None) -> str | None:
+    """The held-out column that represents the run: the summary's, otherwise the reward, otherwise the first."""
+    columns = [column for line in evals for column in columns_of(line)]
+    preferred = ([summary.column] if summary else []) + ["reward", "overall", *columns]
+    return next((column for column in preferred if column in columns), None)
+
+
+def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
+    """Return the total time in seconds: for each step ``time/step`` if it was logged, otherwise the sum of its stages."""
+    total = 0.0
+    for line in timings:
+        stages = [number(value) for name, value in line.items() if name.startswith("time/") and name != "time/step"]
+        step_time = number(line.get("time/step"))
+        total += step_time if math.isfinite(step_time) else math.fsum(filter(math.isfinite, stages))
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +133,7 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
         for column in columns_of(after):
             cell = compare_cell(before, after, row=row, column=column)
             if cell.apart and cell.direction == "bad":
-                where = "" if row == "all" else f" ({_row_name(row)})"
+                where = "" if row == "all" else f" ({row.replace('=', ' ', 1)})"
                 found.append(
                     f"{column}{where} {format_score(cell.before, cell.decimals)} to {format_score(cell.after, cell.decimals)}"
                 )
@@ -123,8 +172,12 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
         [tag("th", column.rpartition("/")[2], scope="col") for column in columns],
     )
 
-    def lines(rows: Sequence[str]) -> list[Html]:
-        return [_heldout_row(row, before, after, columns) for row in rows]
+    def lines(rows: Sequence[str]) -> Iterator[Html]:
+        for row in rows:
+            count = after["table"][row].get("n")
+            cells = [_cell(compare_cell(before, after, row=row, column=column), single=before is after) for column in columns]
+            title = tag("th", row.split("=", 1)[1] if "=" in row else row, scope="row")
+            yield tag("tr", title, tag("td", MISSING if count is None else str(count), class_="count"), cells)
 
     width = str(len(columns) + 2)
     body: list[Html] = []
@@ -137,32 +190,15 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
             if name:
                 body.append(tag("tr", tag("th", name, colspan=width, scope="colgroup"), class_="group"))
             body += lines(rows)
-    caption = tag("p", tag("b", title), f" · {steps}", _without_score(before, after, columns), class_="caption")
+    without_score = ""  # for each of the columns, the number of tasks
+    for column in columns:
+        counts = [line.get("missing", {}).get(column, 0) for line in ([after] if before is after else [before, after])]
+        if any(counts):
+            without_score += f" · no {column} for {' → '.join(map(str, counts))} of {after['table']['all']['n']} tasks"
+    caption = tag("p", tag("b", title), f" · {steps}", without_score, class_="caption")
     return join(
         [caption, tag("div", tag("table", tag("thead", head), tag("tbody", body), class_="scores"), class_="scroll"), *folded]
     )
-
-
-def _without_score(before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """For each of the columns, the number of tasks without a score."""
-    counts = [line.get("missing", {}) for line in ([after] if before is after else [before, after])]
-    made = ""
-    for column in columns:
-        found = [each.get(column, 0) for each in counts]
-        if any(found):
-            made += f" · no {column} for {' → '.join(map(str, found))} of {after['table']['all']['n']} tasks"
-    return made
-
-
-def _row_name(row: str) -> str:
-    return " ".join(row.split("=", 1)) if "=" in row else row
-
-
-def _heldout_row(row: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> Html:
-    name = row.split("=", 1)[1] if "=" in row else row
-    count = after["table"][row].get("n")
-    cells = [_cell(compare_cell(before, after, row=row, column=column), single=before is after) for column in columns]
-    return tag("tr", tag("th", name, scope="row"), tag("td", MISSING if count is None else str(count), class_="count"), cells)
 
 
 def _cell(cell: ComparedCell, *, single: bool) -> Html:
@@ -217,16 +253,311 @@ def _amount(value: Any) -> str:
     return format_number(value) if isinstance(value, int | float) else str(value)
 
 
-def recipe_text(recipe: Mapping[str, Any]) -> Html:
-    """Return the resolved recipe as a collapsed block of JSON."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The stored line of a held-out task before and after training. ``moved``: the two lines are of different steps."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    moved: bool
+    column: str | None
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """The scores shown under the two images: the reward, or the headline column if there is no reward."""
+        return _value(self.before, self.column), _value(self.after, self.column)
+
+
+def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
+    """Show the held-out tasks at the first and at the last step with images; None if there are no images."""
+    steps = [step for step in folder.sample_steps() if _of(folder, step, "heldout")]
+    if not steps:
+        return None
+    first, last = steps[0], steps[-1]
+    after = {line["task"]: line for line in _of(folder, last, "heldout")}
+    lines = [line for line in _of(folder, first, "heldout") if line["task"] in after]
+    pairs = [_Pair(line, after[line["task"]], first != last, column) for line in lines[:MOST_TASKS]]
+    decimals = decimals_for(value for pair in pairs for value in pair.values)
+    rewrites = _rewrites_prompts(folder)
+    cards = [_card(folder, pair, index=index, decimals=decimals, rewrites=rewrites) for index, pair in enumerate(pairs)]
+    steps_shown = f"Before: step {first}; after: step {last}" if first != last else f"Step {first}; there are no later images yet"
+    words = f"The same tasks with the same seeds at every evaluation. {steps_shown}."
+    if len(cards) < len(lines):
+        words += f" The first {len(cards)} of {len(lines)}."
+    return tag("div", tag("p", words, class_="quiet"), tag("div", cards, class_="cards", data_sortable=first != last))
+
+
+def _of(folder: RunFolder, step: int, kind: str) -> list[dict[str, Any]]:
+    return [line for line in folder.read_samples(step) if line["set"] == kind]
+
+
+def _path(folder: RunFolder, line: Mapping[str, Any], name: str) -> Path | None:
+    """Return the path of the image; None if the line has no image, or names a file outside the folder of its step."""
+    file = line[name]
+    return folder.samples(line["step"]) / file if isinstance(file, str) and Path(file).name == file else None
+
+
+def _value(line: Mapping[str, Any], column: str | None) -> float:
+    """Return the score shown under the image: the reward of the sample, or the headline column if there is no reward."""
+    reward = number(line["reward"])
+    return reward if math.isfinite(reward) or column is None else number(line["scores"].get(column))
+
+
+def _card(folder: RunFolder, pair: _Pair, *, index: int, decimals: int, rewrites: bool) -> Html:
+    before, after, moved = pair.before, pair.after, pair.moved
+    gain = pair.values[1] - pair.values[0]
+    pictures = [_shown("source", _path(folder, before, "source"), None)] if before["source"] else []
+    pictures.append(_shown("before", _path(folder, before, "image"), _scores(before, pair.column, decimals)))
+    if moved:
+        pictures.append(_shown("after", _path(folder, after, "image"), _scores(after, pair.column, decimals), style="after"))
+    if before["target"]:
+        pictures.append(_shown("target", _path(folder, before, "target"), None))
+    tags = [tag("span", f"{name} {value}", class_="tag") for name, value in before["tags"].items()]
+    change = (
+        tag("span", format_signed(gain, decimals), class_=f"change {_direction(gain)}") if moved and math.isfinite(gain) else None
+    )
     return tag(
-        "details",
-        tag("summary", "The resolved recipe, with all defaults"),
-        tag("pre", json.dumps(recipe, indent=2, ensure_ascii=False)),
+        "article",
+        _instruction(before),
+        tag("div", pictures, class_="row"),
+        _completion(before, label="before", rewrites=rewrites),
+        _completion(after, label="after", rewrites=rewrites) if moved else None,
+        tag("p", change, tags, class_="tags"),
+        class_="card",
+        data_place=index,
+        data_gain=f"{gain:.6f}" if math.isfinite(gain) else "0",
     )
 
 
-def versions_list(versions: Mapping[str, Any]) -> Html:
+def _instruction(line: Mapping[str, Any]) -> Html:
+    # dir="auto" confines right-to-left text and direction-changing characters to its own element.
+    return tag("p", str(line["instruction"]) or "(no instruction)", class_="instruction", dir="auto")
+
+
+def _direction(change: float) -> str:
+    return "flat" if not abs(change) >= 0.0005 else "good" if change > 0 else "bad"
+
+
+def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
+    """Show the reward of the sample, and its other scores in small print below."""
+    value = _value(line, column)
+    main = "no score" if not math.isfinite(value) else format_score(value, decimals)
+    named = [(name, number(shown)) for name, shown in line["scores"].items() if name != column and "/" not in name]
+    small = [tag("span", f"{name} {format_brief(shown)}") for name, shown in named if math.isfinite(shown)]
+    return tag("span", tag("b", main), tag("span", small, class_="scores-small") if small else None, class_="verdicts")
+
+
+def _shown(label: str, path: Path | None, scores: Html | None, *, style: str = "", edge: int = LARGE) -> Html:
     return tag(
-        "dl", [tag("div", tag("dt", name), tag("dd", str(value))) for name, value in versions.items()], class_="facts versions"
+        "figure",
+        picture(path, words=label, edge=edge),
+        tag("figcaption", tag("span", label, class_="label"), scores),
+        class_=f"shown {style}".strip(),
     )
+
+
+def groups(folder: RunFolder) -> list[tuple[int, Html]]:
+    """Return (step, strips) for the training groups of the last and of the first step with stored groups."""
+    steps = [step for step in folder.sample_steps() if _of(folder, step, "group")]
+    return [(step, _groups(folder, step)) for step in dict.fromkeys([*steps[-1:], *steps[:1]])]
+
+
+def _groups(folder: RunFolder, step: int) -> Html:
+    members: dict[int, list[dict[str, Any]]] = {}
+    for line in _of(folder, step, "group"):
+        members.setdefault(line["group"], []).append(line)
+    ranked = sorted(members.values(), key=_mean_reward, reverse=True)
+    if len(ranked) > MOST_GROUPS:
+        shown = [ranked[round(index * (len(ranked) - 1) / (MOST_GROUPS - 1))] for index in range(MOST_GROUPS)]
+    else:
+        shown = ranked
+    note = "" if len(shown) == len(ranked) else f" {len(shown)} of {len(ranked)} groups, evenly spaced in this order."
+    caption = f"Step {step}: groups sorted by mean reward, highest first; samples of a group sorted by reward.{note}"
+    rewrites = _rewrites_prompts(folder)
+    return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group, rewrites=rewrites) for group in shown])
+
+
+def _mean_reward(group: Sequence[Mapping[str, Any]]) -> float:
+    known = [value for value in (number(line["reward"]) for line in group) if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else -math.inf
+
+
+def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) -> Html:
+    judged = [line for line in group if math.isfinite(number(line["reward"]))]
+    missing = [line for line in group if not math.isfinite(number(line["reward"]))]
+    ranked = sorted(judged, key=lambda line: (-number(line["reward"]), line["slot"])) + missing
+    head = ranked[0]
+    given = [_shown(name, _path(folder, head, name), None, edge=SMALL) for name in ("source", "target") if head[name]]
+    rewards = [number(line["reward"]) for line in judged]
+    notes = []
+    decimals = decimals_for(rewards)
+    if rewards:
+        ends = f"from {format_score(min(rewards), decimals)} to {format_score(max(rewards), decimals)}"
+        notes.append(f"mean {format_score(_mean_reward(group), decimals)}, {ends}")
+        if len(rewards) > 1 and min(rewards) == max(rewards):
+            notes.append("all equal, so all advantages are 0")
+    if missing:
+        notes.append(f"{len(missing)} without a score")
+    if len(ranked) > MOST_MEMBERS:
+        notes.append(f"the best {MOST_MEMBERS // 2} and the worst {MOST_MEMBERS // 2} of {len(ranked)} shown")
+        ranked = ranked[: MOST_MEMBERS // 2] + ranked[-(MOST_MEMBERS // 2) :]
+    worded = " worded" if any(line.get("text") is not None for line in ranked) else ""
+    return tag(
+        "article",
+        _instruction(head),
+        tag("p", "; ".join(notes), class_="quiet"),
+        tag(
+            "div",
+            tag("div", given, class_="given") if given else None,
+            tag("div", [_member(folder, line, decimals, rewrites=rewrites) for line in ranked], class_=f"members{worded}"),
+        ),
+        class_="strip",
+    )
+
+
+def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int, *, rewrites: bool) -> Html:
+    reward, advantage = number(line["reward"]), number(line["advantage"])
+    scores = "; ".join(
+        f"{name} {format_brief(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value))
+    )
+    return tag(
+        "figure",
+        picture(_path(folder, line, "image"), words=f"sample {line['slot']}", edge=SMALL),
+        tag(
+            "figcaption",
+            tag("b", format_score(reward, decimals)) if math.isfinite(reward) else tag("b", "no score", class_="quiet"),
+            tag("span", format_signed(advantage), class_=f"advantage {_direction(advantage)}")
+            if math.isfinite(reward + advantage)
+            else None,
+            _completion(line, label="", rewrites=rewrites),
+        ),
+        class_="shown member",
+        title=f"sample {line['slot']}" + (f": {scores}" if scores else ""),
+    )
+
+
+def _rewrites_prompts(folder: RunFolder) -> bool:
+    """Whether the policy's completions are prompts for an image model, which replace the user's prompt."""
+    renderer = folder.read_recipe()["recipe"].get("renderer")
+    return isinstance(renderer, Mapping) and renderer.get("kind") == "prompt"
+
+
+def _completion(line: Mapping[str, Any], *, label: str, rewrites: bool) -> Html | None:
+    """Show the completion of a sample; for a rewritten prompt also a comparison with the original. None without a completion."""
+    if line.get("text") is None:
+        return None
+    text = str(line["text"])
+    head = tag("span", f"{label} ", class_="quiet") if label else None
+    shown = tag("p", head, text or "(empty)", class_="written", dir="auto")
+    if not rewrites:
+        return shown
+    prompt, note = answer_in(text), "contains no prompt"
+    if prompt is not None:
+        original = str(line["instruction"])
+        before, after, quality = len(original.split()), len(prompt.split()), prompt_quality(original, prompt)
+        note = f"{before} → {after} word{'s' * (after != 1)}, prompt quality {quality.total:.1f} of 5"
+    return join([shown, tag("p", note, class_="told quiet")])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run with its last evaluation. ``before``, ``after``: the known scores of held-out tasks, by id. ``sources``: the sources of
+    these tasks, by id."""
+
+    name: str
+    recipe: Mapping[str, str]
+    column: str
+    step: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    sources: Mapping[str, str]
+    gap_closed: float | None
+    seconds: float
+
+
+def comparison(folders: Sequence[Path]) -> str:
+    """Compare two or more runs, as text; each is compared to the first one.
+
+    The score is the column that the first run reports, on all held-out tasks. A difference is the mean over the tasks that both
+    runs evaluated, with a paired 95 % interval (``core.intervals``).
+
+    Raises ValueError for fewer than two runs, for the same run twice, and for a run without an evaluation or without this column.
+    """
+    if len(folders) < 2:
+        raise ValueError("retouch compare RUN RUN...: give at least two runs")
+    absolute = [folder.resolve() for folder in folders]
+    repeated = [folder for index, folder in enumerate(folders) if absolute[index] in absolute[:index]]
+    if repeated:
+        raise ValueError(f"{repeated[0]} is given twice; compare different runs")
+    counts = Counter(path.name for path in absolute)
+    # Runs of the same name are named by their folders.
+    names = [path.name if counts[path.name] == 1 else str(folder) for path, folder in zip(absolute, folders, strict=True)]
+    first = _read(folders[0], names[0])
+    runs = [first, *(_read(folder, name, first.column) for folder, name in zip(folders[1:], names[1:], strict=True))]
+    return "\n".join(_compared(runs))
+
+
+def _read(root: Path, name: str, column: str | None = None) -> _Run:
+    """Read a run. ``column``: the score; None is the one that the run reports."""
+    folder = RunFolder(root)
+    recipe, evals, summary = folder.read_recipe()["recipe"], folder.read_evals(), folder.read_summary()
+    known = [line for line in evals if line["split"] == evals[0]["split"] and folder.evaluation(line["step"]).exists()]
+    reported = headline_column(known, summary)
+    if reported is None:
+        raise ValueError(f"{root} has no evaluation yet: compare it after its first one, or set eval.every")
+    chosen = column or reported
+    before, after = (folder.read_scores(known[index]["step"]) for index in (0, -1))
+    if chosen not in after:
+        raise ValueError(f"{root} has no held-out score {chosen!r}, which the first run reports; it has {', '.join(after)}")
+    return _Run(
+        name=name,
+        recipe={key: json.dumps(value) for key, value in leaves(recipe)},
+        column=chosen,
+        step=known[-1]["step"],
+        before=before[chosen],
+        after=after[chosen],
+        sources=folder.read_sources(known[-1]["step"]),
+        gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
+        seconds=seconds_spent(folder.read_timings()),
+    )
+
+
+def _compared(runs: Sequence[_Run]) -> Iterator[str]:
+    first = runs[0]
+    decimals = decimals_for(value for run in runs for value in (*run.before.values(), *run.after.values()))
+
+    def change(before: Mapping[str, float], run: _Run) -> str:
+        found = paired_change(before, run.after, run.sources)
+        if not found.count:
+            return MISSING
+        ends = [format_signed(end, decimals) for end in found.interval or ()]
+        return format_signed(found.mean, decimals) + (f" ({' to '.join(ends)})" if ends else "")
+
+    yield f"{first.column} on all held-out tasks, before training and at the last evaluation"
+    rows = [["run", "step", "tasks", "before", "after", "change (95 %)", "share of the gap", "time in steps"]]
+    for run in runs:
+        both = run.before.keys() & run.after.keys()
+        ends = [mean(scores[task] for task in both) if both else None for scores in (run.before, run.after)]
+        gap = MISSING if run.gap_closed is None else format_percent(run.gap_closed)
+        shown = [*(format_score(end, decimals) for end in ends), change(run.before, run) if run.step else MISSING, gap]
+        rows.append([run.name, str(run.step), str(len(both)), *shown, format_duration(run.seconds)])
+    yield from aligned(rows)
+    if any(run.gap_closed is not None for run in runs):
+        yield "The share of the gap is of the tasks of eval.headline, as in summary.json."
+    yield from ("", f"Difference to {first.name} at the last evaluation, on the same held-out tasks (95 %)")
+    rows = []
+    for run in runs[1:]:
+        shared = len(first.after.keys() & run.after.keys())
+        rows.append([run.name, f"{change(first.after, run)} on {shared} tasks" if shared else "no held-out task in common"])
+    yield from aligned(rows)
+    yield "The intervals contain the spread between tasks, not the spread between seeds: repeat each run with other seeds."
+    yield ""
+    keys = sorted({key for run in runs for key in run.recipe} - {"name", "out"})
+    differing = [key for key in keys if len({run.recipe.get(key) for run in runs}) > 1]
+    if not differing:
+        yield "The recipes do not differ."
+        return
+    yield "What differs in the recipes"
+    rows = [["", *(run.name for run in runs)]]
+    rows += [[key, *(run.recipe.get(key, MISSING) for run in runs)] for key in differing]
+    yield from aligned(rows)

@@ -4,20 +4,19 @@ A vote is one line. To undo a vote, a line is appended that names the vote; this
 to one file. A line that a crash has truncated, or that another program has damaged, is skipped and counted.
 """
 
-import fcntl
 import hashlib
 import json
-import math
 import os
 import secrets
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter, ValidationError
 
 from retouch.records import files
 
@@ -25,6 +24,21 @@ FILE = "votes.jsonl"
 LONGEST_NAME = 64
 Choice: TypeAlias = Literal["left", "right", "tie", "both_bad"]
 CHOICES: tuple[str, ...] = get_args(Choice)
+_Text: TypeAlias = Annotated[str, Strict()]
+_Number: TypeAlias = Annotated[float, Strict(), AllowInfNan(False)]
+
+
+def _finite(scores: object) -> object:
+    """Leave out the scores that are not numbers, not finite, or too large for a float."""
+    if not isinstance(scores, dict):
+        return scores
+    kept = {}
+    for name, value in scores.items():
+        try:
+            kept[name] = _NUMBER.validate_python(value)
+        except ValidationError:
+            continue
+    return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +49,10 @@ class Side:
     (``image_hash``). ``file``: its path relative to the folder of the votes. ``scores``: its scores by column.
     """
 
-    arm: str
-    image: str
-    file: str
-    scores: Mapping[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the side as JSON."""
-        return {"arm": self.arm, "image": self.image, "file": self.file, "scores": dict(self.scores)}
+    arm: _Text
+    image: _Text
+    file: _Text
+    scores: Annotated[Mapping[str, float], BeforeValidator(_finite)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +64,19 @@ class Vote:
     not told so.
     """
 
-    id: str
-    at: float
-    voter: str
-    task: str
-    instruction: str
+    id: _Text
+    at: _Number
+    voter: _Text
+    task: _Text
+    instruction: _Text
     left: Side
     right: Side
     choice: Choice
-    source: str | None = None
-    mask: str | None = None
-    text: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    repeat: bool = False
+    source: _Text | None = None
+    mask: _Text | None = None
+    text: _Text | None = None
+    tags: Mapping[_Text, _Text] = field(default_factory=dict)
+    repeat: Annotated[bool, BeforeValidator(lambda given: given is True)] = False
 
     @property
     def pair(self) -> str:
@@ -85,21 +95,10 @@ class Vote:
 
     def to_json(self) -> dict[str, Any]:
         """Return the vote as JSON, for one line of the file."""
-        known = {"source": self.source, "mask": self.mask, "text": self.text}
-        return {
-            "id": self.id,
-            "at": self.at,
-            "voter": self.voter,
-            "pair": self.pair,
-            "task": self.task,
-            "instruction": self.instruction,
-            **{key: value for key, value in known.items() if value is not None},
-            "tags": dict(self.tags),
-            "left": self.left.to_json(),
-            "right": self.right.to_json(),
-            "choice": self.choice,
-            "repeat": self.repeat,
-        }
+        return {**_VOTE.dump_python(self, exclude_none=True), "pair": self.pair}
+
+
+_NUMBER, _VOTE = TypeAdapter(_Number), TypeAdapter(Vote)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,16 +216,23 @@ class VoteLog:
             return self._last
 
     def _take(self, line: bytes) -> None:
-        row = _row(line)
-        if row is not None and isinstance(row.get("undo"), str):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("undo"), str):
             undone = self._found.get(row["undo"])
             if undone is not None and undone.voter == row.get("voter"):
                 del self._found[undone.id]
                 self._pairs[undone.pair] = tuple(vote for vote in self._pairs[undone.pair] if vote.id != undone.id)
                 self._undone += 1
             return
-        vote = None if row is None else _vote(row)
-        if vote is None or vote.id in self._found:
+        try:
+            vote = _VOTE.validate_python(row)
+        except ValidationError:
+            self._damaged += 1
+            return
+        if vote.id in self._found:
             self._damaged += 1
             return
         self._found[vote.id] = vote
@@ -234,83 +240,11 @@ class VoteLog:
 
     def _append(self, row: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path) as handle:
-            _end_last_line(handle)
+        with files.locked(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as handle:
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                os.write(handle, b"\n")  # a crash has truncated the last line: the next row begins a new one
             files.append_line(self.path, row)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Open the file, locked against other writers."""
-    handle = files.open_handle(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _end_last_line(handle: int) -> None:
-    """Append a newline if a crash has truncated the last line, so that the next row begins a new line."""
-    size = os.fstat(handle).st_size
-    if size and os.pread(handle, 1, size - 1) != b"\n":
-        os.write(handle, b"\n")
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _vote(row: Mapping[str, Any]) -> Vote | None:
-    """Parse the vote of a line; None if a field is missing or has the wrong type."""
-    left, right = _side(row.get("left")), _side(row.get("right"))
-    texts: dict[str, Any] = {name: row.get(name) for name in ("id", "voter", "task", "instruction")}
-    optional: dict[str, Any] = {name: row.get(name) for name in ("source", "mask", "text")}
-    tags, at, choice = row.get("tags"), _finite(row.get("at")), row.get("choice")
-    if (
-        left is None
-        or right is None
-        or not all(isinstance(text, str) for text in texts.values())
-        or not all(value is None or isinstance(value, str) for value in optional.values())
-        or not isinstance(tags, dict)
-        or not all(isinstance(value, str) for value in tags.values())
-        or at is None
-        or choice not in CHOICES
-    ):
-        return None
-    return Vote(
-        **texts,
-        **optional,
-        at=at,
-        tags=tags,
-        left=left,
-        right=right,
-        choice=choice,
-        repeat=row.get("repeat") is True,
-    )
-
-
-def _side(given: object) -> Side | None:
-    if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in ("arm", "image", "file")):
-        return None
-    scores = given.get("scores")
-    if not isinstance(scores, dict):
-        return None
-    known = {name: number for name, value in scores.items() if (number := _finite(value)) is not None}
-    return Side(arm=given["arm"], image=given["image"], file=given["file"], scores=known)
-
-
-def _finite(given: object) -> float | None:
-    """Return the number as a float; None if it is not a number, not finite, or too large for a float."""
-    try:
-        number = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def logs_of(folder: Path) -> list[VoteLog]:

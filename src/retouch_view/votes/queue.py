@@ -1,28 +1,33 @@
-"""The queue of groups that wait for votes: a folder to which the run writes, and from which the voting page reads.
+"""The pairs of images that people vote on: those of groups that wait in a queue, and those of stored samples.
 
-``votes.jsonl`` contains the votes. Each group has a folder ``groups/<id>`` with its images and ``group.json``, which is written
-last, so that no reader sees an incomplete group. The file ``closed`` marks a group whose votes the run has read, and which needs no
-more votes.
+A queue is a folder to which the run writes, and from which the voting page reads. ``votes.jsonl`` contains the votes. Each group
+has a folder ``groups/<id>`` with its images and ``group.json``, which is written last, so that no reader sees an incomplete group.
+The file ``closed`` marks a group whose votes the run has read, and which needs no more votes.
 """
 
 import hashlib
 import json
+import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
+from PIL import Image
 
 from retouch.records import files
-from retouch.rewards.ledger.database import image_hash
+from retouch.rewards.ledger.database import UNREADABLE, image_hash
 from retouch.types import Json, Task
-from retouch_view.votes.log import Side, VoteLog, VotePair, pair_id
+from retouch_view.votes.log import Side, Vote, VoteLog, VotePair, Votes, pair_id
 
 GROUP = "group.json"
 _CLOSED = "closed"
+REPEAT_EVERY = 8
+"""Number of new pairs for each hidden repeat."""
+_LEAST_BETWEEN = 3
+_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class VoteQueue:
         self.log = VoteLog(root)
         self._known: dict[str, QueuedGroup] = {}
 
-    def put(self, task: Task, images: Sequence[Image], *, pairs: int | None) -> QueuedGroup:
+    def put(self, task: Task, images: Sequence[Image.Image], *, pairs: int | None) -> QueuedGroup:
         """Queue the distinct images of a task, at least two.
 
         The same images of the same task give the same group, so that a resumed run finds the existing votes. ``pairs``: the maximum
@@ -112,7 +117,12 @@ class VoteQueue:
 
     def open_groups(self) -> list[QueuedGroup]:
         """Return the groups that the run has not closed, the oldest first. Damaged groups are left out."""
-        found = [group for folder in self._open_folders() if (group := self._read(folder)) is not None]
+        try:
+            folders = sorted(path for path in (self.root / "groups").iterdir() if not path.is_symlink())
+        except OSError:  # no group was queued yet
+            return []
+        still_open = (folder for folder in folders if not (folder / _CLOSED).exists())
+        found = [group for folder in still_open if (group := self._read(folder)) is not None]
         return sorted(found, key=lambda group: (group.at, group.id))
 
     def close(self, group: QueuedGroup) -> None:
@@ -127,13 +137,6 @@ class VoteQueue:
     def _folder(self, identity: str) -> Path:
         return self.root / "groups" / identity
 
-    def _open_folders(self) -> Iterator[Path]:
-        try:
-            folders = sorted(path for path in (self.root / "groups").iterdir() if not path.is_symlink())
-        except OSError:  # no group was queued yet
-            return
-        yield from (path for path in folders if not (path / _CLOSED).exists())
-
     def _read(self, folder: Path) -> QueuedGroup | None:
         if folder.name not in self._known:
             try:
@@ -146,8 +149,13 @@ class VoteQueue:
 
 def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
     """Parse the content of ``group.json``. Raises ValueError, TypeError, KeyError or OverflowError if it is damaged."""
-    place = f"groups/{identity}"
-    images = tuple((f"{place}/{_file_name(file)}", str(each)) for file, each in found["images"])
+
+    def file(name: object) -> str:
+        if not _is_png(name):
+            raise ValueError(f"{name!r} is not an image file of a group")
+        return f"groups/{identity}/{name}"
+
+    images = tuple((file(name), str(each)) for name, each in found["images"])
     pairs = tuple((int(first), int(second)) for first, second in found["pairs"])
     if not all(0 <= index < len(images) for pair in pairs for index in pair):
         raise ValueError("a pair names an image that does not exist")
@@ -157,8 +165,8 @@ def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
         instruction=str(found["instruction"]),
         images=images,
         pairs=pairs,
-        source=f"{place}/{_file_name(found['source'])}" if found.get("source") else None,
-        mask=f"{place}/{_file_name(found['mask'])}" if found.get("mask") else None,
+        source=file(found["source"]) if found.get("source") else None,
+        mask=file(found["mask"]) if found.get("mask") else None,
         text=None if found.get("text") is None else str(found["text"]),
         tags={str(key): str(value) for key, value in dict(found["tags"]).items()},
         meta=dict(found["meta"]),
@@ -166,11 +174,9 @@ def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
     )
 
 
-def _file_name(name: Any) -> str:
-    """Check that the name is that of a PNG file in the group's folder. Raises ValueError for a path or another file."""
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".png"):
-        raise ValueError(f"{name!r} is not an image file of a group")
-    return name
+def _is_png(name: object) -> bool:
+    """Whether this is the name of a PNG file in a folder, and not a path out of it."""
+    return isinstance(name, str) and name.endswith(".png") and Path(name).name == name
 
 
 def pairs_to_compare(count: int, *, most: int | None, seed: str) -> list[tuple[int, int]]:
@@ -190,3 +196,116 @@ def pairs_to_compare(count: int, *, most: int | None, seed: str) -> list[tuple[i
             pair = order[start], order[(start + distance) % count]
             found.setdefault(frozenset(pair), pair if shuffled.random() < 0.5 else pair[::-1])
     return list(found.values())[:most]
+
+
+class StoredPairs:
+    """Makes pairs for the votes in ``folder``. The hashes of unchanged images are cached."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._hashes: dict[Path, tuple[int, str]] = {}
+
+    def pairs(self, first: "StoredSamples", second: "StoredSamples") -> list[VotePair]:
+        """A pair for each task that both sets of samples have, unless the two images are equal or one is missing."""
+        others = {line["task"]: line for line in second.lines if _is_png(line.get("image"))}
+        found = []
+        for line in first.lines:
+            other = others.get(line["task"])
+            if other is None or not _is_png(line.get("image")):
+                continue
+            sides = self._side(first, line), self._side(second, other)
+            if sides[0] is None or sides[1] is None or sides[0].image == sides[1].image:
+                continue
+            tags = line.get("tags")
+            found.append(
+                VotePair(
+                    task=line["task"],
+                    instruction=line["instruction"],
+                    first=sides[0],
+                    second=sides[1],
+                    source=None if not _is_png(line.get("source")) else self._relative(first.folder / line["source"]),
+                    tags={str(key): str(value) for key, value in tags.items()} if isinstance(tags, dict) else {},
+                )
+            )
+        return found
+
+    def _side(self, samples: "StoredSamples", line: Mapping[str, Any]) -> Side | None:
+        path = samples.folder / line["image"]
+        digest = self._hash(path)
+        if digest is None:
+            return None
+        scores = {name: float(value) for name, value in line["scores"].items() if type(value) in (int, float)}
+        return Side(arm=samples.arm, image=digest, file=self._relative(path), scores=scores)
+
+    def _hash(self, path: Path) -> str | None:
+        try:
+            stamp = path.stat().st_mtime_ns
+            if self._hashes.get(path, (0, ""))[0] != stamp:
+                with Image.open(path) as opened:
+                    self._hashes[path] = stamp, image_hash(opened)
+            return self._hashes[path][1]
+        except UNREADABLE:
+            return None
+
+    def _relative(self, path: Path) -> str:
+        return Path(os.path.relpath(path, self._folder)).as_posix()
+
+
+class StoredSamples:
+    """The held-out samples of a run after a step. ``lines``: the lines of ``samples.jsonl``. ``folder``: the folder with the
+    images."""
+
+    def __init__(self, run: str, step: int, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.arm = f"{run} step {step}"
+        self.folder = folder
+        self.lines = [line for line in lines if line["set"] == "heldout"]
+
+
+@dataclass(frozen=True, slots=True)
+class NextPair:
+    """The next pair of a voter. ``exchanged``: the second image is on the left. ``repeat``: the voter has answered this pair
+    before, with exchanged sides."""
+
+    pair: VotePair
+    exchanged: bool
+    repeat: bool
+
+
+def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bool) -> NextPair | None:
+    """The next pair for a voter; None if none is left.
+
+    ``shared``: one vote of any voter on a pair is enough, and a voter gets one of the first pairs without a vote, as in a queue.
+    Otherwise each voter sees all pairs, in a different order for each voter. After ``REPEAT_EVERY`` pairs, an earlier pair is asked
+    again with its sides exchanged, so that a voter who always chooses the same side contradicts the first answer.
+    """
+    known = {pair.id: pair for pair in pairs}
+    own = [vote for vote in votes.votes if vote.voter == voter]
+    here = [vote for vote in own if vote.pair in known]
+    answered = votes.by_pair if shared else {vote.pair: (vote,) for vote in here}
+    left = [pair for identity, pair in known.items() if not answered.get(identity)]
+    if not left:
+        return None
+    again = _repeat(own if shared else here, known)
+    if again is not None:
+        pair = known[again.pair]
+        return NextPair(pair, exchanged=again.left.image == pair.first.image, repeat=True)
+    ahead = left[:_AHEAD] if shared else left  # so that the voters of a queue do not all get the same pair
+    chosen = min(ahead, key=lambda pair: _draw(voter, pair.id, "order"))
+    return NextPair(chosen, exchanged=_draw(voter, chosen.id, "side")[0] % 2 == 1, repeat=False)
+
+
+def _repeat(votes: Sequence[Vote], known: Container[str]) -> Vote | None:
+    """The vote on the pair of ``known`` that is to be repeated; None if no repeat is due."""
+    repeats = {vote.pair for vote in votes if vote.repeat}
+    first = [vote for vote in votes if not vote.repeat]
+    # Counted from the last repeat: in a queue, repeats that were due while no earlier pair was open must not follow each other.
+    since = next((number for number, vote in enumerate(reversed(votes)) if vote.repeat), len(votes))
+    if since < REPEAT_EVERY:
+        return None
+    recent = {vote.pair for vote in votes[-_LEAST_BETWEEN:]}
+    waiting = [vote for vote in first if vote.pair in known and vote.pair not in repeats and vote.pair not in recent]
+    return min(waiting, key=lambda vote: _draw(vote.voter, vote.pair, "repeat")) if waiting else None
+
+
+def _draw(voter: str, pair: str, purpose: str) -> bytes:
+    return hashlib.sha256(f"{purpose}\n{pair}\n{voter}".encode(errors="surrogatepass")).digest()

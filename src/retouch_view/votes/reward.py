@@ -1,4 +1,8 @@
-"""The ``votes`` reward: people compare the images of each group while the run waits."""
+"""The ``votes`` reward: people compare the images of each group while the run waits.
+
+Votes become strengths by the model of Bradley and Terry (1952, Biometrika 39): P(i beats j) = sigmoid(s_i - s_j). A tie counts as
+half a win for each side. A Gaussian prior keeps the strengths finite if one side won every vote.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from retouch.config.section import Count, NonNegative
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import PathText, RunFacts, whole_group_problems
+from retouch.rewards.base import PathText, RewardSection, RunFacts, whole_group_problems
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Float
+    from numpy import ndarray
     from PIL.Image import Image
 
     from retouch_view.votes.queue import QueuedGroup, VoteQueue
+
+    _Queued: TypeAlias = tuple[VoteQueue, list[tuple[QueuedGroup, dict[int, str]]], float]
 
 POLL_SECONDS = 0.5
 GROUP_PRIOR = 0.5
@@ -31,14 +37,15 @@ class VotesReward(RewardSection):
     """Human votes on the images of each group. The images are queued in a folder, the voting page shows them in pairs, and the run
     waits for the votes.
 
-    Columns: ``preference``, 0 to 1, the probability that people prefer the image to another image of its group; ``voted``, a
-    diagnostic, the share of the group's pairs with a vote. The score of an image without a vote is missing, also after a time-out.
-    The score of an image that is alone in its group is missing too, for example in an evaluation. Equal images count as one.
+    Columns: ``preference``, 0 to 1, the probability that people prefer the image to another image of its group, in a Bradley-Terry
+    model of the group's votes; ``voted``, a diagnostic, the share of the group's pairs with a vote. The score of an image without a
+    vote is missing, also after a time-out. The score of an image that is alone in its group is missing too, for example in an
+    evaluation. Equal images count as one.
 
     Example::
 
-        >>> retouch.rewards.Votes(queue="runs/my-run/queue", pairs=6).estimate
-        'bradley_terry'
+        >>> retouch.rewards.Votes(queue="runs/my-run/queue", pairs=6).kind
+        'votes'
     """
 
     kind: Literal["votes"] = "votes"
@@ -49,11 +56,6 @@ class VotesReward(RewardSection):
     wait: NonNegative | None = None
     """Time in seconds to wait for the votes on a batch after it is queued. Then the run continues with the existing votes, and the
     scores of images without a vote are missing. null waits until every pair has a vote."""
-    estimate: Literal["bradley_terry", "win_rate"] = "bradley_terry"
-    """How ``preference`` is computed. ``bradley_terry``: the mean win probability against the other images in a Bradley-Terry model
-    of the group, which also takes the strength of the opponents into account. ``win_rate``: the mean result of the image's own
-    votes, in which a tie counts one half."""
-
     columns: ClassVar[Mapping[str, Column]] = {"preference": Column(0.0, 1.0), "voted": Column(0.0, 1.0, diagnostic=True)}
     changeable: ClassVar[frozenset[str]] = frozenset({"device", "queue", "wait"})
     compares_groups: ClassVar[bool] = True
@@ -92,6 +94,7 @@ class VotesReward(RewardSection):
         yield from whole_group_problems(run, column=f"{prefix}preference", reward="votes")
 
     def _put(self, samples: Sequence[Sample]) -> _Queued:
+        """Queue the samples. Returns the queue, each group with the image hash of each of its rows, and the time."""
         from retouch.rewards.ledger.database import image_hash
         from retouch_view.votes.queue import VoteQueue
 
@@ -111,55 +114,72 @@ class VotesReward(RewardSection):
             if len(images) > 1:
                 group = queue.put(samples[rows[0]].task, list(images.values()), pairs=self.pairs)
                 groups.append((group, of_row))
-        return _Queued(queue, groups, time.monotonic())
+        return queue, groups, time.monotonic()
 
     def _collect(self, queued: _Queued, count: int) -> Scores:
         """Wait for the votes, and convert them to columns. Raises RuntimeError if the reward is closed while it waits."""
         import torch
 
-        deadline = math.inf if self.wait is None else queued.began + self.wait
-        while any(queued.queue.unanswered(group) for group, _ in queued.groups) and time.monotonic() < deadline:
+        queue, groups, began = queued
+        deadline = math.inf if self.wait is None else began + self.wait
+        while any(queue.unanswered(group) for group, _ in groups) and time.monotonic() < deadline:
             if self.model.wait(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
                 raise RuntimeError("the run was closed while it waited for votes")
         preference, voted = torch.full((count,), math.nan), torch.full((count,), math.nan)
-        for group, of_row in queued.groups:
-            scores = self._preferences(queued.queue, group)
-            share = 1 - len(queued.queue.unanswered(group)) / len(group.pairs)
+        for group, of_row in groups:
+            number = {image: index for index, (_, image) in enumerate(group.images)}
+            votes = queue.log.read().by_pair
+            points = [
+                (number[vote.left.image], number[vote.right.image], vote.left_points)
+                for pair in group.pairs
+                for vote in votes.get(group.pair_id(pair), ())
+            ]
+            scores = preferences(points, count=len(number), prior=GROUP_PRIOR)
+            share = 1 - len(queue.unanswered(group)) / len(group.pairs)
             for row, image in of_row.items():
-                preference[row], voted[row] = scores[image], share
-            queued.queue.close(group)
+                preference[row], voted[row] = scores[number[image]], share
+            queue.close(group)
         return {"preference": preference, "voted": voted}
 
-    def _preferences(self, queue: VoteQueue, group: QueuedGroup) -> dict[str, float]:
-        """Return the preference of each image of the group, by its hash; NaN for an image without a vote."""
-        from retouch_view.votes.bradley_terry import preferences
 
-        number = {image: index for index, (_, image) in enumerate(group.images)}
-        votes = queue.log.read().by_pair
-        points = [
-            (number[vote.left.image], number[vote.right.image], vote.left_points)
-            for pair in group.pairs
-            for vote in votes.get(group.pair_id(pair), ())
-        ]
-        if self.estimate == "bradley_terry":
-            found = preferences(points, count=len(number), prior=GROUP_PRIOR)
-        else:
-            found = _means(points, len(number))
-        return dict(zip(number, found, strict=True))
+def fit(points: Sequence[tuple[int, int, float]], *, count: int, prior: float) -> tuple[Float[ndarray, " count"], ndarray, ndarray]:
+    """Return the maximum a posteriori strengths of ``count`` sides, in log-odds with mean 0; the inverse Hessian of the negative
+    log posterior; and the gradient of each vote (n, count).
+
+    ``points``: for each vote the index of the first side, the index of the second side, and the points of the first side, 0 to 1.
+    ``prior``: the precision (1 / variance) of the Gaussian prior of each strength, above 0.
+    """
+    import numpy as np
+
+    design = np.zeros((len(points), count))
+    rows = np.arange(len(points))
+    design[rows, [first for first, _, _ in points]] += 1
+    design[rows, [second for _, second, _ in points]] -= 1
+    won = np.array([value for _, _, value in points], dtype=np.float64)
+    found = np.zeros(count)
+    for _ in range(100):
+        expected = 1 / (1 + np.exp(-(design @ found)))
+        gradient = design.T @ (won - expected) - prior * found
+        hessian = design.T @ (design * (expected * (1 - expected))[:, None]) + prior * np.eye(count)
+        step = np.linalg.solve(hessian, gradient)
+        found = found + step * min(1.0, 2.0 / max(float(np.abs(step).max(initial=0.0)), 1e-12))
+        if np.abs(step).max(initial=0.0) < 1e-10:
+            break
+    expected = 1 / (1 + np.exp(-(design @ found)))
+    hessian = design.T @ (design * (expected * (1 - expected))[:, None]) + prior * np.eye(count)
+    return found, np.linalg.inv(hessian), design * (won - expected)[:, None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Queued:
-    """Queued samples. ``groups``: each group with the image hash of each of its rows. ``began``: the time of ``time.monotonic``."""
+def preferences(points: Sequence[tuple[int, int, float]], *, count: int, prior: float) -> list[float]:
+    """Return for each side its win probability, 0 to 1, averaged over all other sides; NaN for a side without a vote.
 
-    queue: VoteQueue
-    groups: list[tuple[QueuedGroup, dict[int, str]]]
-    began: float
-
-
-def _means(points: Sequence[tuple[int, int, float]], count: int) -> list[float]:
-    won: list[list[float]] = [[] for _ in range(count)]
-    for first, second, value in points:
-        won[first].append(value)
-        won[second].append(1 - value)
-    return [math.fsum(values) / len(values) if values else math.nan for values in won]
+    The average includes sides without a vote, because the prior gives their strength. ``prior``: as in ``fit``.
+    """
+    found = fit(points, count=count, prior=prior)[0].tolist()
+    compared = {side for first, second, _ in points for side in (first, second)}
+    return [
+        math.fsum(1 / (1 + math.exp(other - own)) for index, other in enumerate(found) if index != side) / (count - 1)
+        if side in compared and count > 1
+        else math.nan
+        for side, own in enumerate(found)
+    ]

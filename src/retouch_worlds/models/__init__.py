@@ -1,7 +1,6 @@
-"""Tiny models of published families, for tests and for the built-in recipes: those whose weights are packaged (``family.py``,
-``words.py``, ``language.py``), and untrained ones (``tiny_sd3.py``, ``tiny_fill.py``), with which a recipe can be tried without a
-download.
+"""Tiny models of published families: those whose weights are packaged (``family.py``, ``language.py``), and untrained ones
+(``tiny_sd3.py``, ``tiny_fill.py``), with which a recipe can be tried without a download.
 
-It may import other families, ``models.common`` and ``playground``. Only the files of the packaged models are imported when a recipe
-is read.
+It may import other families, ``models.common`` and ``playground``. Only the sections of the packaged models are imported when a
+recipe is read.
 """

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
 from retouch.models.base import DiffusersModel, Dtype, Size
-from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel
+from retouch.models.flux import FluxFillModel
+from retouch.models.qwen_image import QwenImageEditModel, QwenImageModel
 from retouch.records.files import read_json
 from retouch_worlds.playground import playground_weights
 
@@ -62,7 +63,7 @@ class PlaygroundFamily(DiffusersModel):
 
     @property
     def planned_size(self) -> Size:
-        from retouch_worlds.playground.world.scenes import SIZE
+        from retouch_worlds.playground.scenes import SIZE
 
         return SIZE, SIZE
 
@@ -89,3 +90,19 @@ class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
     def options(self, source: Path) -> dict[str, Any]:
         stated = super().options(source)
         return {**stated, "size": self.size or tuple(stated["size"])}
+
+
+class PlaygroundWords(PlaygroundFamily, FluxFillModel):
+    """The built-in tiny model that renders words on signs, for ``playground-words`` data."""
+
+    kind: Literal["playground-words"] = "playground-words"  # type: ignore[assignment]
+
+    shipped = "words"
+    built_by = ("model that renders words", "retouch playground build --words")
+    stated = ("max_sequence_length",)
+
+    @property
+    def planned_size(self) -> Size:
+        from retouch_worlds.playground.words import HEIGHT, WIDTH
+
+        return HEIGHT, WIDTH

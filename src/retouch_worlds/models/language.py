@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retouch.models.base import Dtype, PartConfigs, Size
-from retouch.models.emu3.family import Emu3Family
-from retouch.models.language import PretrainedLanguageModel
-from retouch.models.qwen_vl.family import QwenFamily
+from retouch.models.base import Dtype, PartConfigs, PretrainedLanguageModel, Size
+from retouch.models.language import Emu3Family, QwenFamily
 from retouch.records.files import read_json
 from retouch_worlds.playground import playground_weights
 
@@ -121,7 +119,7 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
 
     @property
     def planned_size(self) -> Size:
-        from retouch_worlds.playground.world.scenes import SIZE
+        from retouch_worlds.playground.scenes import SIZE
 
         return SIZE, SIZE
 

@@ -1,7 +1,8 @@
-"""The playground: a built-in world of small images, for the twins of the full-size recipes, and the packaged weights of its models.
+"""The playground: a built-in world of small images for the twins of the full-size recipes, generated from a seed, and the
+packaged weights of its models.
 
-The tasks of the playground are in ``data.playground``, its exact judges in ``rewards.playground`` and its models in
-``models.playground``; the models are trained in ``pretraining``. This package may import ``types``, ``config`` and ``core``.
+``scenes`` has coloured shapes and their edits, ``texts`` instructions and descriptions, ``words`` signs with words. This package
+may import ``types``, ``config`` and ``core``, and imports torch only when random numbers are drawn.
 """
 
 from importlib.resources import files

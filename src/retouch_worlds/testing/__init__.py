@@ -9,13 +9,10 @@ Example::
         retouch.testing.check_reward(MyReward(), samples)
 """
 
-from retouch_worlds.testing.algorithms import check_advantage, check_objective, check_transition, check_window
-from retouch_worlds.testing.data import check_data_source
-from retouch_worlds.testing.models import check_model
-from retouch_worlds.testing.playground import playground_policy
+from retouch_worlds.testing.algorithms import check_advantage, check_objective, check_transition, check_window, playground_policy
+from retouch_worlds.testing.data import check_data_source, check_reward
+from retouch_worlds.testing.models import check_model, check_renderer
 from retouch_worlds.testing.policies import check_policy
-from retouch_worlds.testing.renderers import check_renderer
-from retouch_worlds.testing.rewards import check_reward
 
 __all__ = [
     "check_advantage",

@@ -1,19 +1,22 @@
-"""The contracts of an objective, an advantage, a transition and a window."""
+"""The contracts of an objective, an advantage, a transition and a window, and a small policy with which to check an objective."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.core.weights import denominator, loss_weights
+from retouch.core.surrogates import loss_weights
 from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
-from retouch.policies.denoising.transitions import Transition
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.rollout import CPSTransition, DenoisingRollout, Transition, Window
+from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Trajectory
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.testing.assertions import call_twice, relative_distance, require, require_close
 
 CUT_LIMIT = 1e-4
@@ -86,7 +89,7 @@ def _minibatch(batch: Batch, trajectory: Trajectory) -> Minibatch:
     """A minibatch of all rows, with advantages of both signs in each group."""
     rows, device = len(batch), trajectory.mask.device
     mask, valid = trajectory.mask.cpu(), torch.ones(rows, dtype=torch.bool)
-    weights = loss_weights(mask, valid, normalise="sequence", total=denominator(mask, valid, normalise="sequence"))
+    weights = loss_weights(mask, valid, normalise="sequence")
     slots = torch.tensor(batch.slot, dtype=torch.float32)
     advantages = (slots - slots.mean())[:, None].expand(trajectory.mask.shape)
     return Minibatch(batch, trajectory, advantages.to(device), weights.to(device))
@@ -167,7 +170,7 @@ def check_window(window: Window, *, num_steps: int = 10) -> None:
 
     Example::
 
-        >>> from retouch.policies.denoising.windows import SlidingWindow
+        >>> from retouch.policies.rollout import SlidingWindow
         >>> retouch.testing.check_window(SlidingWindow(size=2, every=5, stride=1))
     """
     for step in range(50):
@@ -180,3 +183,30 @@ def check_window(window: Window, *, num_steps: int = 10) -> None:
         )
     if window.length is not None:
         require(len(first) == window.length, f"length says {window.length}, and the window has {len(first)} steps")
+
+
+def playground_policy(rollout: DenoisingRollout | None = None, *, microbatch: int = 3) -> tuple[Any, Batch]:
+    """The playground's editor as a policy, and a batch of two tasks with three samples each; all on the CPU, in seconds.
+
+    ``rollout``: how the policy samples; None uses 3 steps of the transition ``cps``. The attention of the last transformer block is
+    trainable. The policy keeps copies of its weights as ``reference`` and ``old``.
+
+    Example::
+
+        >>> policy, batch = retouch.testing.playground_policy()
+        >>> len(batch.tasks), len(batch)
+        (2, 6)
+    """
+    model = PlaygroundModel().build(device=torch.device("cpu"))
+    module: nn.Module = model.module
+    module.requires_grad_(False).eval()
+    last = list(module.transformer_blocks)[-1]  # type: ignore[arg-type]
+    last.attn.requires_grad_(True)
+    copies = WeightCopies(module)
+    for name in ("reference", "old"):
+        copies.snapshot(name)
+    sampling = DenoisingRollout(num_steps=3, transition=CPSTransition(noise_level=0.7)) if rollout is None else rollout
+    policy = DenoisingPolicy(model, sampling=sampling, eval_steps=3, microbatch=microbatch, copies=copies)
+    tasks = tuple(PlaygroundData(count=2, complexity={1: 1.0}).tasks(in_turn=True)[:])
+    group, slot = (0, 0, 0, 1, 1, 1), (0, 1, 2, 0, 1, 2)
+    return policy, Batch(seed=0, step=0, tasks=tasks, group_ids=(0, 1), group=group, slot=slot)

@@ -1,16 +1,20 @@
-"""The contract of a flow-matching model adapter: independent rows, no effect of padding, and a velocity of the right kind."""
+"""The contracts of a flow-matching model adapter (independent rows, no effect of padding, a velocity of the right kind), and of a
+renderer (one image per row, which depends on that row only)."""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from retouch.core.random import generator
-from retouch.protocols import DenoisingModel
+from retouch.protocols import DenoisingModel, Renderer
 from retouch.types import Conditioning, Task
-from retouch_worlds.testing.assertions import no_global_draws, require, require_close
+from retouch_worlds.testing.assertions import call_twice, no_global_draws, require, require_close
 
 ROUNDING = 1e-4
 _SMALL_STEP = 1e-5  # of sigma: a hundredth of a training time step of 1 / 1000
@@ -189,3 +193,49 @@ def _check_images(model: DenoisingModel, conditioning: Conditioning, x: Tensor) 
     require(clean.shape == x.shape and clean.dtype == torch.float32, f"encode_images gives {tuple(clean.shape)} in {clean.dtype}")
     require(bool(clean.isfinite().all()), "encode_images gives values that are not finite")
     require(not clean.requires_grad, "encode_images carries a gradient")
+
+
+def check_renderer(renderer: Renderer, tasks: Sequence[Task], trajectory: Any) -> None:
+    """Raises AssertionError if ``renderer`` violates the contract on the rows of ``trajectory``; ``tasks`` has one task per row.
+
+    - It returns one RGB image or None per row, and the same on a second call, whatever the state of torch's global generator.
+    - A row's image does not depend on the other rows (up to 1 level of 255, for rounding), and the outputs are not modified.
+    - If the outputs are a floating-point tensor: a row that is not finite gives None, and the other rows their images.
+
+    Example::
+
+        >>> from retouch.renderers.base import LatentRenderer
+        >>> rows = [batch.tasks[task] for task in batch.group]
+        >>> retouch.testing.check_renderer(LatentRenderer(policy.model), rows, policy.rollout(batch))
+    """
+    require(
+        len(tasks) == len(trajectory) >= 2, f"{len(tasks)} tasks for {len(trajectory)} rows; give one per row, and at least two"
+    )
+    outputs = trajectory.outputs
+    before = outputs.clone() if isinstance(outputs, Tensor) else None
+    images, again = call_twice(lambda: renderer(tasks, trajectory), "the renderer")
+    require(len(images) == len(trajectory), f"{len(images)} images for {len(trajectory)} rows")
+    if before is not None:
+        require(torch.equal(before.nan_to_num(), outputs.nan_to_num()), "the renderer changed the trajectory's outputs")
+    for row, image in enumerate(images):
+        if image is not None:
+            require(image.mode == "RGB", f"the image of row {row} has mode {image.mode}, not RGB")
+        _require_same(image, again[row], levels=0, what=f"row {row} rendered again")
+    for row in (0, len(images) - 1):
+        alone = renderer([tasks[row]], trajectory.take(slice(row, row + 1)))
+        _require_same(alone[0], images[row], levels=1, what=f"row {row} rendered alone")
+    if before is not None and before.is_floating_point() and is_dataclass(trajectory):
+        broken = before.clone()
+        broken[0] = torch.nan
+        drawn = renderer(tasks, replace(trajectory, outputs=broken))  # type: ignore[type-var]
+        require(drawn[0] is None, "a row whose output is not finite was rendered; it is the policy's fault and must give None")
+        for row in range(1, len(images)):
+            _require_same(drawn[row], images[row], levels=1, what=f"row {row} in a batch with a row that cannot be rendered")
+
+
+def _require_same(a: Image | None, b: Image | None, *, levels: int, what: str) -> None:
+    require((a is None) == (b is None), f"{what}: an image in one case and None in the other")
+    if a is not None and b is not None:
+        require(a.size == b.size, f"{what}: sizes {a.size} and {b.size} differ")
+        difference = int(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).max())
+        require(difference <= levels, f"{what}: images differ by {difference} levels of 255; the limit is {levels}")

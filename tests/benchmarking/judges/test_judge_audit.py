@@ -10,11 +10,10 @@ import retouch
 from biased_judge import FAULTS, SIDE, BiasedJudge
 from html_check import read
 from retouch import cli
-from retouch_bench.judges import audit, measures
-from retouch_bench.judges.asking import AuditAnswers, JudgeAnswer, ProbeScores, Spending
-from retouch_bench.judges.findings import alarms, findings
-from retouch_bench.judges.ladders import Item, playground_ladders
-from retouch_bench.judges.measures import Estimate
+from retouch_judge import audit, audit_findings
+from retouch_judge.audit_findings import Estimate, alarms, findings
+from retouch_judge.audit_ladders import Item, playground_ladders
+from retouch_judge.audit_scores import AuditAnswers, JudgeAnswer, ProbeScores, Spending
 from slow_params import slow_except
 
 
@@ -81,7 +80,7 @@ def test_95_percent_intervals_cover_the_true_mean_in_95_percent_of_cases() -> No
         low, high = Estimate.of(draw.normal(0.3, 1.0, 12).tolist()).interval(0.95)
         covered += low <= 0.3 <= high
     assert abs(covered / 2000 - 0.95) < 0.015
-    assert measures.share_interval(0, 20, 0.95) == pytest.approx((0.0, 0.1611), abs=1e-3)
+    assert audit_findings.share_interval(0, 20, 0.95) == pytest.approx((0.0, 0.1611), abs=1e-3)
 
 
 def test_measures_equal_hand_computed_values(items) -> None:
@@ -90,15 +89,15 @@ def test_measures_equal_hand_computed_values(items) -> None:
     one = ProbeScores(
         item, dict(zip(names, [[0.9, 0.7], [0.9, 0.9], [0.2, 0.2], [0.3, 0.3], [0.1, 0.1], [0.1, math.nan]], strict=True))
     )
-    assert measures.noise_variance([one]).mean == pytest.approx(0.02 / 5)  # five rungs have two scores
-    order = measures.RankAgreement.of([one], noise=0.0)
+    assert audit_findings.noise_variance([one]).mean == pytest.approx(0.02 / 5)  # five rungs have two scores
+    order = audit_findings.RankAgreement.of([one], noise=0.0)
     assert order.right.mean == pytest.approx(10 / 12)  # of twelve pairs, (3, 2) and (1, unedited) are the wrong way round
     assert order.wrong.mean == pytest.approx(2 / 12)
-    assert measures.RankAgreement.of([one], noise=0.02).wrong.mean == 0.0
-    assert measures.repeats_for(0.01, 0.05) == 16  # (1.96 x 0.1 / 0.05)^2 = 15.4
+    assert audit_findings.RankAgreement.of([one], noise=0.02).wrong.mean == 0.0
+    assert audit_findings.repeats_for(0.01, 0.05) == 16  # (1.96 x 0.1 / 0.05)^2 = 15.4
     perfect = ProbeScores(item, {rung.name: [rung.truth, rung.truth] for rung in item.rungs})
-    assert measures.useful_bits([perfect] * 3)[0] == 2.0  # four truths
-    assert measures.signal_variance([perfect]).mean == pytest.approx(np.var([rung.truth for rung in item.rungs], ddof=1))
+    assert audit_findings.useful_bits([perfect] * 3)[0] == 2.0  # four truths
+    assert audit_findings.signal_variance([perfect]).mean == pytest.approx(np.var([rung.truth for rung in item.rungs], ddof=1))
 
 
 def test_scores_that_correlate_with_the_answer_length_raise_a_warning(items) -> None:

@@ -14,14 +14,13 @@ import pytest
 
 from faulty_judge import SCORES, _json, faulty_judge
 from judge_double import FAULTS, KEY, Double
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.ledger.database import decode_scores, open_read_only
-from retouch.rewards.vlm.endpoint_settings import Prices
-from retouch.rewards.vlm.models import Endpoint
-from retouch_bench.judges import audit
-from retouch_bench.judges.audit import judge_audit
-from retouch_bench.judges.ladders import playground_ladders
+from retouch_judge import audit
+from retouch_judge.audit import judge_audit
+from retouch_judge.audit_ladders import playground_ladders
+from retouch_judge.kinds import Endpoint
+from retouch_judge.models import Prices
+from retouch_judge.rewards import AspectsReward, GroundReward
 from slow_params import slow_after
 from warm_python import python
 
@@ -162,9 +161,9 @@ def test_audit_costs_include_answers_from_the_ledger(tmp_path) -> None:
 
 KILLED = """
 import sys
-from retouch_bench.judges import audit, ladders
+from retouch_judge import audit, audit_ladders
 from test_judge_audit_faults import judged
-items = ladders.playground_ladders(3, side=72)
+items = audit_ladders.playground_ladders(3, side=72)
 audit.playground_ladders = lambda count, **_: items
 audit.judge_audit(judged(sys.argv[1]), items=3, repeats=2, out=sys.argv[2])
 """

@@ -8,7 +8,7 @@ from PIL import Image
 
 import retouch
 from biased_judge import BiasedJudge
-from retouch_bench.judges.own_ladders import read_ladders
+from retouch_judge.audit_ladders import read_ladders
 
 GOOD = {
     "id": "barn",

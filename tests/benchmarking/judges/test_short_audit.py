@@ -16,20 +16,18 @@ from retouch import cli
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.rewards.combine.several import SeveralRewards
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.quota.quota import BudgetSpent
-from retouch.rewards.vlm.base import JudgeClients
-from retouch.rewards.vlm.endpoint_settings import JudgeQuota
-from retouch.rewards.vlm.models import Endpoint, InProcess
-from retouch.rewards.vlm.questions import Question
+from retouch.rewards.base import BudgetSpent, JudgeClients
+from retouch.rewards.several import SeveralRewards
 from retouch.run.session import run
-from retouch_bench.judges import short_audit
-from retouch_bench.judges.asking import AuditAnswers, Spending, ask
-from retouch_bench.judges.ladders import playground_ladders
-from retouch_bench.judges.short_audit import ITEMS, audit_judges, judge_models
 from retouch_bench.kinds import find_suite
+from retouch_judge import short_audit
+from retouch_judge.audit_ladders import playground_ladders
+from retouch_judge.audit_scores import AuditAnswers, Spending, ask
+from retouch_judge.kinds import Endpoint, InProcess
+from retouch_judge.models import JudgeQuota
+from retouch_judge.questions import Question
+from retouch_judge.rewards import AspectsReward, VieScore
+from retouch_judge.short_audit import ITEMS, audit_judges, judge_models
 from tiny_recipes import SMALL
 
 MODEL = InProcess(path="not loaded")

@@ -8,8 +8,8 @@ from PIL import Image
 
 from canned_judge import numbered_image, save_numbered_image
 from judge_double import KEY, Double, expected_score
-from retouch.rewards.vlm.models import Endpoint
 from retouch_bench.running import run
+from retouch_judge.kinds import Endpoint
 
 
 @pytest.fixture

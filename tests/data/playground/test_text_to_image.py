@@ -12,12 +12,19 @@ import pytest
 from retouch.core.random import generator
 from retouch.recipe.recipe import load
 from retouch.types import SplitName, Task
-from retouch_worlds.data.tasks import canonical
-from retouch_worlds.data.text_to_image import TextToImageData
-from retouch_worlds.playground.world import descriptions, requests
-from retouch_worlds.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
-from retouch_worlds.playground.world.rendering import render
-from retouch_worlds.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
+from retouch_worlds.data import TextToImageData, canonical
+from retouch_worlds.playground import texts
+from retouch_worlds.playground.rendering import render
+from retouch_worlds.playground.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
+from retouch_worlds.playground.texts import (
+    GROUNDS,
+    Placed,
+    description,
+    description_vocabulary,
+    free_description,
+    placed,
+    request_vocabulary,
+)
 
 LEVELS = [1, 2, 3, 4]
 ONE = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
@@ -53,9 +60,9 @@ def in_order(table, text: str) -> list:
 
 def asked_for(text: str) -> tuple[set[int], set[Placed]]:
     """The backgrounds and the objects that a request mentions, read only from its words."""
-    tables = [requests.COLOUR_WORDS, requests.SHAPE_WORDS, dict(enumerate(requests.PLACE_WORDS))]
+    tables = [texts.COLOUR_WORDS, texts.SHAPE_WORDS, dict(enumerate(texts.PLACE_WORDS))]
     colours, shapes, cells = (in_order(table, text) for table in tables)
-    grounds = in_order(dict(enumerate(requests.GROUND_WORDS)), text)
+    grounds = in_order(dict(enumerate(texts.GROUND_WORDS)), text)
     return set(grounds), {Placed(cell, Thing(colour, shape)) for colour, shape, cell in zip(colours, shapes, cells, strict=True)}
 
 
@@ -74,13 +81,13 @@ def test_request_completion_and_target_describe_the_same_scene(split):
 def test_a_completion_names_things_in_the_order_of_the_request():
     for task in tasks(count=60):
         _, things = read(task.meta["completion"])
-        assert [one.cell for one in things] == in_order(dict(enumerate(requests.PLACE_WORDS)), task.instruction)
+        assert [one.cell for one in things] == in_order(dict(enumerate(texts.PLACE_WORDS)), task.instruction)
 
 
 def test_content_words_of_requests_are_not_in_the_image_models_vocabulary():
-    known, asked = set(descriptions.vocabulary()), set(requests.vocabulary()) - {"in", "at", "the", "by"}
+    known, asked = set(description_vocabulary()), set(request_vocabulary()) - {"in", "at", "the", "by"}
     assert not known & asked
-    every = [*requests.COLOUR_WORDS.values(), *requests.SHAPE_WORDS.values(), *requests.PLACE_WORDS, *requests.GROUND_WORDS]
+    every = [*texts.COLOUR_WORDS.values(), *texts.SHAPE_WORDS.values(), *texts.PLACE_WORDS, *texts.GROUND_WORDS]
     counts = Counter(word for words in every for word in words)
     assert set(counts.values()) == {1}
 
@@ -177,7 +184,7 @@ def test_fault_7_with_known_words_the_prompts_are_the_completions():
 @pytest.mark.parametrize("name", ["sd3/ocr-grpo-playground", "flux2/ocr-grpo-playground"])
 def test_fault_7_prompts_of_text_to_image_recipes_contain_only_known_words(name):
     data = load(name).data
-    known = {*descriptions.vocabulary()}
+    known = {*description_vocabulary()}
     for task in data.tasks()[:20]:
         assert {*re.findall(r"\w+", task.instruction)} <= known
         assert int(task.tags["complexity"]) > max(LEVELS)  # more objects than the model was trained on

@@ -11,9 +11,9 @@ from PIL import ImageChops
 from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
 from retouch.rewards.text.ocr import OcrReward
 from retouch.types import Sample, SplitName
-from retouch_worlds.data.words import PROMPT, WordData
-from retouch_worlds.playground.world import words
-from retouch_worlds.playground.world.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, split_of_word
+from retouch_worlds.data import PROMPT, WordData
+from retouch_worlds.playground import words
+from retouch_worlds.playground.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, split_of_word
 
 SPLITS = get_args(SplitName)
 

@@ -6,13 +6,11 @@ import datasets
 import pytest
 from PIL import Image
 
-from retouch.data.check import check
+from retouch.data.kinds import check
 from retouch.data.rows import sources
 from retouch.data.sources.complex_edit import levels, read_complex_edit
-from retouch.data.split import split_by_source
-from retouch.data.tasks import Tasks
-from retouch.recipe.checks import problems
-from retouch.recipe.recipe import parse
+from retouch.data.tasks import Tasks, split_by_source
+from retouch.recipe.recipe import parse, problems
 from retouch.run.build import build_sets
 
 PICTURES = 12

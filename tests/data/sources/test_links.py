@@ -8,10 +8,9 @@ import pytest
 
 from retouch.cli.parser import main
 from retouch.data.base import DataContext, DataSource
-from retouch.data.check import check
-from retouch.data.sources.folder import FolderData
+from retouch.data.kinds import check
+from retouch.data.sources.folder import FolderData, PromptData, read_instructions
 from retouch.data.sources.hub import HubData
-from retouch.data.sources.prompts import PromptData, read_instructions
 from retouch.data.sources.stream import StreamData
 from retouch.data.sources.tokens import TokenData
 from retouch.data.sources.triplets import TripletData

@@ -12,11 +12,11 @@ from datasets.distributed import split_dataset_by_node
 from PIL import Image
 
 import stream_files
-from retouch.config.live import live_objects
+from retouch.config.section import live_objects
 from retouch.data.base import DataContext
-from retouch.data.requirements import RowRequirements
-from retouch.data.sampler import UnindexedTasks, examples
+from retouch.data.rows import RowRequirements
 from retouch.data.sources.stream import IterableData, StreamData
+from retouch.data.tasks import UnindexedTasks, examples
 from retouch_worlds.testing import check_data_source
 from slow_params import slow_except
 

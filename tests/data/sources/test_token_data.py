@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from PIL.Image import new
 
 from retouch.data.base import DataContext
-from retouch.data.check import check, read_path
-from retouch.data.requirements import RowRequirements
-from retouch.data.rows import LONGEST_THOUGHT, thought_of
+from retouch.data.checks import accept_rows
+from retouch.data.kinds import check, read_path
+from retouch.data.rows import LONGEST_THOUGHT, RowRequirements, thought_of
 from retouch.data.sources.features import Feature, read_feature
 from retouch.data.sources.tokens import TokenData, TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
-from retouch.data.validation import accept
 
 GRID = (2, 3)
 
@@ -123,7 +122,8 @@ def test_token_lists_are_read_as_rows_and_tasks(tmp_path):
     here, there = save(tmp_path / "omniedit", [feature(k) for k in range(3)]), save(tmp_path / "a" / "omniedit", [earl(9)])
     rows = TokenRows([here.parents[1], there], trusted=True)
     assert rows.parts == [range(3), range(3, 4)]
-    good, found = accept(rows, on_bad_row="refuse")
+    accepted = accept_rows(rows, on_bad_row="refuse")
+    good, found = accepted.indices, list(accepted.problems)
     assert good == (0, 1, 2, 3)
     assert not found
     assert [rows[k].id for k in good] == ["omniedit/edit/0", "omniedit/edit/1", "omniedit/edit/2", "omniedit#2/9"]
@@ -152,7 +152,7 @@ def test_thought_keys_select_and_order_the_parts_of_a_thought(tmp_path):
     rows = TokenRows([tmp_path / "d"], trusted=True, thought_keys=("edit", "plan"))
     assert rows[0].meta["thought"] == "edit: Paint it.\nplan: Find the cup."
     with pytest.raises(ValueError, match=r"0\.pth.*has no 'why', which thought_keys names"):
-        accept(TokenRows([tmp_path / "d"], trusted=True, thought_keys=("why",)), on_bad_row="refuse")
+        accept_rows(TokenRows([tmp_path / "d"], trusted=True, thought_keys=("why",)), on_bad_row="refuse")
 
 
 def test_a_data_set_can_be_moved_and_its_list_can_be_outside_of_it(tmp_path):
@@ -173,9 +173,9 @@ def test_unusable_files_and_codes_raise_with_the_file_name_before_training(tmp_p
     (tmp_path / "d" / "feature" / "1.safetensors").unlink()
     (tmp_path / "d" / "feature" / "2.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match=r"2 of 4 rows cannot be used:\n.*1\.safetensors.*no such file\n.*2\.safetensors: damaged"):
-        accept(TokenRows([file], trusted=False), on_bad_row="refuse")
+        accept_rows(TokenRows([file], trusted=False), on_bad_row="refuse")
     rows = TokenRows([file], trusted=False)
-    good, _ = accept(rows, on_bad_row="skip")
+    good = accept_rows(rows, on_bad_row="skip").indices
     assert good == (0, 3)
     rows.require(good, grid=GRID, codes=10)
     with pytest.raises(ValueError, match=r"(?s)1 of 2 .*3\.safetensors: the code 9, and the autoencoder has 9"):
@@ -185,10 +185,10 @@ def test_unusable_files_and_codes_raise_with_the_file_name_before_training(tmp_p
 
 
 def test_require_also_checks_rows_that_worker_processes_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("retouch.data.examination.PARALLEL_FROM", 4)
-    monkeypatch.setattr("retouch.data.examination.available_cpus", lambda: 2)
+    monkeypatch.setattr("retouch.data.checks.PARALLEL_FROM", 4)
+    monkeypatch.setattr("retouch.data.checks.available_cpus", lambda: 2)
     rows = TokenRows([save(tmp_path / "d", [feature(k) for k in range(4)])], trusted=False)
-    good, _ = accept(rows, on_bad_row="refuse")
+    good = accept_rows(rows, on_bad_row="refuse").indices
     assert [rows.known(k) for k in good] == [True] * 4
     with pytest.raises(ValueError, match=r"(?s)1 of 4 .*3\.safetensors: the code 9, and the autoencoder has 9"):
         rows.require(good, grid=GRID, codes=9)
@@ -207,7 +207,7 @@ def test_file_names_that_leave_the_data_set_are_rejected(tmp_path):
     file = save(tmp_path / "d", [feature()])
     file.write_text(json.dumps({"prefix": "", "path_list": ["0.safetensors", "../../x.safetensors"]}))
     with pytest.raises(ValueError, match=r"1 of 2 rows.*\n.*leaves the folder"):
-        accept(TokenRows([file], trusted=False), on_bad_row="refuse")
+        accept_rows(TokenRows([file], trusted=False), on_bad_row="refuse")
 
 
 @given(

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from retouch.data.check import check, read_path
+from retouch.data.checks import accept_rows
 from retouch.data.guard import refuse_test_sets
+from retouch.data.kinds import check, read_path
 from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
-from retouch.data.validation import accept
 
 SIZE = (48, 32)
 BOX = (8, 8, 30, 20)
@@ -92,10 +92,10 @@ def test_an_invalid_item_is_reported_with_its_line(folder: Path, breaking, line:
     errors = [problem for problem in check(folder) if problem.severity == "error"]
     assert {problem.line for problem in errors} == {line}
     assert said in errors[0].what
-    good, _ = accept(TripletRows(folder, reference="own"), on_bad_row="skip")
+    good = accept_rows(TripletRows(folder, reference="own"), on_bad_row="skip").indices
     assert line - 1 not in good
     with pytest.raises(ValueError, match=f"self_bench.txt:{line}"):
-        accept(TripletRows(folder, reference="own"), on_bad_row="refuse")
+        accept_rows(TripletRows(folder, reference="own"), on_bad_row="refuse")
 
 
 def test_a_byte_order_mark_and_crlf_are_reported_as_notes(folder: Path) -> None:

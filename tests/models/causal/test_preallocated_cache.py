@@ -5,12 +5,12 @@ import torch
 from transformers import DynamicCache
 
 import tiny_writers
-from retouch.models.causal.decoding import ROOM, PreallocatedCacheLayer, new_cache, with_preallocated_layers
+from retouch.models.causal import ROOM, PreallocatedCacheLayer, new_cache
 
 
 def caches(**text):
-    config = tiny_writers.module("qwen2.5", **text).config
-    return with_preallocated_layers(DynamicCache(config=config)), DynamicCache(config=config)
+    module = tiny_writers.module("qwen2.5", **text)
+    return new_cache(module), DynamicCache(config=module.config)
 
 
 def grow(cache, pieces, select=None):

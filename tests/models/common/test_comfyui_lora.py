@@ -23,14 +23,14 @@ import tiny_flux2
 import tiny_models
 import tiny_pipelines
 from comfyui_loader import ComfyUILoader
+from retouch.models.base import COMFYUI_FILE as FILE
 from retouch.models.base import DiffusersModel
-from retouch.models.common.comfyui_lora import FILE, comfyui_tensors
-from retouch.models.common.lora import write_lora
-from retouch.models.flux.family import FluxFillModel, FluxKontextModel, FluxModel
-from retouch.models.flux2.family import Flux2KleinModel
-from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel
-from retouch.models.sd3.family import SD3Model
-from retouch.models.z_image.family import ZImageModel
+from retouch.models.flux import FluxFillModel, FluxKontextModel, FluxModel
+from retouch.models.flux2 import Flux2KleinModel
+from retouch.models.lora import comfyui_tensors, write_lora
+from retouch.models.qwen_image import QwenImageEditModel, QwenImageModel
+from retouch.models.sd3 import SD3Model
+from retouch.models.z_image import ZImageModel
 from slow_params import slow_except
 
 DIFFUSERS = "pytorch_lora_weights.safetensors"

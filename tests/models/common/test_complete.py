@@ -14,10 +14,9 @@ import family_runs
 import tiny_models
 import tiny_writer_runs
 from retouch import cli
-from retouch.models.common import pretrained
-from retouch.models.common.complete import IncompleteWeights, require_complete
-from retouch.models.common.pretrained import fetch_language_model, fetch_tokenizer, fetch_weights, find_tokenizer, find_weights
-from retouch.models.qwen_vl.family import QwenLanguageModel
+from retouch.models import pretrained
+from retouch.models.language import QwenLanguageModel
+from retouch.models.pretrained import MODEL, TOKENIZER, IncompleteWeights, fetch_weights, find_weights, require_complete
 from retouch.recipe.recipe import parse
 from retouch.rewards.weights import weights_folder
 from retouch.run.session import run
@@ -169,9 +168,9 @@ def test_download_that_stays_incomplete_raises_with_the_missing_files(cached: Pa
 
 def test_fetch_tokenizer_does_not_require_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    assert fetch_tokenizer(str(tmp_path)) == find_tokenizer(str(tmp_path)) == tmp_path
+    assert fetch_weights(str(tmp_path), TOKENIZER) == find_weights(str(tmp_path), TOKENIZER) == tmp_path
     with pytest.raises(IncompleteWeights, match=r"model-1\.safetensors is missing"):
-        fetch_language_model(str(tmp_path))
+        fetch_weights(str(tmp_path), MODEL)
 
 
 def test_a_reward_model_without_complete_weights_is_refused(tmp_path: Path) -> None:

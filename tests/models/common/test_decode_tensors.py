@@ -6,7 +6,7 @@ import torch
 
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.models.common.wrappers import Guided
+from retouch.models.pipeline import Guided
 from retouch.protocols import DecodesTensors
 from retouch_worlds.models.family import PlaygroundModel
 

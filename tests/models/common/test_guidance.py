@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny_policies as tiny
-from retouch.models.common.wrappers import Guided
+from retouch.models.pipeline import Guided
 from retouch.protocols import DenoisingModel
 
 

@@ -10,8 +10,8 @@ import tiny_models
 import tiny_policies
 import tiny_writers
 import tiny_writing
-from retouch.models.common import kernels
-from retouch.models.ip_adapter.adapter import ReferenceAttention
+from retouch.models import kernels
+from retouch.models.ip_adapter import ReferenceAttention
 from retouch.types import Needs
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 import tiny_policies as tiny
+from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import ReplicatedStepper
-from retouch.models.common.lora import write_lora
+from retouch.models.lora import write_lora
 from retouch.models.train import Lora
 from retouch.policies.weights import WeightCopies
 

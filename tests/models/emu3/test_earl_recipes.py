@@ -12,10 +12,9 @@ from retouch.cli import main
 from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.checks import check_ranks
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.keys import Push
-from retouch.recipe.recipe import Recipe, load, parse
+from retouch.recipe.recipe import Recipe, check_ranks, load, parse
 from retouch.run.build import assemble
 from retouch.run.session import run
 from slow_params import slow_after, slow_except

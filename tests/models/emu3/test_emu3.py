@@ -9,10 +9,9 @@ import torch
 import tiny_emu3
 import tiny_models
 import tiny_writing
-from retouch.models.emu3.model import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
-from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+from retouch.models.emu3 import BOI, BOS, DRAW, END_OF_THOUGHT, EOF, EOI, EOL, EOS, IMG, THINK, Emu3Editor
 from retouch.protocols import AutoregressiveModel, Grammar
-from retouch.renderers.decoders import CodesDecoder, DecodesCodes
+from retouch.renderers.base import CodesDecoder, DecodesCodes
 from retouch.types import Completion, Kind, Needs, Task
 from retouch_worlds.testing import check_policy, check_renderer
 from slow_params import slow_except

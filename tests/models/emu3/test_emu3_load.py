@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_emu3
 import tiny_models
-from retouch.models.emu3.load import load_emu3, save_for_vllm
-from retouch.models.emu3.model import DRAW
+from retouch.models.emu3 import DRAW, load_emu3, save_for_vllm
 from retouch.types import Task
 
 SETTINGS = {"size": tiny_emu3.SIZE, "prefill": DRAW, "dtype": torch.float32, "device": "cpu"}

@@ -9,8 +9,7 @@ from PIL import Image
 import tiny_writer_runs
 from retouch.cli import main
 from retouch.config.packaged import available
-from retouch.models.emu3.load import load_emu3
-from retouch.models.emu3.model import DRAW
+from retouch.models.emu3 import DRAW, load_emu3
 from retouch.recipe.recipe import load, parse
 from slow_params import slow_except
 

@@ -8,7 +8,6 @@ from PIL import Image, ImageDraw
 
 import tiny_models
 from retouch.models.flux.model import Flux, FluxFill, FluxKontext
-from retouch.protocols import DenoisingModel
 from retouch.types import Task
 
 TEXTS = ["a red circle", "blue"]
@@ -145,21 +144,6 @@ def test_kontext_fits_sources_to_a_training_resolution(text):
     assert model.fit(tiny_models.image(0, 64, 64)) == (1024, 1024)
 
 
-@pytest.mark.parametrize("kind", [Flux, FluxFill, FluxKontext])
-def test_model_implements_denoising_model_and_rows_are_independent(text, kind):
-    model = build(kind, text, size=(24, 40))
-    assert isinstance(model, DenoisingModel)
-    if kind is FluxKontext:
-        model.source_as_is = True
-    tasks = [masked(prompt, prompt, seed) for seed, prompt in enumerate(TEXTS)]
-    together = model.encode(tasks)
-    x, sigma = model.initial_noise(together, tiny_models.generators(2)), torch.tensor([0.9, 0.3])
-    velocities = model.velocity(model.module, x, sigma, together)
-    for row, task in enumerate(tasks):
-        alone = model.velocity(model.module, x[row : row + 1], sigma[row : row + 1], model.encode([task]))
-        torch.testing.assert_close(velocities[row], alone[0], atol=3e-6, rtol=0)
-
-
 def test_encoded_images_match_the_packed_latents_of_the_autoencoder(text):
     model = build(Flux, text, size=(24, 40))
     tokens = model.encode_images([tiny_models.image(0, 24, 40)])
@@ -179,16 +163,3 @@ def test_invalid_inputs_and_settings_raise(text):
         fill.encode([whole, masked("two", "blue", size=(24, 24))])
     with pytest.raises(ValueError, match="takes one"):
         kontext.encode([tiny_models.task("x", "blue")])
-    with pytest.raises(ValueError, match=r"does not divide into tokens of 8 px; set policy\.model\.size"):
-        build(Flux, text, size=(20, 40))
-    with pytest.raises(ValueError, match="shorten it"):
-        build(Flux, text, size=(24, 40)).encode([tiny_models.task("x", "blue " * 30)])
-    with pytest.raises(ValueError, match="takes no guidance"):
-        build(Flux, text, distilled=False, guidance=2.0)
-    with pytest.raises(ValueError, match="this transformer takes 64"):
-        FluxFill(
-            transformer=tiny_models.flux_transformer(),
-            vae=tiny_models.sd3_vae(),
-            text=text,
-            scheduler_config=tiny_models.FLUX_SCHEDULER,
-        )

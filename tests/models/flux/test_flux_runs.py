@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 import tiny_flux_runs
 import tiny_models
 from retouch import cli
-from retouch.data.requirements import RequiredRows, RowRequirements
-from retouch.data.rows import InvalidRow
+from retouch.data.rows import InvalidRow, RequiredRows, RowRequirements
 from retouch.data.sources.triplets import TripletRows
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
@@ -23,7 +22,7 @@ from retouch.inference.sampling import sample_target
 from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.flux.model import FluxKontext, FluxText
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageEditPlusModel
+from retouch.models.qwen_image import QwenImageEditModel, QwenImageEditPlusModel
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 

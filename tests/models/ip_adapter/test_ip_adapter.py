@@ -21,15 +21,14 @@ from transformers import (
 
 import tiny_encoders
 import tiny_models
-from retouch.models.common.wrappers import Guided
+from retouch.models import ip_adapter
+from retouch.models.base import packaged_config, read_description
 from retouch.models.flux.model import Flux, FluxFill
-from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.models.ip_adapter import adapter as ip_adapter_files
-from retouch.models.ip_adapter.adapter import ImageEncoder, ReferenceModel, embed_width, vision_part
-from retouch.models.ip_adapter.section import IpAdapter
-from retouch.models.language import read_description
+from retouch.models.ip_adapter import ImageEncoder, ReferenceModel, embed_width, vision_part
+from retouch.models.parts import build_meta, parameter_count
+from retouch.models.pipeline import Guided
 from retouch.models.qwen_image.model import QwenImageEdit
-from retouch.models.sizes import build_meta, image_encoder, parameter_count
+from retouch.models.train import IpAdapter
 from retouch.types import Conditioning, Task
 from retouch_worlds.testing.models import check_model
 
@@ -154,7 +153,9 @@ def test_the_described_vision_part_has_as_many_parameters_as_the_loaded_encoder(
 
 def test_parameter_counts_match_the_published_models():
     """The large adapter: 1152 to 2304 to 128 x 4096, its norm, and keys and values of 4096 to 3072 in 57 blocks."""
-    siglip, clip = (image_encoder(name) for name in ("google/siglip-so400m-patch14-384", "openai/clip-vit-large-patch14"))
+    siglip, clip = (
+        packaged_config("encoders", name) for name in ("google/siglip-so400m-patch14-384", "openai/clip-vit-large-patch14")
+    )
     assert parameter_count(siglip) == 428_225_600
     assert parameter_count(clip) == 303_966_208
     flux_dev = {"class": "FluxTransformer2DModel", "config": {}}
@@ -234,8 +235,8 @@ def test_only_adapter_weights_are_trainable_and_all_receive_gradients(model, enc
 def test_adapter_loaded_from_its_file_gives_a_bitwise_equal_velocity(model, encoders, tmp_path):
     made, other = model(), model(moved=False)
     told = ReferenceModel(made, encoder(encoders)).encode(tasks())
-    ip_adapter_files.write(made.module, tmp_path)
-    ip_adapter_files.read(other.module, tmp_path)
+    ip_adapter.write(made.module, tmp_path)
+    ip_adapter.read(other.module, tmp_path)
     assert torch.equal(velocity(made, told), velocity(other, told))
 
 
@@ -301,12 +302,12 @@ def pipeline(model):
 def test_diffusers_pipeline_loads_the_adapter_and_generates_the_same_image(encoders, tmp_path):
     made = flux()
     told = ReferenceModel(made, encoder(encoders)).encode(tasks()[:1])
-    ip_adapter_files.write(made.module, tmp_path)
+    ip_adapter.write(made.module, tmp_path)
     theirs = without_adapter(made, Flux)
     pipe = pipeline(theirs)
     pipe.load_ip_adapter(
         str(tmp_path),
-        weight_name=ip_adapter_files.FILE,
+        weight_name=ip_adapter.FILE,
         image_encoder_pretrained_model_name_or_path=str(encoders / "clip"),
         image_encoder_dtype=torch.float32,
         local_files_only=True,
@@ -329,11 +330,11 @@ def test_diffusers_pipeline_loads_the_adapter_and_generates_the_same_image(encod
 def test_fill_transformer_of_diffusers_loads_the_adapter_file(encoders, tmp_path):
     made = flux(FluxFill)
     told = ReferenceModel(made, encoder(encoders)).encode(tasks())
-    ip_adapter_files.write(made.module, tmp_path)
+    ip_adapter.write(made.module, tmp_path)
     theirs = without_adapter(made, FluxFill)
     loader = FillWithReference()
     loader.transformer = theirs.module
-    loader.load_ip_adapter(str(tmp_path), weight_name=ip_adapter_files.FILE, local_files_only=True)
+    loader.load_ip_adapter(str(tmp_path), weight_name=ip_adapter.FILE, local_files_only=True)
     assert torch.equal(velocity(made, told), velocity(theirs, told))
 
 
@@ -352,7 +353,7 @@ def test_adapter_with_16_tokens_is_loadable_by_diffusers_at_full_width(encoders,
     assert not ip_adapter.loadable_by_diffusers(tiny_models.flux_transformer(), sixteen)
     ip_adapter.attach(transformer, sixteen, embed_width=12, seed=0)
     move(transformer)
-    state = load_file(ip_adapter_files.write(transformer, tmp_path))
+    state = load_file(ip_adapter.write(transformer, tmp_path))
     projection = {name.removeprefix("image_proj."): each for name, each in state.items() if name.startswith("image_proj.")}
     theirs = transformer._convert_ip_adapter_image_proj_to_diffusers(projection)
     assert isinstance(theirs, ImageProjection)
@@ -388,7 +389,7 @@ def test_reference_attention_of_a_block_matches_its_formula(encoders):
 
 def test_adapter_file_numbers_double_blocks_before_single_blocks(tmp_path):
     transformer = flux(form=LARGE).module
-    state = load_file(ip_adapter_files.write(transformer, tmp_path))
+    state = load_file(ip_adapter.write(transformer, tmp_path))
     blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
     for k, block in enumerate(blocks):
         for name in ("to_k_ip", "to_v_ip"):
@@ -401,7 +402,7 @@ def test_adapter_file_numbers_double_blocks_before_single_blocks(tmp_path):
 
 def test_adapter_file_with_other_tensor_names_is_loaded(encoders, tmp_path):
     made, other = flux(), flux(moved=False)
-    state = load_file(ip_adapter_files.write(made.module, tmp_path))
+    state = load_file(ip_adapter.write(made.module, tmp_path))
     theirs = {
         name.replace("image_proj.", "ip_adapter_proj_model.")
         .replace("ip_adapter.0.to_", "double_blocks.0.processor.ip_adapter_double_stream_")
@@ -410,7 +411,7 @@ def test_adapter_file_with_other_tensor_names_is_loaded(encoders, tmp_path):
     }
     assert "double_blocks.0.processor.ip_adapter_double_stream_k_proj.weight" in theirs
     save_file(theirs, tmp_path / "other.safetensors")
-    ip_adapter_files.read(other.module, tmp_path / "other.safetensors")
+    ip_adapter.read(other.module, tmp_path / "other.safetensors")
     for one, two in zip(ip_adapter.modules(made.module), ip_adapter.modules(other.module), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
@@ -421,13 +422,13 @@ def test_unsupported_models_and_invalid_files_raise(tmp_path):
     with pytest.raises(ValueError, match="only double blocks"):
         qwen(LARGE)
     with pytest.raises(ValueError, match=r"neither a folder with ip_adapter.safetensors"):
-        ip_adapter_files.read(flux().module, tmp_path)
+        ip_adapter.read(flux().module, tmp_path)
     (tmp_path / "ip_adapter.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="cannot be read"):
-        ip_adapter_files.read(flux().module, tmp_path)
-    ip_adapter_files.write(flux().module, tmp_path)
+        ip_adapter.read(flux().module, tmp_path)
+    ip_adapter.write(flux().module, tmp_path)
     with pytest.raises(ValueError, match=r"other settings than the recipe's; the first difference is image_proj.proj.0.bias"):
-        ip_adapter_files.read(flux(form=SMALL.model_copy(update={"tokens": 4, "projection": "mlp"})).module, tmp_path)
+        ip_adapter.read(flux(form=SMALL.model_copy(update={"tokens": 4, "projection": "mlp"})).module, tmp_path)
 
 
 def test_initialisation_depends_only_on_the_seed_and_not_on_the_global_generator():

@@ -10,13 +10,11 @@ from torch.testing import assert_close
 
 from changed_recipes import differing_paths, values
 from retouch.config.packaged import find
-from retouch.models.common.pretrained import find_encoder
-from retouch.recipe.checks import check_ranks
-from retouch.recipe.recipe import load
+from retouch.models.pretrained import find_encoder
+from retouch.recipe.recipe import check_ranks, load
 from retouch.run.session import run
-from retouch_worlds.models import flux_parts
-from retouch_worlds.pretraining.build_words import write
-from retouch_worlds.pretraining.networks.image_encoder import build_image_encoder
+from retouch_worlds.models import tiny_fill as flux_parts
+from retouch_worlds.pretraining.words import build_image_encoder, write
 from slow_params import slow_except
 
 FILL = "recipes/flux-fill/ip-adapter-{}.jsonnet"

@@ -15,9 +15,8 @@ from rank_commands import on_two_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.inference.exporting import export_target, write_export
 from retouch.inference.opening import open_recipe, read_target
-from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.models.ip_adapter import adapter as ip_adapter_files
-from retouch.policies.denoising.policy import drop_references
+from retouch.models import ip_adapter
+from retouch.policies.denoising import drop_references
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
@@ -25,7 +24,7 @@ from retouch.run import checkpoint
 from retouch.run.build import Assembly, assemble
 from retouch.run.session import run
 from retouch.types import Batch, Conditioning
-from retouch_worlds.data.tasks import PlaygroundData
+from retouch_worlds.data import PlaygroundData
 from tiny_recipes import SMALL
 
 RL = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "velocity", "weight": 0.1}}
@@ -139,7 +138,7 @@ def test_lora_next_to_the_adapter_is_trained_and_exported(world: Path, tmp_path:
     assert len(adapters) == sum(1 for part in ip_adapter.modules(parts.model.module) for _ in part.parameters())
     assert run(both, fresh=False) == 0
     written = {path.name for path in export_target(str(both.folder), to=tmp_path / "out")}
-    assert written >= {ip_adapter_files.FILE, "pytorch_lora_weights.safetensors", "adapter_model.safetensors"}
+    assert written >= {ip_adapter.FILE, "pytorch_lora_weights.safetensors", "adapter_model.safetensors"}
 
 
 def test_reference_dropout_applies_to_demonstrations_and_not_to_rollouts(world: Path) -> None:

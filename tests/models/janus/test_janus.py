@@ -12,10 +12,10 @@ import tiny_janus
 import tiny_models
 import tiny_policies
 import tiny_writing
-from retouch.models.janus.model import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules, load_janus
+from retouch.models.janus import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules, load_janus
 from retouch.objectives.imitation import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
-from retouch.renderers.decoders import CodesDecoder, DecodesCodes
+from retouch.renderers.base import CodesDecoder, DecodesCodes
 from retouch.types import Kind, Minibatch, Needs, Slice, Task
 from retouch_worlds.testing import check_policy, check_renderer
 from slow_params import slow_except

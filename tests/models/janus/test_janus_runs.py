@@ -11,7 +11,7 @@ import tiny_writer_runs
 import tiny_writing
 from retouch.cli import main
 from retouch.inference.opening import open_recipe, read_target
-from retouch.models.janus.model import load_janus
+from retouch.models.janus import load_janus
 from retouch.types import Task
 from tiny_janus import SIDE
 

@@ -14,7 +14,7 @@ from image_levels import ROUNDING, max_level_difference
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
-from retouch_plan.doctor.checks import check_prompt_embeddings
+from retouch_plan.checks import check_prompt_embeddings
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[2] / "support"

@@ -17,11 +17,10 @@ import tiny_flux2
 import tiny_models
 import tiny_pipelines
 import tiny_qwen_image_2
-from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.flux.model import Flux
 from retouch.models.flux2.model import Flux2Klein
-from retouch.models.offloading.prompt_embeddings import CachedPrompts, describe
-from retouch.models.offloading.store import EmbeddingStore
+from retouch.models.offloading import CachedPrompts, EmbeddingStore, describe
+from retouch.models.pipeline import PipelineModel
 from retouch.models.qwen_image.model import QwenImage, QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image_2.model import QwenImage2
 from retouch.models.sd3.model import SD3

@@ -7,8 +7,8 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 import tiny_editing
 import tiny_models
 import tiny_writers
-from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus, ResponseEncoder
-from retouch.models.qwen_image.responses import QwenResponses, writer_for
+from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
 
 ODD = (3, 200, 255, 7, 180)  # bytes that are not valid text: decoding and tokenising them again gives other ids
 

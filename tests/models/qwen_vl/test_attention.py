@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny_writers
-from retouch.models.language import require_attention
-from retouch.models.qwen_vl.model import load_writer
+from retouch.models.base import require_attention
+from retouch.models.qwen_vl import load_writer
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

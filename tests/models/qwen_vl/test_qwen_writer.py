@@ -9,11 +9,11 @@ from transformers import Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
 
 import tiny_models
 import tiny_writers
-from retouch.models.common.chat_template import TURNS, VISION
-from retouch.models.common.latents import fit
-from retouch.models.language import PretrainedLanguageModel
+from retouch.models.base import PretrainedLanguageModel
+from retouch.models.chat_template import TURNS, VISION
+from retouch.models.pipeline import fit
 from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
-from retouch.models.qwen_vl.model import QwenWriter, load_writer
+from retouch.models.qwen_vl import QwenWriter, load_writer
 from retouch.recipe.policy import LanguageModelLora
 from retouch.types import Prompts, Task
 

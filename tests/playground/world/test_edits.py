@@ -7,8 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch_worlds.playground.world.edits import KINDS, Edit, apply, edits_of_kinds, random_kinds, things_needed
-from retouch_worlds.playground.world.scenes import Scene, Thing, random_scene
+from retouch_worlds.playground.scenes import (
+    KINDS,
+    Edit,
+    Scene,
+    Thing,
+    apply,
+    edits_of_kinds,
+    random_kinds,
+    random_scene,
+    things_needed,
+)
 from scene_reader import random_edits
 
 RED, BLUE, GREEN = Thing("red", "circle"), Thing("blue", "circle"), Thing("green", "triangle")

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch_worlds.playground.world.edits import Edit
-from retouch_worlds.playground.world.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
-from retouch_worlds.playground.world.scenes import THINGS, Scene, Thing, random_scene
+from retouch_worlds.playground.scenes import THINGS, Edit, Scene, Thing, random_scene
+from retouch_worlds.playground.texts import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
 from scene_reader import all_single_edits, meaning, random_edits, read
 
 

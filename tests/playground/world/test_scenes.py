@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch_worlds.playground.world.rendering import TEMPLATES, pixels, render
-from retouch_worlds.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing, random_scene
-from retouch_worlds.rewards.measuring import DEAD, SCALE
+from retouch_worlds.measuring import DEAD, SCALE
+from retouch_worlds.playground.rendering import TEMPLATES, pixels, render
+from retouch_worlds.playground.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing, random_scene
 
 seeds = st.integers(0, 10**6)
 

@@ -1,9 +1,9 @@
 """A thought for each of the playground's tasks."""
 
 from retouch.data.tasks import MappedTasks
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.playground.world.demonstrations import with_thought
-from retouch_worlds.playground.world.edits import Edit
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.playground.scenes import Edit
+from retouch_worlds.playground.texts import with_thought
 
 
 def test_a_thought_mentions_every_edit_of_its_task():

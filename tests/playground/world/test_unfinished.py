@@ -4,11 +4,10 @@ from contextlib import suppress
 from functools import partial
 
 from retouch.data.tasks import MappedTasks
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.playground.world.demonstrations import with_unfinished_target as unfinished
-from retouch_worlds.playground.world.edits import Edit, apply
-from retouch_worlds.playground.world.rendering import render
-from retouch_worlds.playground.world.scenes import Scene
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.playground.rendering import render
+from retouch_worlds.playground.scenes import Edit, Scene, apply
+from retouch_worlds.playground.texts import with_unfinished_target as unfinished
 
 TASKS = PlaygroundData(seed=0, count=120, complexity=[1, 2, 3]).tasks(in_turn=True)
 

@@ -10,10 +10,9 @@ import tiny_writers
 import tiny_writing
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
-from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.policies.autoregressive.rollout import CachedEngine
-from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.policies.decoding import AutoregressiveTrajectory, CachedDecoding
 from retouch.policies.engine import Generation
+from retouch.policies.rollout import CachedEngine
 from retouch.protocols import AutoregressiveModel, Policy
 from retouch.types import Completion, Kind, Needs, Slice
 from retouch_worlds.testing import check_policy

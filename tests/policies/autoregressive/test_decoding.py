@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 import tiny_writers
 import tiny_writing
 from retouch.core.tokens import sample_tokens
-from retouch.policies.autoregressive.decoding import CachedDecoding, uniforms
-from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.decoding import CachedDecoding, uniforms
+from retouch.policies.rollout import TokenRollout
 
 
 def write(writer, batch, *, greedy=False, **how):

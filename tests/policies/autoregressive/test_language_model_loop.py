@@ -10,11 +10,11 @@ import tiny_loop
 import tiny_policies
 import tiny_writers
 import tiny_writing
-from retouch.data.sampler import assign
-from retouch.distributed.stepper import ReplicatedStepper
+from retouch.data.tasks import assign
+from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, TokenCycle
-from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.run.clock import Clock
+from retouch.policies.decoding import CachedDecoding
+from retouch.run.metrics import Clock
 from retouch.run.step import Run, accumulate, collect, make_minibatch, train
 from retouch.types import Needs
 
@@ -117,7 +117,7 @@ def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
     """``alone``: each rank divides by the number of its own tokens, as the published code does."""
     policy.engine = Uneven(policy.model)
     made = run(policy, ranks=ranks, chunk=4)
-    learning = replace(phase(ranks=ranks, steps=range(1)), objective=EARL, normalise="token")
+    learning = replace(phase(ranks=ranks, steps=range(1)), objective=EARL)
     collected = collect(made, learning, 0)
     paid = torch.tensor([[float(slot) - 1.5] for slot in collected.batch.slot]).expand_as(collected.advantages)
     dividing = replace(made, ranks=tiny_loop.ALONE) if alone else made
@@ -148,7 +148,7 @@ def test_only_tokens_of_the_selected_kind_get_loss_weights():
     everything, weighed = phase(steps=range(1)), {}
     made = replace(made, renderer=lambda tasks, trajectory: [new("RGB", (1, 1), (9 * row, 0, 0)) for row in range(len(tasks))])
     for tokens in ("all", "text", "vision"):
-        learning = replace(everything, normalise="token", trained_kinds=PolicyGradient(tokens=tokens).trained_kinds)
+        learning = replace(everything, objective=PolicyGradient(normalise="token", tokens=tokens))
         collected = collect(made, learning, 0)
         weighed[tokens] = make_minibatch(made, learning, collected, slice(0, len(collected.batch)), 0).weights
     mask, kind = collected.trajectory.mask, collected.trajectory.kind

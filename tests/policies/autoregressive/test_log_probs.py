@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import tiny_writers
 import tiny_writing
-from retouch.policies.autoregressive.log_probs import scatter, token_log_probs
+from retouch.policies.decoding import scatter, token_log_probs
 from retouch.types import Needs, Slice
 
 VOCABULARY = 152_064

@@ -13,11 +13,11 @@ from retouch.core.random import generator
 from retouch.core.surrogates import importance_weights
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.policies.autoregressive.mismatch import check_mismatch
-from retouch.policies.autoregressive.rollout import CachedEngine
+from retouch.policies.autoregressive import check_mismatch
+from retouch.policies.decoding import CachedDecoding
 from retouch.policies.engine import EngineFault
-from retouch.run.completions import completion_metrics
+from retouch.policies.rollout import CachedEngine
+from retouch.run.metrics import completion_metrics
 from retouch.types import Needs, Slice
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])

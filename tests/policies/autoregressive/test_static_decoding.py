@@ -12,11 +12,10 @@ import tiny_janus
 import tiny_models
 import tiny_writers
 import tiny_writing
-from retouch.models.emu3.model import DRAW, THINK
-from retouch.models.qwen_vl.model import QwenWriter
-from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
-from retouch.policies.engine import EngineContext
+from retouch.models.emu3 import DRAW, THINK
+from retouch.models.qwen_vl import QwenWriter
+from retouch.policies.decoding import CachedDecoding
+from retouch.policies.rollout import CachedEngine, EngineContext, TokenRollout
 from retouch.types import Task
 from slow_params import slow_after
 

@@ -9,9 +9,9 @@ import torch
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.reward_gradient import DRaFT
-from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising import DenoisingPolicy
 from retouch.protocols import VelocityPolicy
-from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.base import LatentRenderer
 from retouch.rewards.scorers.pixels import TargetReward
 from retouch.types import Batch, Kind, Needs, Slice
 from retouch_worlds.testing import check_model, check_policy, check_renderer

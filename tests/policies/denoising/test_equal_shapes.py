@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import tiny_policies as tiny
-from retouch.models.common.wrappers import Guided
-from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.models.pipeline import Guided
+from retouch.policies.denoising import DenoisingPolicy
 from retouch.types import Needs
 
 ROWS = 8

@@ -2,7 +2,7 @@
 
 import pytest
 
-from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow
+from retouch.policies.rollout import AllSteps, RandomWindow, SlidingWindow
 
 
 @pytest.mark.parametrize("mode", ["window", "branch"])

@@ -15,7 +15,7 @@ import tiny_writer_runs
 import vllm_runner
 from retouch import cli
 from retouch.distributed.ranks import Ranks
-from retouch.models.emu3.load import language_model
+from retouch.models.emu3 import language_model
 from retouch.policies.engine import EngineFault
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
@@ -23,9 +23,9 @@ from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
 from retouch.run.build import assemble
 from retouch.run.session import run
-from retouch_plan.doctor.checks import check_engines
-from retouch_serve.engines import server_section
-from retouch_serve.engines.wire import PLUGIN
+from retouch_plan.checks import check_engines
+from retouch_serve.engines import sections as server_section
+from retouch_serve.engines.vllm_wire import PLUGIN
 from vllm_double import Double, always, at_first, serving
 
 Make = Callable[..., dict[str, Any]]

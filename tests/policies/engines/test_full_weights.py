@@ -14,11 +14,12 @@ import tiny_writers
 import tiny_writing
 import vllm_runner
 from retouch.distributed.ranks import Ranks
-from retouch.policies.engine import EngineContext, EngineFault
+from retouch.policies.engine import EngineFault
+from retouch.policies.rollout import EngineContext
 from retouch.recipe.recipe import load, parse
 from retouch.run.build import assemble
-from retouch_plan.doctor.checks import check_engines
-from retouch_serve.engines.vllm import VllmEngine
+from retouch_plan.checks import check_engines
+from retouch_serve.engines.sections import VllmEngine
 from vllm_double import GENERATE, Double, at_first, serving
 
 

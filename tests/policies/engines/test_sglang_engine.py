@@ -4,6 +4,7 @@ import logging
 import struct
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -13,24 +14,23 @@ import sglang_double
 import tiny_models
 import tiny_policies as tiny
 from retouch.distributed.ranks import Ranks
-from retouch.models.common.lora import write_lora
-from retouch.models.common.pipeline_model import PipelineModel
-from retouch.models.common.wrappers import Guided
-from retouch.models.flux.family import FluxModel
-from retouch.models.qwen_image.family import QwenImageModel
-from retouch.models.sd3.family import SD3Model
+from retouch.models.flux import FluxModel
+from retouch.models.lora import write_lora
+from retouch.models.pipeline import Guided, PipelineModel
+from retouch.models.qwen_image import QwenImageModel
+from retouch.models.sd3 import SD3Model
 from retouch.models.train import FullWeights, Lora
-from retouch.models.z_image.family import ZImageModel
-from retouch.policies.denoising.policy import DenoisingPolicy
-from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.policies.engine import EngineContext, EngineFault
+from retouch.models.z_image import ZImageModel
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.engine import EngineFault
+from retouch.policies.rollout import DenoisingRollout, EngineContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
-from retouch.run.completions import completion_metrics
+from retouch.run.metrics import completion_metrics
 from retouch.run.session import run
 from retouch.types import Needs, Slice
-from retouch_serve.engines.sglang.msgpack import unpack
-from retouch_serve.engines.sglang.section import SglangEngine
+from retouch_serve.engines.sections import SglangEngine
+from retouch_serve.wire import unpack
 from retouch_worlds.testing import check_policy
 from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE, pack
 
@@ -130,7 +130,8 @@ def test_a_deviation_is_measured_in_standard_deviations(tmp_path, kind):
         made = policy.rollout(batch(group_size=16))
         sigmas = made.sigmas
         flat = torch.zeros(3, 1)
-        steps = [policy._transition(flat, flat + drift, sigmas[:3], sigmas[1:4], sigmas, next=flat) for drift in (0.0, 1.0)]
+        step = partial(policy.sampling.transition.step, sigma_max=sigmas[1], reduction="mean", next=flat)
+        steps = [step(flat, flat + drift, sigmas[:3], sigmas[1:4]) for drift in (0.0, 1.0)]
         expected = ((steps[1].mean - steps[0].mean)[:, 0] / steps[0].step_std).square()
         signed = (made.behaviour_log_probs - made.log_probs).mean(0)
         estimate = 2 * signed if kind == "sde" else signed / steps[0].step_std.square()
@@ -420,7 +421,7 @@ VALUES = [None, True, False, 0, 127, 2**63, 1.5, "", "é" * 40, b"", b"\x00" * 3
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_msgpack_values_round_trip(value):
-    assert unpack(pack(value)) == value
+    assert unpack(pack(value), most=100) == value
 
 
 @pytest.mark.parametrize(
@@ -437,7 +438,7 @@ def test_msgpack_values_round_trip(value):
     ],
 )
 def test_msgpack_encodings_are_unpacked(body, value):
-    assert unpack(body) == value
+    assert unpack(body, most=100) == value
 
 
 @pytest.mark.parametrize(
@@ -445,7 +446,7 @@ def test_msgpack_encodings_are_unpacked(body, value):
 )
 def test_invalid_msgpack_raises(body):
     with pytest.raises(ValueError, match=r".+"):
-        unpack(body)
+        unpack(body, most=100)
 
 
 # A run

@@ -11,9 +11,9 @@ import tiny_writers
 import tiny_writing
 from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
-from retouch_plan.doctor.checks import check_engines
+from retouch_plan.checks import check_engines
 from retouch_serve.engines.client import Client
-from retouch_serve.engines.sleep_mode import SLEEP, WAKE, SleepMode
+from retouch_serve.engines.vllm import SLEEP, WAKE, SleepMode
 from vllm_double import Double, serving
 
 

@@ -18,17 +18,15 @@ import tiny_writers
 import tiny_writing
 import vllm_double
 import vllm_runner
-from retouch.models.common.lora import write_lora
-from retouch.models.emu3.model import DRAW
+from retouch.models.emu3 import DRAW
+from retouch.models.lora import write_lora
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engine import EngineFault
 from retouch.types import Needs, Slice
-from retouch_serve.engines.adapters import AdapterPublisher
 from retouch_serve.engines.client import Client, RequestRefused
-from retouch_serve.engines.server import has_plugin, query_server
-from retouch_serve.engines.vllm import VllmEngine
-from retouch_serve.engines.vllm_decoding import Servable, VllmDecoding
-from retouch_serve.engines.wire import PLUGIN
+from retouch_serve.engines.sections import VllmEngine
+from retouch_serve.engines.vllm import AdapterPublisher, Servable, VllmDecoding
+from retouch_serve.engines.vllm_wire import PLUGIN, has_plugin, query_server
 from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
 
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)

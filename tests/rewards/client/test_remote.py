@@ -15,16 +15,13 @@ import torch
 from bad_server import bad_server
 from live_server import host, live, remote, samples_of
 from retouch.protocols import AsyncReward
+from retouch.rewards.base import BudgetSpent
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.quota.quota import BudgetSpent
 from retouch.types import Sample
-from retouch_serve.client import discovery
-from retouch_serve.client.client import RemoteClient
-from retouch_serve.client.remote import RemoteReward
-from retouch_serve.client.session import EndpointPool, RetryBudget
-from retouch_serve.client.transport import RequestFault, fault_of_status
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_serve.client import EndpointPool, RemoteClient, RequestFault, RetryBudget, fault_of_status
+from retouch_serve.remote import RemoteReward
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.rewards import PlaygroundReward
 from retouch_worlds.testing import check_reward
 from served_rewards import Digest, digest_score
 
@@ -118,7 +115,7 @@ def test_the_wait_for_a_server_is_logged_once_with_its_length(caplog: pytest.Log
 
 
 def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_ASK_SECONDS", 30.0)  # so that both servers answer in time on a busy machine
+    monkeypatch.setattr("retouch_serve.client._ASK_SECONDS", 30.0)  # so that both servers answer in time on a busy machine
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
         with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
             remote([closed.url])

@@ -10,11 +10,9 @@ import torch
 from PIL import Image
 
 from retouch.protocols import Reward
-from retouch.rewards.combine.composite import CompositeReward
-from retouch.rewards.judging import RewardScorer
+from retouch.rewards.judging import CompositeReward, RewardScorer
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
-from retouch.rewards.text.thinking import ThinkReward
+from retouch.rewards.text.completions import PromptQualityReward, ThinkReward, prompt_quality
 from retouch.types import Column, Sample, Task
 from retouch_worlds.testing import check_reward
 

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.combine.combination import Formula, WeightedSum, combination, resolve
-from retouch.rewards.combine.formula_parser import read_formula
-from retouch.rewards.combine.formulas import Name, bounds, effect, names, value
+from retouch.rewards.combination import Formula, Name, WeightedSum, bounds, combination, effect, names, read_formula, resolve, value
 from retouch.types import Column
 
 NAN = math.nan

@@ -11,16 +11,20 @@ from PIL import Image
 
 from judge_double import KEY, Double, expected_score, on_panel, vote
 from retouch.protocols import Reward
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.complex_edit import ComplexEditReward
-from retouch.rewards.judges.ground import GroundReward
-from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.rubrics import Panel, fingerprint, quoted, rubric
-from retouch.rewards.judges.viescore import EditScore, VieScore
-from retouch.rewards.judges.win_rate import WinRateReward
-from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.models import Endpoint
 from retouch.types import Sample, Task
+from retouch_judge.base import Panel, fingerprint, quoted, rubric
+from retouch_judge.chat_client import ChatClient
+from retouch_judge.kinds import Endpoint
+from retouch_judge.rewards import (
+    AspectsReward,
+    ComplexEditReward,
+    DigitReward,
+    EditScore,
+    GroundReward,
+    VieScore,
+    WinRateReward,
+    YesReward,
+)
 from retouch_worlds.testing import check_reward
 
 PATIENCE = {"timeout": 10, "deadline": 60, "attempts": 2, "pause": 0.002, "longest_pause": 0.01}
@@ -294,7 +298,7 @@ def test_aspects_keep_their_order_and_invalid_samples_or_settings_raise(open_pan
 
 
 def test_rubrics_are_short_and_say_that_data_is_not_part_of_the_rules():
-    names = sorted(path.name[:-4] for path in (resources.files("retouch.rewards.judges") / "prompts").iterdir())
+    names = sorted(path.name[:-4] for path in (resources.files("retouch_judge") / "prompts").iterdir())
     assert len(names) >= 14
     for name in names:
         text = rubric(name)

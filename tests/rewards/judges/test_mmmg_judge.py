@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from judge_double import on_panel
-from retouch.rewards.judges.mmmg import KnowledgeGraph, MmmgReward
-from retouch.rewards.judges.rubrics import Panel
-from retouch.rewards.vlm.questions import Answer
 from retouch.types import Sample, Task
+from retouch_judge.base import Panel
+from retouch_judge.questions import Answer
+from retouch_judge.rewards import KnowledgeGraph, MmmgReward
 
 GRAPH = {
     "elements": ["Sun", "Water cycle", "rain", "river"],

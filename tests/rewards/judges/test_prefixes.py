@@ -14,16 +14,20 @@ from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
 import tiny_models
 import tiny_writers
 from judge_double import on_panel
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.complex_edit import ComplexEditReward
-from retouch.rewards.judges.ground import GroundReward
-from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.rubrics import Panel
-from retouch.rewards.judges.viescore import EditScore, VieScore
-from retouch.rewards.judges.win_rate import WinRateReward
-from retouch.rewards.vlm.local_model import LocalJudge
-from retouch.rewards.vlm.questions import Answer
 from retouch.types import Sample, Task
+from retouch_judge.base import Panel
+from retouch_judge.local_model import LocalJudge
+from retouch_judge.questions import Answer
+from retouch_judge.rewards import (
+    AspectsReward,
+    ComplexEditReward,
+    DigitReward,
+    EditScore,
+    GroundReward,
+    VieScore,
+    WinRateReward,
+    YesReward,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 INSTRUCTION = "Replace the sky by a clear evening sky with a few thin clouds, and keep the people on the bridge as they are."

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retouch.protocols import Reward
-from retouch.rewards.combine.combination import Combine
-from retouch.rewards.combine.composite import CompositeReward
-from retouch.rewards.judging import RewardScorer, ScoredBatch
+from retouch.rewards.combination import Combine
+from retouch.rewards.judging import CompositeReward, RewardScorer, ScoredBatch
 from retouch.rewards.ledger.database import Database, ImageStore, decode_scores, image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
 from retouch.run.ledger import ledger_path

@@ -14,18 +14,13 @@ import torch
 from PIL import Image
 
 from judge_double import on_panel
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.complex_edit import ComplexEditReward
-from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.rubrics import Panel, fingerprint
-from retouch.rewards.judges.viescore import EditScore, VieScore
-from retouch.rewards.ledger.answers import AnswerCache, RequestStats
-from retouch.rewards.ledger.caching import CachedJudgeClient, CachedReward, question_hash
 from retouch.rewards.ledger.database import Database, ImageHasher, image_hash, open_read_only
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.forms import ChoiceForm, ScoresForm, WordForm
-from retouch.rewards.vlm.questions import Answer, Question
 from retouch.types import Column, Sample, Task
+from retouch_judge.base import Panel, fingerprint
+from retouch_judge.cache import AnswerCache, CachedJudgeClient, CachedReward, RequestStats, question_hash
+from retouch_judge.questions import Answer, ChoiceForm, Question, ScoresForm, WordForm
+from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, EditScore, VieScore, YesReward
+from retouch_judge.wording import Scale
 
 KEY = "canary-0a1b2c3d4e5f"
 FORM = ScoresForm({"score": Scale(0, 10)})

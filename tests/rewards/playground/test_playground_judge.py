@@ -13,11 +13,10 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.types import Sample, Scores, Task
-from retouch_worlds.data.tasks import PlaygroundData
-from retouch_worlds.playground.world.edits import KINDS, Edit, apply
-from retouch_worlds.playground.world.rendering import TEMPLATES, render
-from retouch_worlds.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing
-from retouch_worlds.rewards.edit_judge import PlaygroundReward
+from retouch_worlds.data import PlaygroundData
+from retouch_worlds.playground.rendering import TEMPLATES, render
+from retouch_worlds.playground.scenes import BACKGROUNDS, CELL, CODES, KINDS, SIZE, THINGS, Edit, Scene, Thing, apply
+from retouch_worlds.rewards import PlaygroundReward
 
 JUDGE = PlaygroundReward()
 TASKS = PlaygroundData(seed=5, count=10**6, complexity=[1, 2, 3, 4], filler=0.2).tasks(in_turn=True)

@@ -9,10 +9,10 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.types import Sample, Task
-from retouch_worlds.data.text_to_image import TextToImageData
-from retouch_worlds.playground.world.rendering import TEMPLATES, render
-from retouch_worlds.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, Scene, Thing
-from retouch_worlds.rewards.scene_judge import SceneReward
+from retouch_worlds.data import TextToImageData
+from retouch_worlds.playground.rendering import TEMPLATES, render
+from retouch_worlds.playground.scenes import BACKGROUNDS, CELL, CODES, SIZE, Scene, Thing
+from retouch_worlds.rewards import SceneReward
 
 JUDGE = SceneReward()
 TASKS = TextToImageData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)

@@ -11,12 +11,12 @@ from PIL import Image
 from retouch.protocols import Reward
 from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
-from retouch_worlds.data.words import WordData
-from retouch_worlds.playground import playground_weights
-from retouch_worlds.playground.world import words
-from retouch_worlds.playground.world.words import INKS, PAPERS, Style
-from retouch_worlds.pretraining.networks.words import targets
-from retouch_worlds.rewards.sign_judge import SignReward, paper_and_ink
+from retouch_worlds.data import WordData
+from retouch_worlds.measuring import paper_and_ink
+from retouch_worlds.playground import playground_weights, words
+from retouch_worlds.playground.words import INKS, PAPERS, Style
+from retouch_worlds.pretraining.words import targets
+from retouch_worlds.rewards import SignReward
 
 JUDGE = SignReward()
 TASKS = WordData(seed=5, count=120, split="test", style_from_reference=True).tasks()[:]

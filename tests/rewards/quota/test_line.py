@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retouch.rewards.quota.event_loop import ProgressSemaphore
+from retouch_judge.quota import ProgressSemaphore
 
 
 class Clock:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retouch.rewards.quota.quota import BudgetSpent, Quota, Turns
+from retouch.rewards.base import BudgetSpent
+from retouch_judge.quota import Quota, Turns
 
 
 class Clock:
@@ -186,7 +187,7 @@ def test_spent_calls_persist_in_the_file_and_a_larger_budget_continues(tmp_path:
 WORK = """
 import sys
 from pathlib import Path
-from retouch.rewards.quota.quota import Quota
+from retouch_judge.quota import Quota
 quota = Quota(requests_per_minute=6000, calls=1000, file=Path(sys.argv[1]), clock=lambda: 100.0)
 print(sum(quota.claim_another() for _ in range(400)), sum(not quota.turn(1.0).wait for _ in range(200)))
 """

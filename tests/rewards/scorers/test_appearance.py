@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.rewards.scorers.appearance import AppearanceReward
+from retouch.rewards.scorers.pixels import AppearanceReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

@@ -8,7 +8,7 @@ from transformers import OwlViTImageProcessorPil
 
 import tiny_detectors
 import tiny_towers
-from retouch.rewards.scorers.detectors import Detection, load_detector, suppress_overlaps
+from retouch.rewards.scorers.dual_encoder import Detection, load_detector, suppress_overlaps
 
 NAMES = ["dog", "red car", "cup"]
 

@@ -12,8 +12,7 @@ from transformers import CLIPModel, SiglipModel
 
 import tiny_towers
 from retouch.protocols import Reward
-from retouch.rewards.scorers.aesthetic import AestheticReward
-from retouch.rewards.scorers.clip import ClipReward, PickScoreReward
+from retouch.rewards.scorers.clip import AestheticReward, ClipReward, PickScoreReward
 from retouch.rewards.scorers.dino import DinoReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder
 from retouch.rewards.weights import weights_folder

@@ -9,7 +9,7 @@ from PIL import Image
 
 import tiny_detectors
 import tiny_towers
-from retouch.rewards.scorers.detectors import Detection
+from retouch.rewards.scorers.dual_encoder import Detection
 from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward

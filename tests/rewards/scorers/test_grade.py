@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from retouch.recipe.recipe import load
-from retouch.rewards.scorers.grade import GradeReward
+from retouch.rewards.scorers.pixels import GradeReward
 from retouch.types import Sample, Task
 
 

@@ -8,11 +8,9 @@ from PIL import Image
 import tiny_towers
 from retouch.objectives.reward_gradient import DIFFERENTIABLE_REWARDS
 from retouch.protocols import DifferentiableReward
-from retouch.rewards.scorers.aesthetic import AestheticReward
-from retouch.rewards.scorers.clip import ClipReward, HpsReward, PickScoreReward
+from retouch.rewards.scorers.clip import AestheticReward, ClipReward, HpsReward, PickScoreReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder, tensor_pixels
-from retouch.rewards.scorers.grade import GradeReward
-from retouch.rewards.scorers.pixels import ShareReward, TargetReward
+from retouch.rewards.scorers.pixels import GradeReward, ShareReward, TargetReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

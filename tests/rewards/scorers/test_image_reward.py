@@ -8,9 +8,8 @@ import torch
 from PIL import Image
 
 import tiny_towers
-from retouch.rewards.scorers.clip import HpsReward
+from retouch.rewards.scorers.clip import HpsReward, ImageRewardScore
 from retouch.rewards.scorers.dual_encoder import DualEncoder
-from retouch.rewards.scorers.image_reward import ImageRewardScore
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

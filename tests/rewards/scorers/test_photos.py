@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.protocols import Reward
-from retouch.rewards.scorers.photos import PhotosReward
+from retouch.rewards.scorers.pixels import PhotosReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

@@ -7,10 +7,9 @@ from PIL import Image
 from transformers import Dinov2Model
 
 import tiny_towers
-from retouch.core.set_distances import frechet_distance
-from retouch.rewards.scorers.dino import normalised_pixels
+from retouch.core.measures import frechet_distance
+from retouch.rewards.scorers.dino import StyleReward, distance_of_sets, normalised_pixels
 from retouch.rewards.scorers.dual_encoder import DualEncoder
-from retouch.rewards.scorers.style import StyleReward, distance_of_sets
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

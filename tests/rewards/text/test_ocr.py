@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from retouch.protocols import Reward
-from retouch.rewards.text.ocr import OcrReward, comparable, edit_distance, similarity
-from retouch.rewards.text.readers import RapidReader, TextLine
+from retouch.rewards.text.ocr import OcrReward, RapidReader, TextLine, comparable, edit_distance, similarity
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

@@ -15,12 +15,10 @@ from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
 from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.identity import describe
-from retouch.rewards.text.ocr import OcrReward
-from retouch.rewards.text.paddle_reader import PaddleReader
-from retouch.rewards.text.readers import RapidReader, TextLine
+from retouch.rewards.text.ocr import OcrReward, PaddleReader, RapidReader, TextLine
 from retouch.run import build as assembly
 from retouch.types import Sample, Task
-from retouch_plan.doctor.reward import check_reward as check_reward_of
+from retouch_plan.checks import check_reward as check_reward_of
 from retouch_worlds.testing import check_reward
 
 SECTION = {"kind": "ocr", "reader": {"kind": "paddleocr"}}

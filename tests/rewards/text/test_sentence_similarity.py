@@ -9,7 +9,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 import tiny_towers
 from retouch.protocols import Reward
-from retouch.rewards.text.sentence_similarity import SentenceSimilarityReward
+from retouch.rewards.text.completions import SentenceSimilarityReward
 from retouch.types import Sample, Task
 
 LONGEST = 24

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.text.prompt_quality import PromptQuality, prompt_quality
-from retouch.rewards.text.thinking import think_format
+from retouch.rewards.text.completions import PromptQuality, prompt_quality, think_format
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from retouch.rewards.text.readers import TextLine
-from retouch.rewards.text.unrequested_text import UnrequestedTextReward
+from retouch.rewards.text.ocr import TextLine, UnrequestedTextReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

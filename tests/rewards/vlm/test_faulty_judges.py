@@ -8,13 +8,13 @@ import pytest
 from PIL import Image
 
 from faulty_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, faulty_judge
-from retouch.rewards.quota.quota import BudgetSpent, Quota
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.chat_client import ChatClient, retry_after
-from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
-from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
-from retouch.rewards.vlm.models import Endpoint
-from retouch.rewards.vlm.questions import Question
+from retouch.rewards.base import BudgetSpent
+from retouch_judge.chat_client import ChatClient, retry_after
+from retouch_judge.kinds import Endpoint
+from retouch_judge.models import JudgeQuota, Prices
+from retouch_judge.questions import ChoiceForm, JudgeReply, Question, ScoresForm, WordForm
+from retouch_judge.quota import Quota
+from retouch_judge.wording import Scale
 
 QUICK = {"key": None, "timeout": 30.0, "deadline": 60.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}
 SCORE = ScoresForm({"score": Scale(0, 10)})

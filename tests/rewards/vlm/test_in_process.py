@@ -12,13 +12,12 @@ from safetensors.torch import save_file
 
 import tiny_writers
 from judge_double import on_panel
-from retouch.rewards.judges.one_token import DigitReward, YesReward
-from retouch.rewards.judges.rubrics import Panel
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.forms import ScoresForm, WordForm
-from retouch.rewards.vlm.local_model import LocalJudge
-from retouch.rewards.vlm.questions import JudgeClient, Question
 from retouch.types import Sample, Task
+from retouch_judge.base import Panel
+from retouch_judge.local_model import LocalJudge
+from retouch_judge.questions import JudgeClient, Question, ScoresForm, WordForm
+from retouch_judge.rewards import DigitReward, YesReward
+from retouch_judge.wording import Scale
 from retouch_worlds.testing import check_reward
 
 PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 24, 3), dtype=np.uint8))
@@ -152,7 +151,7 @@ def test_batched_questions_get_the_same_answers_as_single_questions(judge, sever
 
 def test_sampling_does_not_depend_on_the_other_rows(judge):
     """With the same logits, the tokens that are drawn are the same."""
-    from retouch.rewards.vlm.local_model import _Gumbel
+    from retouch_judge.local_model import _Gumbel
 
     asked = [question(LETTERS, seed=seed, temperature=temperature) for seed, temperature in ((1, 0.7), (2, 0.0), (3, 2.0))]
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))

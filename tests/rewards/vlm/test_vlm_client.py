@@ -14,18 +14,18 @@ from PIL import Image
 
 import loopback
 from judge_double import FAULTS, KEY, Double, expected_score, on_panel
+from retouch.core.random import backoff_pause
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.rubrics import Panel
-from retouch.rewards.quota.quota import BudgetSpent
-from retouch.rewards.vlm import chat_client
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.chat_client import ChatClient, backoff_pause, retry_after
-from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
-from retouch.rewards.vlm.forms import ScoresForm
-from retouch.rewards.vlm.models import Endpoint
-from retouch.rewards.vlm.questions import JudgeClient, Question
+from retouch.rewards.base import BudgetSpent
 from retouch.types import Sample, Task
+from retouch_judge import chat_client
+from retouch_judge.base import Panel
+from retouch_judge.chat_client import ChatClient, retry_after
+from retouch_judge.kinds import Endpoint
+from retouch_judge.models import JudgeQuota, Prices
+from retouch_judge.questions import JudgeClient, Question, ScoresForm
+from retouch_judge.rewards import AspectsReward
+from retouch_judge.wording import Scale
 from retouch_worlds.testing import check_reward
 
 QUICK = {"timeout": 30.0, "deadline": 120.0, "attempts": 6, "pause": 0.002, "longest_pause": 0.01}
@@ -354,7 +354,7 @@ def test_the_client_raises_if_the_server_is_not_up_in_time(late_server, loading)
 
 def test_pauses_are_jittered_and_bounded():
     def pause(attempt, key):
-        return backoff_pause(attempt, key, base=0.5, longest=4.0)
+        return backoff_pause(key, attempt=attempt, base=0.5, longest=4.0)
 
     for attempt in range(8):
         pauses = [pause(attempt, str(k)) for k in range(200)]

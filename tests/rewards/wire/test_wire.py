@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from live_server import body_of, noise_image
+from live_server import BodyForm, body_of, encode, noise_image
 from retouch.types import Sample, Task
-from retouch_serve.server.request_bodies import Decoded, Limits, decode
-from retouch_serve.wire.bodies import BodyForm, decode_body, encode_body
-from retouch_serve.wire.errors import RequestError
-from retouch_serve.wire.packing import ImageEncoding, pack
+from retouch_serve.requests import Decoded, Limits, decode
+from retouch_serve.wire import ImageEncoding, RequestError, decode_body, pack
 
 FORMS: list[BodyForm] = ["multipart", "msgpack", "json"]
 ENCODINGS: list[ImageEncoding] = ["webp", "raw"]
@@ -110,7 +108,7 @@ def test_meta_that_is_not_json_raises(meta: dict[str, object], says: str) -> Non
 @given(document=st.dictionaries(st.text(), st.integers()), blobs=st.lists(st.binary(max_size=70000), max_size=20))
 def test_any_bytes_round_trip_in_every_body_form(document: dict[str, int], blobs: list[bytes]) -> None:
     for form in FORMS:
-        body, kind = encode_body(json.dumps(document).encode(), blobs, form)
+        body, kind = encode(json.dumps(document).encode(), blobs, form)
         parsed, pictures = decode_body(body, kind)
         assert parsed == document
         assert [bytes(blob) for blob in pictures] == blobs
@@ -119,9 +117,7 @@ def test_any_bytes_round_trip_in_every_body_form(document: dict[str, int], blobs
 @settings(max_examples=300)
 @given(kind=st.sampled_from(["multipart/form-data; boundary=b", "application/msgpack", "application/json"]), data=st.data())
 def test_corrupted_bodies_are_decoded_or_raise_a_request_error(kind: str, data: st.DataObject) -> None:
-    body, true_kind = encode_body(
-        b'{"a": 1}', [b"12", b"3" * 300], {"mu": "multipart", "ms": "msgpack", "js": "json"}[_short(kind)]
-    )
+    body, true_kind = encode(b'{"a": 1}', [b"12", b"3" * 300], {"mu": "multipart", "ms": "msgpack", "js": "json"}[_short(kind)])
     body = body.replace(true_kind.partition("boundary=")[2].encode() or b"\xff\xff", b"b")
     place = data.draw(st.integers(0, len(body)))
     changed = body[:place] + data.draw(st.binary(max_size=6)) + body[data.draw(st.integers(place, len(body))) :]
@@ -140,7 +136,7 @@ def _short(kind: str) -> str:
 def test_msgpack_bodies_are_compatible_with_the_msgpack_package() -> None:
     msgpack = pytest.importorskip("msgpack")
     blobs = [b"", b"a" * 200, b"b" * 70000]
-    body, kind = encode_body(b'{"x":1}', blobs, "msgpack")
+    body, kind = encode(b'{"x":1}', blobs, "msgpack")
     assert msgpack.unpackb(body) == {"batch": b'{"x":1}', "pictures": blobs}
     document, pictures = decode_body(msgpack.packb({"pictures": blobs, "batch": b'{"x":1}'}), kind)
     assert document == {"x": 1}

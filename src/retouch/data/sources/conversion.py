@@ -1,7 +1,12 @@
-"""Converts published editing data sets to a folder with ``metadata.jsonl``: GPT-Image-Edit-1.5M, AURORA, OmniEdit and MagicBrush.
+"""Converts published data sets to layouts that training can read.
 
-The first two are folders of images with JSON lists; their images stay where they are. The other two are parquet files; their images
-are written to files without encoding them again.
+GPT-Image-Edit-1.5M, AURORA, OmniEdit and MagicBrush become a folder with ``metadata.jsonl``. The first two are folders of images
+with JSON lists; their images stay where they are. The other two are parquet files; their images are written to files without
+encoding them again.
+
+MMMG's training set (``MMMGBench/MMMG_Train``, arXiv 2506.10963) becomes a curriculum: prompt lists from easy to hard tasks. Its
+``train.json`` maps a level ("0_preschool") to disciplines, and each discipline to a list of rows with ``question``, ``key``, the
+knowledge graph (``Visual Components``) and its meaning (``Key Knowledge``).
 """
 
 from __future__ import annotations
@@ -9,30 +14,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from retouch.data.guard import refuse_test_sets
 from retouch.data.sources.folder import METADATA, path_under
-from retouch.records.files import json_line, read_json, replacing
-from retouch.types import Json
+from retouch.records.files import json_line, read_json, replacing, write_lines
 
 _ROWS = 16
 _SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp"}
 Fields = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedEdit:
-    """One edit of a published data set. ``image``, ``target``: the path or the content of the image file; None if it is missing.
-    ``extra``: further keys of the line in ``metadata.jsonl``."""
-
-    id: str
-    instruction: str | list[str]
-    image: Path | bytes | None
-    target: Path | bytes | None
-    source: str
-    extra: Mapping[str, Json]
+Edit: TypeAlias = tuple[Path | bytes | None, Path | bytes | None, dict[str, Any]]
+"""The source and the edited image, each as the path or the content of its file (None: missing), and the keys of the line in
+``metadata.jsonl``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +44,6 @@ class Converted:
         left_out = f"; {self.missing} left out, because an image is missing" if self.missing else ""
         tags = f", tags: {json.dumps(list(self.tags))}" if self.tags else ""
         return f"{self.rows} edits{left_out}. Use them with data: {{ kind: 'folder', path: '{self.folder}'{tags} }}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """How a published data set is read. ``edits``: yields the edits of a folder and a split. ``tags``: the keys that become tags.
-    ``in_place``: whether the images are files of the folder, which stay where they are."""
-
-    edits: Callable[[Path, str], Iterator[PublishedEdit]]
-    tags: tuple[str, ...]
-    in_place: bool
 
 
 def convert(name: str, source: str | Path, *, out: str | Path | None = None, split: str = "train") -> Converted:
@@ -85,14 +70,26 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
     root.mkdir(parents=True, exist_ok=True)
     rows = missing = 0
     with replacing(file) as lines:
-        for edit in known.edits(folder, split):
-            try:
-                names = [_image_name(root, edit, part) for part in ("image", "target")]
-            except FileNotFoundError:
+        for image, target, fields in known.edits(folder, split):
+            found = {"file_name": image, "target": target}
+            if any(each is None or (isinstance(each, Path) and not each.is_file()) for each in found.values()):
                 missing += 1
                 continue
-            line = {"id": edit.id, "instruction": edit.instruction, "file_name": names[0], "target": names[1]}
-            lines.write(json_line({**line, "source": edit.source, **edit.extra}))
+            names = {}
+            for key, each in found.items():
+                if isinstance(each, bytes):  # from a parquet file; it is not encoded again
+                    part = "image" if key == "file_name" else key
+                    suffix = next((suffix for start, suffix in _SUFFIXES.items() if each.startswith(start)), None)
+                    if suffix is None:
+                        raise ValueError(f"{fields['id']}: the {part} is neither PNG, JPEG nor WebP")
+                    safe = "".join(sign if sign.isalnum() or sign in "-_" else "-" for sign in fields["id"])
+                    path = root / f"{part}s" / f"{safe}{suffix}"
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(each)
+                    each = path
+                assert each is not None
+                names[key] = each.relative_to(root).as_posix()
+            lines.write(json_line({"id": fields["id"], "instruction": fields["instruction"], **names, **fields}))
             rows += 1
         if not rows:
             raise ValueError(
@@ -101,81 +98,49 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
     return Converted(root, rows, missing, known.tags)
 
 
-def _image_name(root: Path, edit: PublishedEdit, part: str) -> str:
-    """The path of an image relative to ``root``. An image that is not a file yet is written to one first.
-
-    Raises FileNotFoundError if the image is missing, and ValueError for an unknown format.
-    """
-    content: Path | bytes | None = getattr(edit, part)
-    if content is None or (isinstance(content, Path) and not content.is_file()):
-        raise FileNotFoundError(f"{edit.id}: no {part}")
-    if isinstance(content, Path):
-        return content.relative_to(root).as_posix()
-    suffix = next((suffix for start, suffix in _SUFFIXES.items() if content.startswith(start)), None)
-    if suffix is None:
-        raise ValueError(f"{edit.id}: the {part} is neither PNG, JPEG nor WebP")
-    safe = "".join(sign if sign.isalnum() or sign in "-_" else "-" for sign in edit.id)
-    file = root / f"{part}s" / f"{safe}{suffix}"
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(content)
-    return file.relative_to(root).as_posix()
-
-
-def _gpt_image_edit(folder: Path, split: str) -> Iterator[PublishedEdit]:
+def _gpt_image_edit(folder: Path, split: str) -> Iterator[Edit]:
     """The edits in ``TASK/metadata/*.json`` at any depth, with paths relative to the folder of the task."""
+    tags = PUBLISHED["gpt-image-edit"].tags
     for file in sorted(folder.rglob("metadata/*.json")):
         task = file.parent.parent
-        for fields in _list(file, ("id", "input", "output", "instruction", *PUBLISHED["gpt-image-edit"].tags)):
-            image = _under(task, fields["input"])
-            yield PublishedEdit(
-                id=str(fields["id"]),
-                instruction=fields["instruction"],
-                image=image,
-                target=_under(task, fields["output"]),
-                source=image.relative_to(folder).as_posix(),
-                extra={key: fields[key] for key in PUBLISHED["gpt-image-edit"].tags},
-            )
+        for row in _list(file, ("id", "input", "output", "instruction", *tags)):
+            image, target = _under(task, row["input"]), _under(task, row["output"])
+            names = {"id": str(row["id"]), "instruction": row["instruction"], "source": image.relative_to(folder).as_posix()}
+            yield image, target, {**names, **{key: row[key] for key in tags}}
 
 
-def _aurora(folder: Path, split: str) -> Iterator[PublishedEdit]:
+def _aurora(folder: Path, split: str) -> Iterator[Edit]:
     """The edits in ``data/NAME/SPLIT.json``, with paths relative to the folder that contains ``data``."""
     for file in sorted(folder.rglob(f"data/*/{split}.json")):
         top, name = file.parent.parent.parent, file.parent.name
-        for number, fields in enumerate(_list(file, ("input", "output", "instruction"))):
-            image = _under(top, fields["input"])
-            yield PublishedEdit(
-                id=f"{name}-{number}",
-                instruction=fields["instruction"],
-                image=image,
-                target=_under(top, fields["output"]),
-                source=image.relative_to(folder).as_posix(),
-                extra={"data_set": name},
-            )
+        for number, row in enumerate(_list(file, ("input", "output", "instruction"))):
+            image, target = _under(top, row["input"]), _under(top, row["output"])
+            names = {"id": f"{name}-{number}", "instruction": row["instruction"], "source": image.relative_to(folder).as_posix()}
+            yield image, target, {**names, "data_set": name}
 
 
-def _omniedit(folder: Path, split: str) -> Iterator[PublishedEdit]:
+def _omniedit(folder: Path, split: str) -> Iterator[Edit]:
     for row in _parquet(folder, split, ("omni_edit_id", "task", "edited_prompt_list", "src_img", "edited_img")):
-        yield PublishedEdit(
-            id=str(row["omni_edit_id"]),
-            instruction=list(row["edited_prompt_list"]),
-            image=_content(row["src_img"]),
-            target=_content(row["edited_img"]),
-            source=str(row["omni_edit_id"]),
-            extra={"task": row["task"]},
-        )
+        fields = {"id": str(row["omni_edit_id"]), "source": str(row["omni_edit_id"]), "task": row["task"]}
+        yield _content(row["src_img"]), _content(row["edited_img"]), {**fields, "instruction": list(row["edited_prompt_list"])}
 
 
-def _magicbrush(folder: Path, split: str) -> Iterator[PublishedEdit]:
+def _magicbrush(folder: Path, split: str) -> Iterator[Edit]:
     """The edits of MagicBrush. All turns of an image have the same source, so that a split never separates them."""
     for row in _parquet(folder, split, ("img_id", "turn_index", "instruction", "source_img", "target_img")):
-        yield PublishedEdit(
-            id=f"{row['img_id']}-{row['turn_index']}",
-            instruction=row["instruction"],
-            image=_content(row["source_img"]),
-            target=_content(row["target_img"]),
-            source=str(row["img_id"]),
-            extra={"turn": str(row["turn_index"])},
-        )
+        image, turn = str(row["img_id"]), str(row["turn_index"])
+        fields = {"id": f"{image}-{turn}", "instruction": row["instruction"], "source": image, "turn": turn}
+        yield _content(row["source_img"]), _content(row["target_img"]), fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """How a published data set is read. ``edits``: yields the edits of a folder and a split. ``tags``: the keys that become tags.
+    ``in_place``: whether the images are files of the folder, which stay where they are."""
+
+    edits: Callable[[Path, str], Iterator[Edit]]
+    tags: tuple[str, ...]
+    in_place: bool
 
 
 PUBLISHED: Mapping[str, Published] = {
@@ -221,3 +186,90 @@ def _content(cell: Any) -> bytes | None:
     """The bytes of an image cell, or None if it has none."""
     content = cell.get("bytes") if isinstance(cell, Mapping) else cell
     return content if isinstance(content, bytes) and content else None
+
+
+TRAIN = "train.json"
+DIFFICULTY = "mmmg_difficulty_summary.json"
+"""A file with pairs of level and discipline as ``tuples``, the easiest first, in the format of system A's repository."""
+_TAGS = ("level", "discipline")
+
+Pair: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """The written prompt lists. ``files``: one for each stage, with the rows of the previous stage and harder ones. ``rows``: the
+    number of rows in the last one."""
+
+    files: tuple[Path, ...]
+    rows: int
+
+    def __str__(self) -> str:
+        tags = json.dumps(list(_TAGS))
+        return (
+            f"{self.rows} prompts in {len(self.files)} stages. Give each phase of the recipe the data of its stage: "
+            f"data: {{ kind: 'prompts', path: '{self.files[0]}', held_out: 0.05, tags: {tags} }}"
+        )
+
+
+def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) -> Curriculum:
+    """Write ``stage-1.jsonl`` to ``stage-N.jsonl`` into ``out``, where these files must not exist yet.
+
+    The pairs of level and discipline are in the order of ``mmmg_difficulty_summary.json`` if ``source`` has this file; pairs that
+    the file does not contain come last, in the order of the levels. As in system A, each stage adds the same number of pairs; if
+    they cannot be divided evenly, the first stages add one more. Raises ValueError for a folder without ``train.json`` in this
+    form, and for more stages than pairs.
+    """
+    folder, target = Path(source), Path(out)
+    refuse_test_sets([source], allow_test_sets=False)
+    file = folder / TRAIN
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; download MMMGBench/MMMG_Train first, for example with `hf download`")
+    pairs = _pairs(file)
+    places = _places(folder / DIFFICULTY) if (folder / DIFFICULTY).is_file() else {}
+    order = sorted(pairs, key=lambda pair: places.get(pair, len(places)))
+    if not 1 <= stages <= len(order):
+        raise ValueError(f"--stages {stages}: give a number from 1 to {len(order)}, the pairs of level and discipline in {file}")
+    each, more = divmod(len(order), stages)
+    ends = list(accumulate(each + (stage < more) for stage in range(stages)))
+    files = tuple(target / f"stage-{stage}.jsonl" for stage in range(1, stages + 1))
+    if taken := next((path for path in files if path.exists()), None):
+        raise ValueError(f"{taken} exists; remove it, or give another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    for path, end in zip(files, ends, strict=True):
+        write_lines(path, [row for pair in order[:end] for row in pairs[pair]])
+    return Curriculum(files, sum(len(rows) for rows in pairs.values()))
+
+
+def _pairs(file: Path) -> dict[Pair, list[dict[str, Any]]]:
+    """The rows of each pair of level and discipline, as lines of a prompt list, in the order of the levels. Rows without a
+    question or a key are left out, as in system A."""
+    found: dict[Pair, list[dict[str, Any]]] = {}
+    for level, disciplines in sorted(_map(file).items()):
+        if not isinstance(disciplines, Mapping) or not all(isinstance(rows, list) for rows in disciplines.values()):
+            raise ValueError(f"{file}: {level} should map disciplines to lists of rows")
+        for discipline, rows in disciplines.items():
+            pair = level.rpartition("_")[2], discipline
+            for row in rows:
+                if row.get("question") and row.get("key"):
+                    graph = {key: row[key] for key in ("Visual Components", "Key Knowledge") if key in row}
+                    names = {"id": str(row["key"]), "prompt": row["question"], "level": pair[0], "discipline": discipline}
+                    found.setdefault(pair, []).append({**names, **graph})
+    if not found:
+        raise ValueError(f"{file}: no row with a question and a key")
+    return found
+
+
+def _places(file: Path) -> dict[Pair, int]:
+    """The place of each pair in the order of difficulty."""
+    entries = _map(file).get("tuples")
+    if not isinstance(entries, list) or not all(isinstance(each, Mapping) and each.keys() >= {*_TAGS} for each in entries):
+        raise ValueError(f"{file}: should have tuples with level and discipline")
+    return {(entry["level"].rpartition("_")[2], entry["discipline"]): place for place, entry in enumerate(entries)}
+
+
+def _map(file: Path) -> Mapping[str, Any]:
+    found = read_json(file)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file}: should be a JSON object")
+    return found

@@ -1,26 +1,40 @@
-"""A folder of images with ``metadata.jsonl`` or ``metadata.csv``, in the layout of Hugging Face's imagefolder.
+"""Data with a metadata file: folders of images, in the layout of Hugging Face's imagefolder, and lists of prompts.
 
-A line has ``file_name`` (or ``file_names``, ``image``, ``images``) and ``instruction`` (or ``prompt``), and may have ``target``,
-``mask``, ``reference``, ``chosen`` and ``rejected`` (each also as ``target_file_name`` and so on), ``text``, ``id``, ``source`` and
-``thought``. File names are relative to the metadata file, and no file outside the folder is ever opened. If no line names a source
-image, the tasks are text-to-image tasks. All rows are kept in memory; for millions of rows use parquet and ``HubData``.
+A line of a folder's ``metadata.jsonl`` or ``metadata.csv`` has ``file_name`` (or ``file_names``, ``image``, ``images``) and
+``instruction`` (or ``prompt``), and may have ``target``, ``mask``, ``reference``, ``chosen`` and ``rejected`` (each also as
+``target_file_name`` and so on), ``text``, ``id``, ``source`` and ``thought``. File names are relative to the metadata file, and no
+file outside the folder is ever opened. If no line names a source image, the tasks are text-to-image tasks. All rows are kept in
+memory; for millions of rows use parquet and ``HubData``.
+
+A list of prompts is a ``.txt`` file with one prompt per line, or a ``.jsonl`` or ``.csv`` file with ``prompt`` (or ``instruction``)
+and the columns that a reward needs. As in Flow-GRPO's lists, the quoted text of a prompt is the text that the image should show.
+
+Files are UTF-8. A byte-order mark and CRLF are accepted and noted. Blank lines are skipped. An unreadable line stays in the table
+as an entry with the reason, so that all bad lines are reported together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from pydantic import Field
 
+from retouch.config.consent import data_path
+from retouch.config.packaged import shipped
 from retouch.config.section import Count, NonEmpty
-from retouch.data.base import ImageData
+from retouch.data.base import ImageData, StoredData
+from retouch.data.checks import accept_rows
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Layout
-from retouch.data.sources.columns import find_columns
-from retouch.data.sources.tables import TableRows, read_table
-from retouch.data.tasks import Tasks
-from retouch.types import Task
+from retouch.data.rows import Identity, InvalidRow, Layout, ParsedRows, Problem, PromptRows, find_columns
+from retouch.data.tasks import Subset, Tasks, cropped_tasks
+from retouch.records.files import strict_json
+from retouch.types import Json, Task, TaskContents
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 _COLUMNS = {
@@ -36,6 +50,135 @@ _COLUMNS = {
     "source": ("source",),
     "thought": ("thought", "thinking", "CoT"),
 }
+_PROMPT_COLUMNS = {"id": ("id",), "instruction": ("prompt", "instruction"), "text": ("text",), "source": ("source",)}
+_INSTRUCTION_COLUMNS = {
+    "id": ("id",),
+    "instruction": ("instruction", "prompt"),
+    "image": ("image", "images", "file_name", "file_names"),
+    "mask": ("mask",),
+    "reference": ("reference",),
+}
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a metadata file. ``line``: its number, from 1. ``fields``: None for an unreadable line; then ``what`` is the
+    reason."""
+
+    line: int
+    fields: Mapping[str, Json] | None
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A metadata file. ``notes``: about the file as a whole. ``digest``: the SHA-256 digest of its content."""
+
+    file: str
+    entries: tuple[Entry, ...]
+    notes: tuple[Problem, ...] = ()
+    digest: str = ""
+
+    def keys(self) -> list[str]:
+        """The keys of all rows, in the order of their first appearance."""
+        return list(dict.fromkeys(key for entry in self.entries for key in entry.fields or ()))
+
+
+def table_rows(table: Table, layout: Layout, *, notes: Sequence[Problem] = ()) -> ParsedRows:
+    """The rows of a metadata file; the result of their check is stored in the folder of the file."""
+
+    def fields(index: int) -> tuple[int, Mapping[str, Json]]:
+        entry = table.entries[index]
+        if entry.fields is None:
+            raise InvalidRow([Problem(layout.file, entry.line, entry.what)])
+        return entry.line, entry.fields
+
+    identity = Identity(layout.digest(table.digest), layout.file, Path(layout.file).parent)
+    return ParsedRows(layout, len(table.entries), fields, problems=(*table.notes, *notes), identity=lambda: identity)
+
+
+def read_metadata(path: Path, *, text_field: str = "text") -> Table:
+    """The entries of a ``.jsonl``, ``.csv`` or ``.txt`` file; a line of a text file becomes ``{text_field: line}``.
+
+    Raises ValueError for any other file type, a missing file, a link out of its folder (``data_path``), a CSV header with empty or
+    repeated names, and a file without rows.
+    """
+    file = str(path)
+    if path.suffix not in (".jsonl", ".csv", ".txt"):
+        raise ValueError(f"{file}: metadata is read from .jsonl, .csv and .txt files")
+    if not path.is_file():
+        raise ValueError(f"{file}: no such file")
+    data = data_path(path).read_bytes()
+    notes = []
+    if data.startswith(_BOM):
+        data = data[len(_BOM) :]
+        notes.append(Problem(file, 1, "begins with a byte-order mark, which is skipped", "note"))
+    before = data.partition(b"\r\n")[0]
+    if len(before) < len(data) and path.suffix != ".csv":  # CSV's own line end is CRLF
+        notes.append(Problem(file, before.count(b"\n") + 1, "lines end in CRLF, which is read as a line end", "note"))
+    is_csv, field = path.suffix == ".csv", None if path.suffix == ".jsonl" else text_field
+    entries = tuple(_csv_entries(data, file) if is_csv else _line_entries(data, field))
+    if not entries:
+        raise ValueError(f"{file}: no rows")
+    return Table(file, entries, tuple(notes), hashlib.sha256(data).hexdigest())
+
+
+def _line_entries(data: bytes, text_field: str | None) -> Iterator[Entry]:
+    # Not str.splitlines: it also splits at U+2028 and similar characters, which may occur inside a JSON string.
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            yield Entry(number, None, f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8")
+            continue
+        if text and text_field is not None:
+            yield Entry(number, {text_field: text})
+        if not text or text_field is not None:
+            continue
+        fields, what = None, ""
+        try:
+            fields = strict_json(text)
+            json.dumps(fields, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair cannot be encoded
+        except json.JSONDecodeError as error:
+            what = f"not JSON: {error.msg} at column {error.colno}"
+        except UnicodeEncodeError:
+            what = "not JSON: half of a surrogate pair in a string"
+        except ValueError as error:
+            what = f"not JSON: {error}"
+        if not what and not isinstance(fields, dict):
+            what = f"should be a JSON object, not {type(fields).__name__}"
+        yield Entry(number, None if what else fields, what)
+
+
+def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file}:{line}: not UTF-8; save the file as UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        names = next(reader, [])
+    except csv.Error as error:
+        raise ValueError(f"{file}:1: the header is not CSV: {error}") from None
+    if len(names) == 1 and (split := next((each for each in ";\t|" if each in names[0]), None)) is not None:
+        raise ValueError(f"{file}:1: the columns are separated by {split!r}; separate them by commas, as CSV files do")
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"{file}:1: the header has empty or repeated names: {names}")
+    while True:
+        number = reader.line_num + 1  # a quoted cell may span several lines: a row is numbered by its first line
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Entry(number, None, f"not CSV: {error}")
+            continue
+        if cells and len(cells) != len(names):
+            yield Entry(number, None, f"{len(cells)} cells, but the header has {len(names)}")
+        elif cells:
+            yield Entry(number, {name: cell for name, cell in zip(names, cells, strict=True) if cell})
 
 
 class FolderData(ImageData):
@@ -51,18 +194,16 @@ class FolderData(ImageData):
     least 0.4 of their width and height. With few photographs, a model then learns less about these photographs and more that
     carries over to others. Held-out images are not cropped. Not for instructions that name a position, such as "on the left"."""
 
-    def rows(self, *, seed: int) -> TableRows:
+    def rows(self, *, seed: int) -> ParsedRows:
         return read_folder(self.path, columns=self.columns, tag_keys=self.tags, thought_keys=self.thought_keys)
 
     def training_tasks(self, tasks: Tasks, train: Sequence[int], *, seed: int) -> Sequence[Task]:
         if self.crops == 1:
             return super().training_tasks(tasks, train, seed=seed)
-        from retouch.data.crops import CroppedTasks
-
-        return CroppedTasks(tasks, train, count=self.crops, seed=seed)
+        return cropped_tasks(tasks, train, count=self.crops, seed=seed)
 
     @classmethod
-    def rows_at(cls, path: Path) -> TableRows | None:
+    def rows_at(cls, path: Path) -> ParsedRows | None:
         return read_folder(path) if any((path / name).is_file() for name in METADATA) else None
 
 
@@ -72,7 +213,7 @@ def read_folder(
     columns: Mapping[str, str] | None = None,
     tag_keys: tuple[str, ...] = (),
     thought_keys: tuple[str, ...] = (),
-) -> TableRows:
+) -> ParsedRows:
     """The rows of a folder; no image is decoded yet.
 
     ``columns``: the key of a field, if it differs from the convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that
@@ -89,19 +230,14 @@ def read_folder(
     there = [file for file in METADATA if (root / file).is_file()]
     if len(there) != 1:
         raise ValueError(f"{folder}: {' and '.join(there) or 'no metadata'} found; one of {' and '.join(METADATA)} must be there")
-    table = read_table(path_under(root, there[0]))
+    table = read_metadata(path_under(root, there[0]))
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_COLUMNS, file=table.file)
     if not {"image", "target", "chosen"} & found.keys():
         raise ValueError(
             f"{table.file}: no row has a file_name, a target or a chosen image; for prompts without images use data.kind: 'prompts'"
         )
     layout = Layout(table.file, root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
-    return TableRows(table, layout, notes=notes)
-
-
-def names_images(keys: Iterable[str]) -> bool:
-    """Whether these keys of a metadata file include one that names an image, by the convention."""
-    return any(key in _COLUMNS[name] for key in keys for name in ("image", "target", "chosen"))
+    return table_rows(table, layout, notes=notes)
 
 
 def image_under(root: Path, value: Any) -> EncodedImage:
@@ -133,3 +269,61 @@ def path_under(root: Path, name: str) -> Path:
     if not path.is_file():
         raise ValueError(f"{name!r} is not a file")
     return path
+
+
+class PromptData(StoredData):
+    """A list of prompts without images: a text file with one prompt per line, a JSON lines file or a CSV file."""
+
+    kind: Literal["prompts"] = "prompts"
+    path: NonEmpty
+    """The file. Lists that come with the package's recipes are found as ``recipes/...`` from any working directory."""
+
+    def rows(self, *, seed: int) -> PromptRows:
+        return read_prompts(shipped(self.path), tag_keys=self.tags)
+
+    @classmethod
+    def rows_at(cls, path: Path) -> PromptRows | None:
+        return read_prompts(path) if path.suffix in (".txt", ".jsonl", ".csv") else None
+
+    def contents(self) -> TaskContents:
+        return TaskContents(images=False, mask=False, reference=False, target=False, pairs=False)
+
+
+def read_prompts(
+    path: str | Path, *, columns: Mapping[str, str] | None = None, tag_keys: tuple[str, ...] = (), name: str | None = None
+) -> PromptRows:
+    """The rows of a prompt list. ``columns`` and ``tag_keys`` are as in ``read_folder``. ``name``: the prefix of the ids of rows
+    without an id; by default the stem of the file name.
+
+    Raises ValueError for a missing file, no rows, unknown columns, and the metadata file of a folder of images.
+    """
+    file = Path(path)
+    table = read_metadata(file, text_field="prompt")
+    named = (column for field in ("image", "target", "chosen") for column in _COLUMNS[field])
+    if file.name in METADATA and not set(table.keys()).isdisjoint(named):
+        raise ValueError(
+            f"{file} names the images of a folder; give the folder, not its metadata file: {file.parent} (data.kind: 'folder')"
+        )
+
+    def no_image(value: Any) -> EncodedImage:
+        raise ValueError(
+            f"a prompt list has no images, but this row names {value!r:.40}; put the rows into a folder's metadata.jsonl"
+        )
+
+    found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_PROMPT_COLUMNS, file=table.file)
+    return PromptRows(table_rows(table, Layout(table.file, name or file.stem, found, tag_keys, no_image), notes=notes))
+
+
+def read_instructions(path: str | Path) -> Subset:
+    """The tasks of a list for inference, in the order of the list.
+
+    A JSON line has ``instruction`` (or ``prompt``) and may have ``image`` (or ``file_name``; one or a list), ``mask`` and
+    ``reference``: file names relative to the list; no file outside the folder of the list is opened. If one line has images, all
+    lines must have images. Raises ValueError with the file and line of the rows that cannot be used.
+    """
+    file = Path(path)
+    table = read_metadata(file, text_field="instruction")
+    columns, notes = find_columns(table.keys(), columns={}, defaults=_INSTRUCTION_COLUMNS, file=table.file)
+    layout = Layout(table.file, file.stem, columns, (), partial(image_under, file.parent))
+    rows = table_rows(table, layout, notes=notes)
+    return Subset(Tasks(rows, resize=None), accept_rows(rows, on_bad_row="refuse").indices)

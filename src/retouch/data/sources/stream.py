@@ -2,7 +2,7 @@
 ``datasets.IterableDataset`` objects of this process.
 
 The data are neither converted nor copied first. Another process decodes the images before the step that needs them
-(``streaming/loader.py``). The held-out tasks are the first rows; rows with an image of a held-out row are never trained on.
+(``streaming.py``). The held-out tasks are the first rows; rows with an image of a held-out row are never trained on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from retouch.config.consent import data_path, require_no_links_out
-from retouch.config.live import live_object
-from retouch.config.section import Count, Pixels, StepInterval
+from retouch.config.section import Count, Pixels, StepInterval, live_object
 from retouch.data.base import (
     DataContext,
     DataSets,
@@ -28,14 +27,10 @@ from retouch.data.base import (
     held_out_problems,
     resize_to,
 )
-from retouch.data.examination import combined_content
-from retouch.data.rows import Layout, Row, split_keys
-from retouch.data.sampler import Subset
-from retouch.data.sources.columns import find_columns
-from retouch.data.sources.hub import embedded_image
-from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table, require_plain_features
-from retouch.data.tasks import Tasks
-from retouch.data.validation import OnBadRow, accept_rows
+from retouch.data.checks import OnBadRow, accept_rows, combined_content
+from retouch.data.rows import Layout, Row, find_columns, split_keys
+from retouch.data.sources.hub import COLUMNS, embedded_image, encoded_image, hash_table, read_table, require_plain_features
+from retouch.data.tasks import Subset, Tasks
 from retouch.types import Json, SplitName, TaskContents
 
 if TYPE_CHECKING:
@@ -94,11 +89,11 @@ class StreamedData(DataSource):
         return TaskContents(reference=None if "reference" in self.columns else False)
 
     def build(self, context: DataContext) -> DataSets:
-        from retouch.data.streaming.loader import TaskStream
-        from retouch.data.streaming.streams import RowList, StreamOrder, StreamReader, first_rows
+        from retouch.data.streaming import RowList, StreamOrder, StreamReader, TaskStream, first_rows
 
         allowed = self.refuse_test_sets(trains=context.trains)
-        dataset = _without_decoding(self.open())
+        dataset = self.open().with_format(None)
+        dataset = dataset.decode(False) if dataset.features else dataset
         skip = self.on_bad_row == "skip"
         layout = self.layout(_columns(dataset, self.name))
         reader = StreamReader(dataset, layout, context.required, shards=count_shards(dataset), skip=skip)
@@ -320,11 +315,6 @@ def _parts(stream: datasets.IterableDataset) -> Iterator[Any]:
         yield part
         inner = (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ()))
         parts += [each for each in inner if each is not None]
-
-
-def _without_decoding(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
-    plain = dataset.with_format(None)
-    return plain.decode(False) if plain.features else plain
 
 
 def _columns(dataset: datasets.IterableDataset, name: str) -> list[str]:

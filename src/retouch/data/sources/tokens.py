@@ -31,13 +31,10 @@ from retouch.data.base import (
     held_out_problems,
     require_training_rows,
 )
-from retouch.data.requirements import RowRequirements
-from retouch.data.rows import InvalidRow, Problem, Row
-from retouch.data.sampler import Subset, UnindexedTasks
+from retouch.data.checks import OnBadRow, accept_rows
+from retouch.data.rows import InvalidRow, Problem, Row, RowRequirements
 from retouch.data.sources.folder import image_under, path_under
-from retouch.data.split import limit, split_by_source
-from retouch.data.tasks import MappedTasks, Tasks
-from retouch.data.validation import OnBadRow, accept_rows
+from retouch.data.tasks import MappedTasks, Subset, Tasks, UnindexedTasks, limit, split_by_source
 from retouch.records.files import read_json
 from retouch.types import Codes, Json, SplitName, Task, TaskContents
 

@@ -9,16 +9,15 @@ target.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from retouch.core.random import generator
 from retouch.data.base import ImageData
-from retouch.data.images import MAX_PIXELS, EncodedImage, load_mask
+from retouch.data.images import load_mask
 from retouch.data.rows import Identity, InvalidRow, Problem, Row
-from retouch.data.sources.folder import image_under
-from retouch.data.sources.tables import Entry, read_table
+from retouch.data.sources.folder import Entry, image_under, read_metadata
 from retouch.types import Json, TaskContents
 
 LIST = "self_bench.txt"
@@ -57,7 +56,7 @@ class TripletRows:
 
     def __init__(self, folder: str | Path, *, reference: Literal["own", "other"], seed: int = 0) -> None:
         self._root = Path(folder)
-        table = read_table(self._root.resolve() / LIST, text_field="line")
+        table = read_metadata(self._root.resolve() / LIST, text_field="line")
         self._file = table.file
         self._digest = table.digest
         self._entries = table.entries
@@ -73,7 +72,14 @@ class TripletRows:
             raise ValueError(
                 f"{folder}: reference 'other' needs at least 2 items with a reference, and {len(self._styles)} have one; use 'own'"
             )
-        self._others = self._drawn_styles() if reference == "other" else {}
+        self._others: dict[int, int] = {}  # the item whose crop each item takes
+        if reference == "other":
+            import torch
+
+            order = torch.randperm(len(self._styles), generator=generator(seed, "reference")).tolist()
+            styles = [self._styles[place] for place in order]
+            self._others = {number: styles[number % len(styles)] for number in self._first}
+            self._others |= {style: styles[place - 1] for place, style in enumerate(styles)}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,9 +95,20 @@ class TripletRows:
         wrong = []
         if self._first[number] != entry.line:
             wrong.append(f"the number {number} is taken by line {self._first[number]}")
-        images = self._images(number, wrong)
+        images = {}
+        for part, whose in (("source", number), ("mask", number), ("ref", self._others.get(number, number))):
+            try:
+                images[part] = image_under(self._root, _file(whose, part))
+            except ValueError as error:
+                wrong.append(str(error))
         if "mask" in images:
-            wrong += _wrong_mask(images["mask"])
+            with suppress(ValueError):  # reported when the images of the row are decoded
+                values = {value for _, value in load_mask(images["mask"]).getcolors() or ()}
+                if values == {0}:
+                    wrong.append(f"{images['mask'].name}: the mask is all black, so nothing would be painted")
+                elif not values <= {0, 255}:
+                    levels = f"{len(values)} grey levels; save it as black and white, with white where to paint"
+                    wrong.append(f"{images['mask'].name}: the mask has {levels}")
         if wrong:
             raise InvalidRow([Problem(self._file, entry.line, what) for what in wrong])
         meta: dict[str, Json] = {"number": number}
@@ -116,25 +133,6 @@ class TripletRows:
         content = json.dumps([self._digest, self._reference, self._seed if styles else 0, styles, self._root.resolve().name])
         return Identity(hashlib.sha256(content.encode()).hexdigest(), self._file, self._root)
 
-    def _drawn_styles(self) -> dict[int, int]:
-        """The item whose crop each item takes."""
-        import torch
-
-        order = torch.randperm(len(self._styles), generator=generator(self._seed, "reference")).tolist()
-        styles = [self._styles[place] for place in order]
-        without = {number: styles[number % len(styles)] for number in self._first}
-        return without | {style: styles[place - 1] for place, style in enumerate(styles)}
-
-    def _images(self, number: int, wrong: list[str]) -> Mapping[str, EncodedImage]:
-        style = self._others.get(number, number)
-        found = {}
-        for part, whose in (("source", number), ("mask", number), ("ref", style)):
-            try:
-                found[part] = image_under(self._root, _file(whose, part))
-            except ValueError as error:
-                wrong.append(str(error))
-        return found
-
 
 def _item(entry: Entry) -> tuple[int, str] | None:
     """The number and the text of a line, or None if the line has another form. The text may contain hyphens."""
@@ -145,16 +143,3 @@ def _item(entry: Entry) -> tuple[int, str] | None:
 
 def _file(number: int, part: str) -> str:
     return f"test{number}_{part}.png"
-
-
-def _wrong_mask(mask: EncodedImage) -> list[str]:
-    try:
-        colours = load_mask(mask, max_pixels=MAX_PIXELS).getcolors()
-    except ValueError:
-        return []  # reported when the images of the row are decoded
-    values = {value for _, value in colours or ()}
-    if values == {0}:
-        return [f"{mask.name}: the mask is all black, so nothing would be painted"]
-    if not values <= {0, 255}:
-        return [f"{mask.name}: the mask has {len(values)} grey levels; save it as black and white, with white where to paint"]
-    return []

@@ -1,19 +1,9 @@
-"""FLUX.1: the prompts' embeddings, and the velocity of the transformer, also for FLUX.1-Fill and FLUX.1-Kontext.
+"""FLUX.1, text to image, FLUX.1-Fill (inpainting) and FLUX.1-Kontext (editing), as diffusers runs them.
 
-FLUX.1-Fill generates the masked part of an image anew.
-
-With each token of the noise (64 channels), the transformer reads the image without its masked part (64 channels) and the mask (256
-channels).
-
-FLUX.1, text to image, as diffusers runs it; its inpainting and editing models derive from it.
-
-x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 4096) and "pooled" (r, 768) for the text, and "source" for
-models that read a source image. ``shared`` has "size", the output's (height, width) in px, and "sources", the sizes of the source
-images.
-
-Flux's text encoding of a prompt: T5's last hidden states, padded to a fixed length, and CLIP's pooled output.
-
-embeds (r, max_sequence_length, 4096), without a mask: the transformer also reads the padding, as in the pipelines. pooled (r, 768).
+x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, max_sequence_length, 4096), T5's last hidden states without a
+mask (the transformer also reads the padding), "pooled" (r, 768), CLIP's pooled output, and "source" for models that read a source
+image. ``shared`` has "size", the output's (height, width) in px, and "sources", the sizes of the source images. FLUX.1-Fill reads
+with each token of the noise (64 channels) the image without its masked part (64 channels) and the mask (256 channels).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +18,8 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.common.latents import PackedLatents, Size, pack
-from retouch.models.common.parts import Scheduler, Source, load_parts, part_config
-from retouch.models.common.pipeline_model import PipelineModel, common_size, reference_inputs
+from retouch.models.parts import Scheduler, Source, load_parts, part_config
+from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size, pack, reference_inputs
 from retouch.types import Conditioning, Task
 
 

@@ -18,10 +18,9 @@ from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.parts import Source, load_parts
-from retouch.models.common.pipeline_model import PipelineModel, common_size
-from retouch.models.common.qwen3_text import Qwen3Text
+from retouch.models.chat_template import Qwen3Text
+from retouch.models.parts import Source, load_parts
+from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size
 from retouch.types import Conditioning, Task
 
 REFERENCE_AREA = 1024 * 1024

@@ -1,27 +1,15 @@
-"""Qwen-Image and Qwen-Image-Edit: the layout of latents, the prompts' embeddings, and the velocity of the transformer.
-
-Latents of the Qwen-Image family, whose autoencoder is a video model; an image is one frame after two frames of zeros.
-
-In its causal convolutions, all temporal taps except the last are multiplied with these zeros. So for an image, the last tap alone
-gives the same numbers up to rounding, with a third of the work, or even less if the 3D kernels are slow.
-
-Qwen-Image, text to image, and the base class that it shares with its editing models, as diffusers runs them.
+"""Qwen-Image and its editing models, as diffusers runs them: latents, the prompts' embeddings, and the velocity of the transformer.
 
 x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, d) and "mask" (r, L) for the text, and "source" (r, S, 64)
 for source images. ``shared`` has "grids", the (1, height, width) in tokens of the output and of each source image, and "size", the
-output's (height, width) in px.
-
-Qwen-Image's text encoding of an instruction: hidden states of Qwen2.5-VL for a chat template, without the template's beginning.
-
-They are the last hidden states (after the final norm) of all tokens except padding, the system turn and the user header: (r, L, d)
-with a mask. An image is a run of image tokens, one for each merged patch, with three-axis positions (time, height, width).
+output's (height, width) in px. embeds are Qwen2.5-VL's last hidden states (after the final norm) for all tokens of a chat template
+except padding, the system turn and the user header.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate, Tokens
-from retouch.models.common.latents import Area, FrameLatents, Size, fit
-from retouch.models.common.parts import Scheduler, Source, compute_device, load_image_processor, load_parts
-from retouch.models.common.pipeline_model import PipelineModel, common_size, reference_inputs
+from retouch.models.chat_template import TURNS, VISION, QwenTemplate, Tokens
+from retouch.models.parts import Scheduler, Source, compute_device, load_image_processor, load_parts
+from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit, reference_inputs
 from retouch.types import Conditioning, Task
 
 
@@ -53,13 +40,19 @@ class QwenLatents(FrameLatents):
 
 
 def use_last_temporal_tap(vae: nn.Module) -> None:
-    """Make every causal convolution of ``vae`` compute only its last temporal tap. Inputs must then be (b, c, 1, h, w)."""
+    """Make every causal convolution of ``vae`` compute only its last temporal tap. Inputs must then be (b, c, 1, h, w).
+
+    The autoencoder is a video model, for which an image is one frame after frames of zeros. So the last tap alone gives the same
+    numbers up to rounding, with a third of the work, or even less if the 3D kernels are slow.
+    """
     for module in vae.modules():
         if isinstance(module, QwenImageCausalConv3d) and module.stride[0] == 1:
             module.forward = _LastTap(module)
 
 
 class _LastTap:
+    """An object of our own, so that ``require_as_built`` accepts a pipeline that a run has used before."""
+
     def __init__(self, convolution: QwenImageCausalConv3d) -> None:
         self.convolution = convolution
 
@@ -142,96 +135,6 @@ class QwenText:
         return embeds, torch.arange(embeds.shape[1], device=states.device) < lengths[:, None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResponseEncoder:
-    """A Qwen2.5-VL that encodes responses, in eval mode and without gradient.
-
-    ``published`` opens a context in which ``module`` has the weights with which the image model was trained; the negative branch of
-    guidance is encoded in it, so that it does not change during training. ``reading`` opens a context around every encoding.
-    """
-
-    module: Qwen2_5_VLForConditionalGeneration
-    published: Callable[[], AbstractContextManager[None]] = nullcontext
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    @classmethod
-    def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "ResponseEncoder":
-        """A separate encoder, which is frozen here: an image depends on the response, but not on the policy's weights."""
-        module.requires_grad_(False).eval()
-        return cls(module)
-
-    @classmethod
-    def without_adapter(
-        cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
-    ) -> "ResponseEncoder":
-        """A frozen encoder that shares its weights with the policy: the policy's module, always inside ``published``."""
-        return cls(module, published, published)
-
-    @classmethod
-    def policy(
-        cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
-    ) -> "ResponseEncoder":
-        """The policy's module with its current weights, so that images change when the policy is trained.
-
-        ``published``: for example ``functools.partial(copies.using, "reference")``.
-        """
-        return cls(module, published)
-
-
-def encoder_for(
-    editor: "QwenFlow",
-    writer: nn.Module,
-    *,
-    frozen: bool,
-    guided: bool,
-    published: Callable[[], AbstractContextManager[None]] | None,
-) -> ResponseEncoder:
-    """Return the encoder of responses: the editor's text encoder (``frozen``) or the policy's module ``writer``.
-
-    ``guided``: a negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if
-    they are kept. Raises ValueError if the editor cannot use the policy's hidden states.
-    """
-    if frozen and editor.text.encoder is not writer:
-        return ResponseEncoder.frozen(editor.text.encoder)
-    if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
-        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; use frozen")
-    config: Any = editor.module.config
-    width = config.joint_attention_dim
-    if writer.get_input_embeddings().weight.shape[1] != width:
-        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
-    if not guided and not frozen:
-        return ResponseEncoder(writer)
-    assert published is not None, "a negative branch and a frozen encoder need the policy's weights from before training"
-    made = ResponseEncoder.without_adapter if frozen else ResponseEncoder.policy
-    return made(writer, published=published)
-
-
-def share_encoder(editor: "QwenFlow", writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-    """Replace the editor's text encoder by the policy's module ``writer`` if possible, so that the weights are in memory once.
-
-    It is possible if the policy encodes responses, or if the policy's base weights do not train (``base_frozen``: a LoRA) and both
-    modules have the same class, attention and weights. Call it before training, and before the editor is moved to its device.
-    """
-    if policy_encodes or (base_frozen and _interchangeable(editor.text.encoder, writer)):
-        editor.text.encoder = writer
-
-
-def _interchangeable(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have the same class, attention and weights (types and values)."""
-    if type(one) is not type(other) or _attention(one) != _attention(other):
-        return False
-    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
-    if mine.keys() != theirs.keys():
-        return False
-    return all(
-        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name].to(tensor.device)) for name, tensor in mine.items()
-    )
-
-
-def _attention(module: nn.Module) -> object:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
 _PARTS = {
     "transformer": QwenImageTransformer2DModel,
     "vae": AutoencoderKLQwenImage,
@@ -249,12 +152,8 @@ class Prepared:
     shared: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderInputs:
-    """The text encoder's inputs for each task: the text that replaces the template's placeholder, and the resized images."""
-
-    bodies: Sequence[str]
-    images: Sequence[Sequence[Image]]
+EncoderInputs: TypeAlias = tuple[Sequence[str], Sequence[Sequence[Image]]]
+"""The text that replaces the template's placeholder, and the resized images, for each task."""
 
 
 class QwenFlow(PipelineModel):
@@ -321,8 +220,7 @@ class QwenFlow(PipelineModel):
 
     def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
         """Convert the result of ``encoder_inputs`` to tokens and pixels."""
-        inputs = self.encoder_inputs(tasks, instructions=instructions)
-        return self.text.tokenise(inputs.bodies, inputs.images)
+        return self.text.tokenise(*self.encoder_inputs(tasks, instructions=instructions))
 
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
         """Compute everything that needs no gradient; ``instructions`` replace the tasks' instructions.
@@ -341,8 +239,7 @@ class QwenFlow(PipelineModel):
 
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         source, shared = self.layout(tasks)
-        inputs = self.encoder_inputs(tasks, instructions=prompts)
-        return self._conditioning(self.read_prompts(inputs.bodies, inputs.images), source, shared)
+        return self._conditioning(self.read_prompts(*self.encoder_inputs(tasks, instructions=prompts)), source, shared)
 
     def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
         embeds, mask = self.text.embed(self.text.tokenise(prompts, images))
@@ -434,7 +331,7 @@ class QwenImage(QwenFlow):
         if lengths.max() > self.max_tokens:
             worst = int(lengths.argmax())
             raise ValueError(f"the text of task {tasks[worst].id!r} has {lengths[worst]} tokens; at most {self.max_tokens}")
-        return EncoderInputs(texts, images)
+        return texts, images
 
     def layout(self, tasks: Sequence[Task]) -> tuple[None, Mapping[str, Any]]:
         return None, {"grids": ((1, *self.latents.grid(self.size)),), "size": self.size}
@@ -488,7 +385,7 @@ class QwenImageEdit(QwenFlow):
         texts = self.checked(tasks, instructions)
         seen = [[self.latents.resize(image, fit(image, self.condition_area)) for image in task.images] for task in tasks]
         bodies = [self._body(text, len(task.images)) for task, text in zip(tasks, texts, strict=True)]
-        return EncoderInputs(bodies, seen)
+        return bodies, seen
 
     def _body(self, instruction: str, images: int) -> str:
         assert images == 1  # the template contains the image's vision block

@@ -5,22 +5,90 @@ were sampled, then the token that closes the turn. An empty response adds nothin
 template is dropped as in the pipeline, so the image model sees [user, images, instruction, assistant, response].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.models.common.chat_template import VISION, Tokens
-from retouch.models.common.parts import evaluating
-from retouch.models.qwen_image.model import Prepared, QwenFlow, QwenImageEdit, QwenImageEditPlus, QwenText, ResponseEncoder
-from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
+from retouch.models.chat_template import VISION, Tokens
+from retouch.models.parts import evaluating
+from retouch.models.qwen_image.model import Prepared, QwenFlow, QwenImageEdit, QwenImageEditPlus, QwenText
+from retouch.models.qwen_vl import STOP, QwenWriter, VisionModel
 from retouch.types import Conditioning, Task
 
 CLOSING = "<|im_end|>"
+
+
+WeightContext: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResponseEncoder:
+    """A Qwen2.5-VL that encodes responses, in eval mode and without gradient.
+
+    ``published`` opens a context in which ``module`` has the weights with which the image model was trained; the negative branch of
+    guidance is encoded in it, so that it does not change during training. ``reading`` opens a context around every encoding.
+    """
+
+    module: Qwen2_5_VLForConditionalGeneration
+    published: WeightContext = nullcontext
+    reading: WeightContext = nullcontext
+
+    @classmethod
+    def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "ResponseEncoder":
+        """A separate encoder, which is frozen here: an image depends on the response, but not on the policy's weights."""
+        module.requires_grad_(False).eval()
+        return cls(module)
+
+
+def encoder_for(
+    editor: QwenFlow, writer: nn.Module, *, frozen: bool, guided: bool, published: WeightContext | None
+) -> ResponseEncoder:
+    """Return the encoder of responses: the editor's text encoder (``frozen``) or the policy's module ``writer``.
+
+    ``guided``: a negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if
+    they are kept. Raises ValueError if the editor cannot use the policy's hidden states.
+    """
+    if frozen and editor.text.encoder is not writer:
+        return ResponseEncoder.frozen(editor.text.encoder)
+    if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
+        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; use frozen")
+    config: Any = editor.module.config
+    width = config.joint_attention_dim
+    if writer.get_input_embeddings().weight.shape[1] != width:
+        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
+    if not guided and not frozen:
+        return ResponseEncoder(writer)
+    assert published is not None, "a negative branch and a frozen encoder need the policy's weights from before training"
+    # A frozen encoder that is the policy's own module reads everything without the adapter, not only the negative branch.
+    return ResponseEncoder(writer, published, published if frozen else nullcontext)
+
+
+def share_encoder(editor: QwenFlow, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+    """Replace the editor's text encoder by the policy's module ``writer`` if possible, so that the weights are in memory once.
+
+    It is possible if the policy encodes responses, or if the policy's base weights do not train (``base_frozen``: a LoRA) and both
+    modules have the same class, attention and weights. Call it before training, and before the editor is moved to its device.
+    """
+    if policy_encodes or (base_frozen and _interchangeable(editor.text.encoder, writer)):
+        editor.text.encoder = writer
+
+
+def _interchangeable(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have the same class, attention and weights (types and values)."""
+    attentions = [getattr(getattr(module, "config", None), "_attn_implementation", None) for module in (one, other)]
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    if type(one) is not type(other) or attentions[0] != attentions[1] or mine.keys() != theirs.keys():
+        return False
+    return all(
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name].to(tensor.device)) for name, tensor in mine.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +186,14 @@ class QwenResponses:
         with self.encoder.reading(), evaluating(self.encoder.module):
             embeds, mask = self.text.embed(joined)
         return [row[real] for row, real in zip(embeds, mask, strict=True)]
+
+
+def with_prompts_of(editor: QwenFlow, writer: QwenWriter) -> QwenWriter:
+    """Return the writer with the prompts of ``writer_for``. Raises ValueError if it has another tokenizer than the editor."""
+    if writer.template.tokenizer.get_vocab() != editor.text.tokenizer.get_vocab():
+        raise ValueError("policy.model: its tokenizer differs from the editor's; use a model with the editor's tokenizer")
+    module: Any = writer.module
+    return writer_for(editor, module, gradient_checkpointing=writer.gradient_checkpointing)
 
 
 def writer_for(

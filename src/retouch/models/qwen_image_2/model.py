@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
-from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
-from retouch.models.common.latents import Area, FrameLatents, Size, fit
-from retouch.models.common.parts import Source, load_image_processor, load_parts
-from retouch.models.common.pipeline_model import PipelineModel, common_size
-from retouch.models.common.qwen3_text import ChatPrompts
+from retouch.models.chat_template import TURNS, VISION, ChatPrompts, QwenTemplate
+from retouch.models.parts import Source, load_image_processor, load_parts
+from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit
 from retouch.types import Conditioning, Task
 
 

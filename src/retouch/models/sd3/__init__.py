@@ -1,5 +1,32 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206): the model class for diffusers' pipeline, its section of a recipe and published
-configurations.
+"""The recipe's sections of Stable Diffusion 3 and 3.5; ``model.py`` has the model. This file imports no torch,
+because it is imported when a recipe is read."""
 
-It may import ``models.base``, ``models.common`` and what these may import. Only ``family.py`` is imported when a recipe is read.
-"""
+from __future__ import annotations
+
+from typing import Literal
+
+from retouch.models.base import ComfyUINames, DiffusersModel
+
+
+class SD3Model(DiffusersModel):
+    """Stable Diffusion 3 or 3.5, text to image.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), diffusers' StableDiffusion3Pipeline; weights
+    stabilityai/stable-diffusion-3-medium-diffusers and 3.5.
+    """
+
+    kind: Literal["sd3"] = "sd3"
+
+    adapter = "retouch.models.sd3.model:SD3"
+    pipeline = "StableDiffusion3Pipeline"
+    # Flow-GRPO's LoRA targets for SD3 (rank 32, alpha 64): the joint attention of each block.
+    lora_targets = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    configurations = (
+        ("3.5-large", "sd3.5-large.json"),
+        ("3.5-medium", "sd3.5-medium.json"),
+        ("3-medium", "sd3-medium.json"),
+    )
+    comfyui = ComfyUINames(prefix="transformer.")

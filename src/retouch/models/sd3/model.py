@@ -1,15 +1,9 @@
-"""Stable Diffusion 3 and 3.5: the prompts' embeddings, and the velocity of the transformer.
+"""Stable Diffusion 3 and 3.5, text to image, as diffusers runs them.
 
-Stable Diffusion 3 and 3.5, text to image, as diffusers runs them.
-
-x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds" (r, L, 4096) and "pooled" (r, 2048). ``shared`` has
-"size", the output's (height, width) in px.
-
-Stable Diffusion 3's text encoding of a prompt, by two CLIP encoders and T5.
-
-embeds (r, 77 + max_sequence_length, 4096): the next-to-last hidden states of both CLIP encoders, concatenated along the channels
-and padded with zeros, followed along the sequence by T5's last hidden states. pooled (r, 2048): the projected pooled outputs of
-both CLIP encoders. An encoder that is left out gives zeros.
+x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds" (r, 77 + max_sequence_length, 4096): the last but
+one hidden states of both CLIP encoders, concatenated along the channels and padded with zeros, followed along the sequence by the
+last hidden states of T5. "pooled" (r, 2048) are the projected pooled outputs of both CLIP encoders. An encoder that is left out
+gives zeros. ``shared`` has "size", the output's (height, width) in px.
 """
 
 import logging
@@ -23,12 +17,12 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.common.latents import Latents, Size
-from retouch.models.common.parts import Scheduler, Source, load_parts
-from retouch.models.common.pipeline_model import PipelineModel
+from retouch.models.parts import Scheduler, Source, load_parts
+from retouch.models.pipeline import Latents, PipelineModel, Size
 from retouch.types import Conditioning, Task
 
 CLIP_LENGTH = 77
+log = logging.getLogger("retouch")
 
 
 class SD3Text:
@@ -89,15 +83,13 @@ class SD3Text:
             summaries.append(output.text_embeds.to(device, torch.float32))
         words = torch.cat(states, dim=-1)
         words = nn.functional.pad(words, (0, self.joint_dim - words.shape[-1]))
-        return torch.cat([words, self._t5(prompts).to(device)], dim=1), torch.cat(summaries, dim=-1)
-
-    def _t5(self, prompts: Sequence[str]) -> Tensor:
         length = self.lengths[2]
         if self.t5 is None:
-            return torch.zeros(len(prompts), length, self.joint_dim)
-        ids = self._ids(self.tokenizers[2], prompts, length)
-        states: Tensor = self.t5(ids.to(self.t5.device)).last_hidden_state.float()
-        return states
+            longer = torch.zeros(len(prompts), length, self.joint_dim, device=device)
+        else:
+            ids = self._ids(self.tokenizers[2], prompts, length)
+            longer = self.t5(ids.to(self.t5.device)).last_hidden_state.to(device, torch.float32)
+        return torch.cat([words, longer], dim=1), torch.cat(summaries, dim=-1)
 
     @staticmethod
     def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> Tensor:
@@ -116,9 +108,6 @@ def _clip_widths(clips: Sequence[CLIPTextModelWithProjection | None], pooled_dim
     if first + second != pooled_dim:
         raise ValueError(f"the CLIP encoders give {first} + {second} pooled channels, but the transformer takes {pooled_dim}")
     return first, second
-
-
-log = logging.getLogger("retouch")
 
 
 class SD3(PipelineModel):
@@ -167,7 +156,14 @@ class SD3(PipelineModel):
         kinds = {"transformer": SD3Transformer2DModel, "vae": AutoencoderKL}
         kinds |= {"text_encoder": CLIPTextModelWithProjection, "text_encoder_2": CLIPTextModelWithProjection}
         kinds |= {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer}
-        if _has_t5(path) if t5 is None else t5:
+        if t5 is None:
+            if isinstance(path, Path | str):
+                t5 = (Path(path) / "text_encoder_3").is_dir()
+                if not t5:
+                    log.info("%s has no text_encoder_3: T5 is left out, and only CLIP reads the prompts", path)
+            else:
+                t5 = path.components.get("text_encoder_3") is not None
+        if t5:
             kinds |= {"text_encoder_3": T5EncoderModel, "tokenizer_3": T5Tokenizer}
         parts = load_parts(path, dtype=dtype, device=device, **kinds)
         return cls(
@@ -201,12 +197,3 @@ class SD3(PipelineModel):
             return_dict=False,
         )[0]
         return output.float()
-
-
-def _has_t5(source: Source) -> bool:
-    if not isinstance(source, Path | str):
-        return source.components.get("text_encoder_3") is not None
-    found = (Path(source) / "text_encoder_3").is_dir()
-    if not found:
-        log.info("%s has no text_encoder_3: T5 is left out, and only CLIP reads the prompts", source)
-    return found

@@ -13,10 +13,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.common.latents import PackedLatents, Size, pack, unpack
-from retouch.models.common.parts import Scheduler, Source, load_parts
-from retouch.models.common.pipeline_model import PipelineModel
-from retouch.models.common.qwen3_text import Qwen3Text
+from retouch.models.chat_template import Qwen3Text
+from retouch.models.parts import Scheduler, Source, load_parts
+from retouch.models.pipeline import PackedLatents, PipelineModel, Size, pack, unpack
 from retouch.types import Conditioning, Task
 
 

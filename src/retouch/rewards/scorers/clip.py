@@ -1,16 +1,22 @@
-"""Rewards by the cosine of CLIP's embeddings of the instruction and the image: CLIP, SigLIP, and two CLIPs tuned on preferences.
+"""Rewards by a model of what people like, or of what an image shows: CLIP, SigLIP, PickScore, HPSv2, LAION's aesthetic predictor
+(github.com/christophschuhmann/improved-aesthetic-predictor, a reward of DDPO, arXiv 2305.13301), and ImageReward.
 
 All of them read ``task.instruction``, never the prompt that a writer wrote. A sample without an image gets the worst score of each
-column.
+column. ImageReward's package needs torchvision, so it cannot be installed next to a build of torch that has no matching
+torchvision; it is imported when the model is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from retouch.rewards.base import ModelReward
-from retouch.rewards.facts import PathText
+from retouch.rewards.base import Device, ModelReward, PathText, RewardSection
+from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
@@ -131,3 +137,164 @@ class HpsReward(_CosineReward):
         """Return the column, (b,), float32."""
         cosine, _ = self.model.score_samples(samples)
         return {"hps": cosine.clamp(0, 1)}
+
+
+class AestheticReward(ModelReward):
+    """LAION's aesthetic predictor. Column ``aesthetic``, 0 to 10: the head's rating, clamped; about 4 to 7 for typical images.
+
+    Source: LAION's improved aesthetic predictor, used for LAION-5B (Schuhmann et al. 2022, arXiv 2210.08402).
+
+    Example::
+
+        >>> retouch.rewards.Aesthetic(head="/models/aesthetic-head.safetensors").columns["aesthetic"].high
+        10.0
+    """
+
+    kind: Literal["aesthetic"] = "aesthetic"
+    head: PathText
+    """A safetensors file with the layers of the predictor, ``layers.<n>.weight`` and ``layers.<n>.bias``. They are applied in the
+    order of n, without activations. The published sac+logos+ava1-l14-linearMSE is a pickle: convert it if you trust its source."""
+    path: PathText = "openai/clip-vit-large-patch14"
+    """The CLIP model for which the head was trained: a folder, or its id in the Hugging Face cache."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"aesthetic": Column(0.0, 10.0)}
+    cli_key = "head"
+
+    def load(self, device: torch.device | str) -> AestheticModel:
+        """Load the CLIP model and the head. Raises ValueError if there are no weights, or if the layers do not fit together."""
+        from retouch.rewards.scorers.dual_encoder import DualEncoder
+
+        layers = _layers(Path(self.head))
+        return AestheticModel(DualEncoder(self.path, device=device), layers, head=self.head)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digests of the weights of the CLIP model and of the head."""
+        return f"{self.model.encoder.fingerprint}, head {weights_digest(self.head)}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return the column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
+        scores = torch.zeros(len(samples))
+        drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
+        if drawn:
+            vectors = self.model.encoder.images([image for sample in samples if (image := sample.image) is not None])
+            scores[drawn] = self.model.rate(vectors).clamp(0, 10)
+        return {"aesthetic": scores}
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """Return the head's rating, not clamped, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
+        return self.model.rate(self.model.encoder.embed_tensors(images)).to(images.device)
+
+
+class AestheticModel:
+    """A CLIP model and the layers of a head, each (weight (o, i), bias (o,)).
+
+    Raises ValueError if the head expects embeddings of another width.
+    """
+
+    def __init__(self, encoder: DualEncoder, layers: Sequence[tuple[Tensor, Tensor]], *, head: str) -> None:
+        width, takes = encoder.model.config.projection_dim, layers[0][0].shape[1]
+        if takes != width:
+            raise ValueError(
+                f"the head {head} expects embeddings of width {takes}, and the CLIP model has {width}; "
+                "set path to the CLIP model for which the head was trained"
+            )
+        self.encoder, self.layers = encoder, layers
+
+    def rate(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """Return the head's rating of each image embedding."""
+        for weight, bias in self.layers:
+            vectors = vectors @ weight.to(vectors.device).T + bias.to(vectors.device)
+        return vectors[:, 0]
+
+
+def _layers(path: Path) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError):
+        raise ValueError(f"head: {path} is not a safetensors file; give one with the layers of the aesthetic head") from None
+    numbers = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdecimal()})
+    names = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}
+    if not numbers or names != set(tensors):
+        raise ValueError(f"{path} has {', '.join(sorted(tensors))}, not only layers.<n>.weight and layers.<n>.bias")
+    layers = [(tensors[f"layers.{number}.weight"].float(), tensors[f"layers.{number}.bias"].float()) for number in numbers]
+    width, fits = layers[0][0].shape[1], True
+    for weight, bias in layers:
+        fits &= weight.ndim == 2 and weight.shape[1] == width and bias.shape == weight.shape[:1]
+        width = weight.shape[0]
+    if not fits or width != 1:
+        shapes = [tuple(weight.shape) for weight, _ in layers]
+        raise ValueError(f"the layers of {path} cannot be applied one after the other to give one number: {shapes}")
+    return layers
+
+
+_RANGE = 10.0  # in standard deviations, the unit of the model's scores; typical images score -2.5 to 2.5
+
+
+class ImageRewardScore(RewardSection):
+    """ImageReward (arXiv 2304.05977): predicts which image people rank higher, through the authors' own package.
+
+    Column ``image_reward``, -10 to 10: the model's standardised score of the image for the instruction, clamped; NaN if the
+    score is not finite.
+
+    Example::
+
+        >>> retouch.rewards.ImageRewardScore().columns["image_reward"].high
+        10.0
+    """
+
+    kind: Literal["image_reward"] = "image_reward"
+    weights: PathText | None = None
+    """Path of the checkpoint ``ImageReward.pt``, which the package reads with ``torch.load``: take it only from a source that you
+    trust. null uses the published checkpoint; the package downloads it, with its configuration, if it is not in the cache."""
+    cache: PathText | None = None
+    """Folder in which the package keeps its downloads; null uses the package's default folder."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"image_reward": Column(-_RANGE, _RANGE)}
+    cli_key = "weights"
+
+    def load(self, device: torch.device | str) -> Any:
+        """Load the package's model. Raises ValueError if the package is not installed, or if the checkpoint does not exist."""
+        if self.weights is not None and not Path(self.weights).is_file():
+            raise ValueError(f"weights: {self.weights} is not a file; give the path of ImageReward's checkpoint, ImageReward.pt")
+        package = _package()
+        with contextlib.redirect_stdout(io.StringIO()):  # the package prints while it loads
+            return package.load(
+                "ImageReward-v1.0" if self.weights is None else self.weights, device=str(device), download_root=self.cache
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the checkpoint; for the published checkpoint, its name in the package."""
+        return "ImageReward-v1.0" if self.weights is None else f"weights {weights_digest(self.weights)}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return the column, (b,), float32. A sample without an image scores -10."""
+        import torch
+
+        with torch.no_grad():
+            return {"image_reward": torch.tensor([self._score(sample) for sample in samples], dtype=torch.float32)}
+
+    def _score(self, sample: Sample) -> float:
+        """Score one sample. The package takes a ``PIL.Image`` or the path of a file."""
+        if sample.image is None:
+            return -_RANGE
+        score = float(self.model.score(sample.task.instruction, sample.image.convert("RGB")))
+        return min(max(score, -_RANGE), _RANGE) if math.isfinite(score) else math.nan
+
+
+def _package() -> Any:
+    try:
+        import ImageReward
+    except ImportError as error:
+        raise ValueError(
+            f"ImageReward's package cannot be imported ({error}): pip install image-reward, and a torchvision that fits torch"
+        ) from None
+    return ImageReward

@@ -17,8 +17,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retouch.config.section import Share
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import Device, PathText
+from retouch.rewards.base import Device, PathText, RewardSection
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from retouch.rewards.scorers.detectors import Box, Detection, Detector
+    from retouch.rewards.scorers.dual_encoder import Box, Detection, Detector
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 DIRECTIONS = ("left of", "right of", "above", "below")
@@ -64,7 +63,7 @@ class GenEvalReward(RewardSection):
 
     def load(self, device: torch.device | str) -> GenEvalModels:
         """Load the detector, and the CLIP model if ``clip`` is set. Raises ValueError if there are no weights."""
-        from retouch.rewards.scorers.detectors import load_detector
+        from retouch.rewards.scorers.dual_encoder import load_detector
 
         colours = None if self.clip is None else ClipColours(self.clip, device=device)
         return GenEvalModels(load_detector(self.detector, device=device), colours)
@@ -85,7 +84,7 @@ class GenEvalReward(RewardSection):
         """
         import torch
 
-        from retouch.rewards.scorers.detectors import suppress_overlaps
+        from retouch.rewards.scorers.dual_encoder import suppress_overlaps
 
         scores = {name: torch.zeros(len(samples)) for name in self.columns}
         for row, sample in enumerate(samples):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from PIL import Image
 from pydantic import Field
 
-from retouch.rewards.base import RewardSection, source_image
-from retouch.rewards.facts import Device, LoadedModel, PathText
+from retouch.rewards.base import Device, LoadedModel, PathText, RewardSection, source_image
 from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores
 

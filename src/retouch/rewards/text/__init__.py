@@ -1,4 +1,3 @@
-"""Rewards that score text: text in the image, read by OCR, and text that a policy wrote. One file per reward, and the OCR readers.
-
-May import ``rewards.base``, ``rewards.facts``, ``rewards.identity`` and ``core.answers``; torch only inside functions.
+"""Rewards that score text: text in the image, read by OCR, and text that a policy wrote. Modules here may import what other
+rewards may, and torch only inside functions.
 """

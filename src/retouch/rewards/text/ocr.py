@@ -1,28 +1,49 @@
-"""The reward of kind ``ocr``: whether the image shows the requested text and no other text, by OCR."""
+"""Rewards of the text in an image, by OCR (RapidOCR or PaddleOCR): the requested text, and text that was not requested.
+
+A vision-language judge reads the text in an image. A policy that is trained on such a judge may learn to write messages to it.
+PaddleOCR requires other versions of numpy and OpenCV than the tests of Retouch, so it is imported only when a reader is made.
+"""
 
 from __future__ import annotations
 
+import re
+import signal
+import threading
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from PIL.Image import Image, Resampling
 from PIL.Image import new as new_image
 from PIL.ImageDraw import Draw
 from pydantic import Field
 
-from retouch.config.section import Count
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import RunFacts
+from retouch.config.section import Count, Section, Share
+from retouch.rewards.base import RewardSection, RunFacts
 from retouch.rewards.identity import Fingerprinted
-from retouch.rewards.text.paddle_reader import PaddleOcr
-from retouch.rewards.text.readers import LineReader, RapidReader, TextLine, TextReader
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Where: TypeAlias = Literal["picture", "mask", "box"]
+
+
+class PaddleOcr(Section):
+    """PaddleOCR, which downloads its models unless they are in its cache. Not tested with the real models."""
+
+    kind: Literal["paddleocr"] = "paddleocr"
+    model: str | None = None
+    """Name of the recognition model, for example ``korean_PP-OCRv5_mobile_rec``; null uses the package's default, which differs
+    between versions."""
+
+    def open(self, *, threads: int) -> "PaddleReader":
+        """Make the reader. ``threads``: number of CPU threads. Raises ValueError if PaddleOCR is not installed (extra ``paddle``)
+        or does not know the model."""
+        return PaddleReader(threads=threads, model=self.model)
 
 
 class OcrReward(RewardSection):
@@ -180,3 +201,243 @@ def _inside(line: TextLine, mask: Image) -> float:
     Draw(outline).polygon([(round(x), round(y)) for x, y in line.corners], fill=255)
     covered = np.asarray(outline) > 0
     return float((np.asarray(mask) > 127)[covered].mean()) if covered.any() else 0.0
+
+
+Corners: TypeAlias = tuple[tuple[float, float], ...]
+Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+_SMALLEST = 4  # pixels per side; no letter fits into fewer
+
+
+@dataclass(frozen=True, slots=True)
+class TextLine:
+    """A line of text in an image.
+
+    ``confidence``: of the reader, 0 to 1. ``corners``: of the line's outline, (x, y) in pixels; empty if the reader does not return
+    them.
+    """
+
+    text: str
+    confidence: float
+    corners: Corners = ()
+
+
+class TextReader(Protocol):
+    """Finds the lines of text in an image, from top to bottom."""
+
+    def __call__(self, image: Image) -> list[TextLine]: ...
+
+
+@runtime_checkable
+class LineReader(Protocol):
+    """Reads images that contain a single line each, without detecting the line."""
+
+    def read_lines(self, images: Sequence[Image]) -> list[TextLine]: ...
+
+
+class RapidReader:
+    """RapidOCR with the models of its own wheel; nothing is downloaded. Raises ValueError if it is not installed (extra ``ocr``).
+
+    ``line_width``: lines are resized to a height of 48 px and padded to this width in px; None uses RapidOCR's default, 320. A
+    smaller width is faster for short lines; longer lines are always read completely.
+    """
+
+    def __init__(self, *, threads: int = 1, line_width: int | None = None) -> None:
+        self._engine = _engine(threads, line_width)
+        self._line_width = line_width
+
+    @property
+    def fingerprint(self) -> str:
+        """The version of RapidOCR, and the line width."""
+        return f"rapidocr {version('rapidocr')}, line width {self._line_width}"
+
+    def __call__(self, image: Image) -> list[TextLine]:
+        """The lines of text; none in an image with a side of less than 4 pixels."""
+        if not is_large(image):
+            return []
+        found = self._engine(pixels(image))
+        if found.txts is None:
+            return []
+        return [
+            TextLine(text, float(sure), corners(at)) for text, sure, at in zip(found.txts, found.scores, found.boxes, strict=True)
+        ]
+
+    def read_lines(self, images: Sequence[Image]) -> list[TextLine]:
+        """The single line of text in each image, read as a batch; "" if no text can be read."""
+        return read_large(images, self._read)
+
+    def _read(self, images: Sequence[Image]) -> list[TextLine]:
+        read = self._engine.recognize_txt([pixels(image) for image in images])
+        return [TextLine(text, float(sure)) for text, sure in zip(read.txts, read.scores, strict=True)]
+
+
+def is_large(image: Image) -> bool:
+    """Whether the image is large enough for letters."""
+    return min(image.size) >= _SMALLEST
+
+
+def read_large(images: Sequence[Image], read: Callable[[Sequence[Image]], list[TextLine]]) -> list[TextLine]:
+    """A line for each image: the result of ``read`` for images that are large enough, "" for the others."""
+    large = [image for image in images if is_large(image)]
+    lines = read(large) if large else []
+    assert len(lines) == len(large), "a reader gives a line for each picture"
+    rest = iter(lines)
+    return [next(rest) if is_large(image) else TextLine("", 0.0) for image in images]
+
+
+def pixels(image: Image) -> Pixels:
+    """The pixels, (h, w, 3), in the channel order blue, green, red, which readers expect."""
+    import numpy as np
+
+    return np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1])
+
+
+def corners(outline: Any) -> Corners:
+    """Convert an outline of n points, (n, 2), as readers return it."""
+    return tuple((float(x), float(y)) for x, y in outline)
+
+
+def _engine(threads: int, line_width: int | None) -> Any:
+    try:
+        from rapidocr import RapidOCR
+    except ImportError:
+        raise ValueError("reading text in images needs rapidocr: pip install 'retouch[ocr]'") from None
+    limits = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": threads for kind in ("intra", "inter")}
+    shape = {} if line_width is None else {"Rec.rec_img_shape": [3, 48, line_width]}
+    return RapidOCR(params={"Global.log_level": "critical", **limits, **shape})
+
+
+_SURE = 0.5  # lines with a lower confidence are dropped, as in RapidOCR
+_AT_ONCE = 6  # lines per batch, as in PaddleOCR's own pipeline
+
+
+class PaddleReader:
+    """PaddleOCR's detection and recognition models, without the models that rotate and unwarp whole documents. PaddleOCR reads its
+    models from its own cache (``~/.paddlex``), and downloads models that are not in it.
+
+    ``model``: the name of the recognition model (``korean_PP-OCRv5_mobile_rec``); None uses the package's default, which differs
+    between versions. Raises ValueError if PaddleOCR is not installed (extra ``paddle``) or does not know the model.
+    """
+
+    def __init__(self, *, threads: int = 1, model: str | None = None) -> None:
+        pipeline, recogniser, version = _package()
+        place = {"device": "cpu", "cpu_threads": threads}
+        self._finding = pipeline(
+            use_doc_orientation_classify=False,
+            use_doc_unwarping=False,
+            use_textline_orientation=False,
+            text_recognition_model_name=model,
+            text_rec_score_thresh=_SURE,
+            **place,
+        )
+        self._reading = recogniser(model_name=model, **place)
+        self.fingerprint = f"paddleocr {version}, {model or 'its own model'}"
+
+    def __call__(self, image: Image) -> list[TextLine]:
+        """The lines of text; none in an image with a side of less than 4 pixels."""
+        if not is_large(image):
+            return []
+        (found,) = self._finding.predict(pixels(image))
+        lines = zip(found["rec_texts"], found["rec_scores"], found["rec_polys"], strict=True)
+        return [TextLine(text, float(sure), corners(at)) for text, sure, at in lines]
+
+    def read_lines(self, images: Sequence[Image]) -> list[TextLine]:
+        """The single line of text in each image, read as a batch; "" if no text can be read."""
+        return read_large(images, self._read)
+
+    def _read(self, images: Sequence[Image]) -> list[TextLine]:
+        read = self._reading.predict(input=[pixels(image) for image in images], batch_size=_AT_ONCE)
+        return [TextLine(line["rec_text"], float(line["rec_score"])) for line in read]
+
+
+def _package() -> tuple[Any, Any, str]:
+    """The class of the pipeline, the class of the recognition model, and the version of the package."""
+    try:
+        import paddle
+        from paddleocr import PaddleOCR, TextRecognition, __version__  # version 2 has no TextRecognition
+    except ImportError as error:
+        raise ValueError(
+            f"PaddleOCR 3 cannot be imported ({error}): pip install 'retouch[paddle]', best in a separate environment, "
+            "behind `retouch serve`"
+        ) from None
+    # The package sets a handler that ends the process on SIGTERM, but a run must save a last checkpoint on SIGTERM. Disabling this
+    # handler leaves the system's handler, which ends the process too, so Python's own handler is set again.
+    paddle.disable_signal_handler()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    return PaddleOCR, TextRecognition, __version__
+
+
+# Matched against lower-case text without spaces, because readers often lose the spaces.
+_TO_A_JUDGE = re.compile(
+    r"(?<![\d.,/])\d{1,3}(?:[.,]\d+)?(?:/|outof)(?:5|10|25|100)(?![\d/])|100%|[★⭐]|score|(?<![a-z])rat(?:ed|ing)|(?<![a-z])grade[:=]"
+    r"|fullmarks|perfect|flawless|excellent|masterpiece|(?:best|top|high)quality|(?<![a-z])approved"
+    r"|ignore(?:all|any|the|your|previous|prior|above)|previousinstruct|instructions?[:=]|(?<![a-z])prompt[:=]|(?<![a-z])system[:=]"
+    r"|assistant|evaluat|thejudge|judge[:=]|giveit|givethis|awardthis|answer[:=]|评分|满分|得分|忽略"
+)
+_LETTERS = 3  # shorter lines are more often a mistake of the reader than a word
+
+
+class UnrequestedTextReward(RewardSection):
+    """Text in the image that was not requested or that addresses a judge. The columns are for monitoring, not for training, each 0
+    or 1.
+
+    ``text_to_judge``: 1 if text that was not requested addresses a judge: a score ("9/10"), praise, an instruction. The patterns
+    are English, with a few Chinese words. ``unrequested_text``: 1 if a line of at least three characters was not requested.
+    Requested text is ``task.text``, all text in the source images, and all words of the instruction. Lower is better in both
+    columns.
+
+    Example::
+
+        >>> list(retouch.rewards.UnrequestedText(confidence=0.8).columns)
+        ['text_to_judge', 'unrequested_text']
+    """
+
+    kind: Literal["unrequested_text"] = "unrequested_text"
+    confidence: Share = 0.6
+    """Lines with a lower confidence of the reader are ignored."""
+
+    columns: ClassVar[Mapping[str, Column]] = {
+        "text_to_judge": Column(0.0, 1.0, higher_is_better=False),
+        "unrequested_text": Column(0.0, 1.0, higher_is_better=False),
+    }
+
+    def load(self, device: torch.device | str) -> TextReader:
+        """Load RapidOCR, on the CPU. Raises ValueError if it is not installed."""
+        return RapidReader()
+
+    @property
+    def fingerprint(self) -> str:
+        """The class of the reader, and the minimum confidence."""
+        return f"{type(self.model).__name__}, confidence {self.confidence:g}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column, (b,), float32. A sample without an image scores 1. The source images of a task are read once per call."""
+        import torch
+
+        known: dict[int, list[str]] = {}
+        scores = {name: torch.zeros(len(samples)) for name in self.columns}
+        for row, sample in enumerate(samples):
+            task = sample.task
+            if sample.image is None:
+                for column in scores.values():
+                    column[row] = 1.0
+                continue
+            lines = self._lines(sample.image)
+            if lines and id(task) not in known:
+                known[id(task)] = self._requested(task)
+            unrequested = [line for line in lines if not any(line in text for text in known[id(task)])]
+            scores["unrequested_text"][row] = float(any(len(line) >= _LETTERS for line in unrequested))
+            scores["text_to_judge"][row] = float(_TO_A_JUDGE.search("".join(unrequested)) is not None)
+        return scores
+
+    def _lines(self, image: Image) -> list[str]:
+        return [comparable(line.text) for line in self.model(image) if line.confidence >= self.confidence]
+
+    def _requested(self, task: Task) -> list[str]:
+        """The requested texts; a line is requested if it is a part of one. The lines of each source image are joined, because
+        readers split lines differently."""
+        given = [comparable(task.text or ""), comparable(task.instruction)]
+        for source in task.images:
+            given.append("".join(self._lines(source)))
+        return given

@@ -5,4 +5,4 @@
 import sys
 from importlib import import_module
 
-sys.modules[f"{__name__}.schema"] = import_module("retouch_serve.wire.schema")
+sys.modules[f"{__name__}.schema"] = import_module("retouch_serve.wire")

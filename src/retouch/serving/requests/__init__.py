@@ -6,4 +6,4 @@ import sys
 from importlib import import_module
 
 for _name in ("limits", "decoding", "single_score"):
-    sys.modules[f"{__name__}.{_name}"] = import_module("retouch_serve.server.request_bodies")
+    sys.modules[f"{__name__}.{_name}"] = import_module("retouch_serve.requests")

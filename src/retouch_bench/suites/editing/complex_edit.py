@@ -10,11 +10,11 @@ from retouch.config.section import Count
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.complex_edit import Levels, read_complex_edit
 from retouch.rewards.base import RewardSection
-from retouch.rewards.judges.complex_edit import ComplexEditReward
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column
 from retouch_bench.suite import SuiteItem, require_judge
 from retouch_bench.suites.row_suite import RowSuite
+from retouch_judge.models import JudgeModel
+from retouch_judge.rewards import ComplexEditReward
 
 
 class ComplexEditSuite(RowSuite):

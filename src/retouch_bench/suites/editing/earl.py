@@ -12,10 +12,10 @@ from pydantic import Field
 
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.hub import read_hub
-from retouch.rewards.judges.viescore import VieScore
 from retouch.types import Column
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows
+from retouch_judge.rewards import VieScore
 
 SetName: TypeAlias = Literal["omniedit", "emuedit", "aurora", "magicbrush", "vismin", "i2ebench"]
 

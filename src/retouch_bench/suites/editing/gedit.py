@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.hub import read_hub
-from retouch.rewards.judges.viescore import VieScore
 from retouch.types import Column
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite, published
+from retouch_judge.rewards import VieScore
 
 
 class GEditSuite(RowSuite):

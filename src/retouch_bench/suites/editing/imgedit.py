@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.rewards.judges.rubrics import Prompt, edit_parts, quoted, rubric
-from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample
 from retouch_bench.suite import Scored, SuiteItem
 from retouch_bench.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows, published
 from retouch_bench.suites.rubric_reward import RubricReward
+from retouch_judge.base import Prompt, edit_parts, quoted, rubric
+from retouch_judge.questions import ScoresForm
+from retouch_judge.rewards import VieScore
+from retouch_judge.wording import Scale
 
 _FIVE = Scale(1, 5, whole=True)
 _ASPECTS = ("compliance", "naturalness", "integrity")

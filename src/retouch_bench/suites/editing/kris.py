@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.rewards.judges.rubrics import NAN, Prompt, image_parts, judged_image, quoted, rubric
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.forms import ScoresForm
-from retouch.rewards.vlm.questions import Part
 from retouch.types import Column, Sample
 from retouch_bench.suite import Scored, SuiteItem
 from retouch_bench.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows, published
 from retouch_bench.suites.rubric_reward import RubricReward
+from retouch_judge.base import NAN, Prompt, image_parts, judged_image, quoted, rubric
+from retouch_judge.questions import Part, ScoresForm
+from retouch_judge.wording import Scale
 
 _FIVE = Scale(1, 5, whole=True)
 _KNOWLEDGE = frozenset(

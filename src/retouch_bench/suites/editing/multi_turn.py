@@ -9,13 +9,13 @@ from typing import ClassVar
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.folder import read_folder
 from retouch.rewards.base import RewardSection
-from retouch.rewards.combine.several import SeveralRewards
-from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.scorers.appearance import AppearanceReward
-from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.scorers.pixels import AppearanceReward
+from retouch.rewards.several import SeveralRewards
 from retouch.types import Column
 from retouch_bench.suite import Scored, SuiteItem, require_judge
 from retouch_bench.suites.row_suite import RowSuite, texts_of
+from retouch_judge.models import JudgeModel
+from retouch_judge.rewards import VieScore
 
 _SCORES = ("sc", "pq", "overall", "restraint")
 

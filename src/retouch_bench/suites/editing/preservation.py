@@ -8,17 +8,16 @@ from typing import ClassVar
 
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.folder import read_folder
-from retouch.rewards.base import RewardSection
-from retouch.rewards.combine.several import SeveralRewards
-from retouch.rewards.facts import PathText
-from retouch.rewards.judges.rubrics import NAN
-from retouch.rewards.scorers.appearance import AppearanceReward
+from retouch.rewards.base import PathText, RewardSection
 from retouch.rewards.scorers.dino import DinoReward
 from retouch.rewards.scorers.lpips import LpipsReward
-from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.scorers.pixels import AppearanceReward
+from retouch.rewards.several import SeveralRewards
 from retouch.types import Column
 from retouch_bench.suite import Scored, SuiteItem
 from retouch_bench.suites.row_suite import RowSuite
+from retouch_judge.base import NAN
+from retouch_judge.models import JudgeModel
 
 
 class PreservationSuite(RowSuite):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from retouch.data.rows import InvalidRow, Layout, Problem, Row, Rows
-from retouch.data.sources.table import encoded_image
-from retouch.data.sources.tables import read_table
-from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.rubrics import NAN, Prompt, image_parts, quoted, rubric
-from retouch.rewards.vlm.forms import ChoiceForm
+from retouch.data.sources.folder import read_metadata
+from retouch.data.sources.hub import encoded_image
 from retouch.types import Column, Json, Sample, Scores, Task
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite, pooled_mean
+from retouch_judge.base import NAN, JudgeReward, Prompt, image_parts, quoted, rubric
+from retouch_judge.questions import ChoiceForm
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -134,7 +133,7 @@ class _PromptRows:
     """The lines of the file, grouped by prompt. If one line of a prompt cannot be used, the whole prompt is broken."""
 
     def __init__(self, path: Path) -> None:
-        table = read_table(path)
+        table = read_metadata(path)
         self.problems = table.notes
         lines: dict[str, list[tuple[int, Mapping[str, Json] | None, str]]] = defaultdict(list)
         for entry in table.entries:

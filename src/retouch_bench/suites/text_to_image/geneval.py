@@ -8,14 +8,13 @@ from typing import ClassVar
 
 from retouch.config.section import Share
 from retouch.data.rows import Row, Rows
-from retouch.data.sources.prompts import read_prompts
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import PathText
+from retouch.data.sources.folder import read_prompts
+from retouch.rewards.base import PathText, RewardSection
 from retouch.rewards.scorers.geneval import GenEvalReward, requirements
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column, Task
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite
+from retouch_judge.models import JudgeModel
 
 _TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.data.sources.prompts import read_prompts
-from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.rubrics import Prompt, image_parts, quoted, rubric
-from retouch.rewards.vlm.forms import WordForm
+from retouch.data.sources.folder import read_prompts
 from retouch.types import Column, Json, Sample, Scores
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite, number_of, texts_of
+from retouch_judge.base import JudgeReward, Prompt, image_parts, quoted, rubric
+from retouch_judge.questions import WordForm
 
 _FORM = WordForm("yes", {"no": 0.0, "yes": 1.0})
 

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.data.sources.prompts import read_prompts
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import PathText
-from retouch.rewards.scorers.aesthetic import AestheticReward
-from retouch.rewards.scorers.clip import HpsReward, PickScoreReward
-from retouch.rewards.vlm.base import JudgeModel
+from retouch.data.sources.folder import read_prompts
+from retouch.rewards.base import PathText, RewardSection
+from retouch.rewards.scorers.clip import AestheticReward, HpsReward, PickScoreReward
 from retouch.types import Column
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite
+from retouch_judge.models import JudgeModel
 
 _PROMPTS = "The user provides the prompts, so results are comparable only for the same file."
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from retouch.data.rows import Row, Rows
-from retouch.data.sources.prompts import read_prompts
-from retouch.rewards.judges.base import JudgeReward
-from retouch.rewards.judges.rubrics import NAN, Prompt, image_parts, quoted, rubric
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.forms import ScoresForm
+from retouch.data.sources.folder import read_prompts
 from retouch.types import Column, Json, Sample, Scores
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite, number_of, pooled_mean, published, texts_of
+from retouch_judge.base import NAN, JudgeReward, Prompt, image_parts, quoted, rubric
+from retouch_judge.questions import ScoresForm
+from retouch_judge.wording import Scale
 
 if TYPE_CHECKING:
     from jaxtyping import Float

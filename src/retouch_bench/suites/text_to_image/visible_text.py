@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.data.rows import Row, Rows
-from retouch.data.sources.prompts import read_prompts
+from retouch.data.sources.folder import read_prompts
 from retouch.rewards.base import RewardSection
 from retouch.rewards.identity import Fingerprinted
-from retouch.rewards.text.ocr import edit_distance, similarity
-from retouch.rewards.text.readers import RapidReader, TextReader
-from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.text.ocr import RapidReader, TextReader, edit_distance, similarity
 from retouch.types import Column, Json, Sample, Scores
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.row_suite import RowSuite, pooled_mean, texts_of
+from retouch_judge.models import JudgeModel
 
 if TYPE_CHECKING:
     import torch

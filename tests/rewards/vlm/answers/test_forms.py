@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.vlm.answers.wording import Scale
-from retouch.rewards.vlm.chat_client import parse_reply
-from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
+from retouch_judge.chat_client import parse_reply
+from retouch_judge.questions import ChoiceForm, JudgeReply, ScoresForm, WordForm
+from retouch_judge.wording import Scale
 
 VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
 YES = WordForm("yes", {"no": 0.0, "yes": 1.0})

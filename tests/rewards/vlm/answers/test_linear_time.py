@@ -1,9 +1,7 @@
 """Reading an answer takes time in proportion to its length, whatever a hostile judge writes."""
 
-import importlib
 import itertools
 import json
-import pkgutil
 import random
 import re
 import time
@@ -12,9 +10,9 @@ from re import _constants, _parser
 
 import pytest
 
-from retouch.rewards.vlm import answers
-from retouch.rewards.vlm.answers.scores import LONGEST, read_scores
-from retouch.rewards.vlm.answers.wording import Scale, bounded, compiled, squeezed
+from retouch_judge import answers, wording
+from retouch_judge.answers import LONGEST, read_scores
+from retouch_judge.wording import Scale, bounded, compiled, squeezed
 
 ONE = {"score": Scale(0, 10)}
 TWO = {"instruction_following": Scale(0, 10), "quality": Scale(0, 10)}
@@ -100,8 +98,7 @@ def recording(function, used: set[str]):
 def test_regular_expressions_of_the_parser_have_no_unbounded_repeats(monkeypatch) -> None:
     """Patterns of the modules, and patterns that are compiled while an answer is read."""
     used: set[str] = set()
-    modules = [importlib.import_module(f"{answers.__name__}.{each.name}") for each in pkgutil.iter_modules(answers.__path__)]
-    for module in modules:
+    for module in (answers, wording):
         used |= {value.pattern for value in vars(module).values() if isinstance(value, re.Pattern)}
     for name in ("compile", "search", "match", "fullmatch", "sub", "split", "finditer", "findall"):
         monkeypatch.setattr(re, name, recording(getattr(re, name), used))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retouch.rewards.vlm.answers.scores import LONGEST, read_scores
-from retouch.rewards.vlm.answers.wording import Scale
+from retouch_judge.answers import LONGEST, read_scores
+from retouch_judge.wording import Scale
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
 KINDS = {

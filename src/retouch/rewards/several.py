@@ -1,0 +1,305 @@
+"""Rewards that contain rewards: ``several``, whose columns are combined into one number, and ``calibrated``, which maps a judge's
+score to the probability that people prefer the image.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, field_serializer
+
+from retouch.config.section import Kinds
+from retouch.protocols import DifferentiableReward, Reward
+from retouch.records import files
+from retouch.rewards.base import (
+    JudgeClients,
+    PathText,
+    RewardSection,
+    RunFacts,
+    TaskFacts,
+    close,
+    compares_groups,
+    unchanged,
+    whole_group_problems,
+)
+from retouch.rewards.parts import PARTS, SINGLE
+from retouch.types import Column, Sample, Scores, Task
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float
+    from torch import Tensor
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+_COMMON = ("combine", "max_missing")
+PARTS_OF_SEVERAL = Kinds("reward", {**SINGLE, "calibrated": "retouch.rewards.several:CalibratedReward"}, with_wings=True)
+
+
+class SeveralRewards(RewardSection):
+    """Several rewards, which score in parallel; the column ``alignment`` of the reward ``judge`` is named ``judge/alignment``.
+
+    ``draft`` and ``refl`` differentiate the weighted sum of the rewards, if all of them are differentiable.
+    """
+
+    kind: Literal["several"] = "several"
+    rewards: Annotated[dict[Name, Annotated[RewardSection, PARTS_OF_SEVERAL]], Field(min_length=1)]
+    """The rewards, under names of your choice."""
+
+    @field_serializer("rewards")
+    def _parts(self, rewards: dict[str, RewardSection]) -> dict[str, Any]:
+        """The rewards as JSON, without the keys ``combine`` and ``max_missing``, which belong to all rewards together."""
+        documents = {name: PARTS_OF_SEVERAL.document(part) for name, part in rewards.items()}
+        for document in documents.values():
+            for key in _COMMON:
+                document.pop(key)
+        return documents
+
+    def known_columns(self) -> Mapping[str, Column] | None:
+        """The columns of all rewards by full name; None if the columns of a reward are not known yet."""
+        columns: dict[str, Column] = {}
+        for name, part in self.rewards.items():
+            own = part.known_columns()
+            if own is None:
+                return None
+            columns |= {f"{name}/{column}": range_ for column, range_ in own.items()}
+        return columns
+
+    def parts(self, path: str = "reward") -> Iterator[tuple[str, str, RewardSection]]:
+        """Yield each reward, with its name as the prefix of its columns."""
+        for name, part in self.rewards.items():
+            for inner, _, section in part.parts(f"{path}.rewards.{name}"):
+                yield inner, f"{name}/", section
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Yield the problems of the rewards, and keys of a single reward that belong to all rewards together."""
+        for name, part in self.rewards.items():
+            if part.model_fields_set & set(_COMMON):
+                yield (
+                    f"{path}.rewards.{name}: combine and max_missing belong to all rewards together; move them next to `rewards`"
+                )
+            yield from part.problems(f"{path}.rewards.{name}", f"{name}/", run)
+
+    def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
+        """Yield the task problems of the rewards."""
+        for name, part in self.rewards.items():
+            yield from part.task_problems(f"{path}.rewards.{name}", tasks)
+
+    def changeable_paths(self, path: str) -> Iterator[str]:
+        """Yield the paths of the rewards that may differ when a run is resumed."""
+        for name, part in self.rewards.items():
+            yield from part.changeable_paths(f"{path}.rewards.{name}")
+
+    def build(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        clients: JudgeClients | None = None,
+        keep: Callable[[Reward], Reward] = unchanged,
+    ) -> Reward:
+        """Build a ``CompositeReward``; ``keep`` is applied to each of its rewards."""
+        from retouch.rewards.judging import CompositeReward
+
+        clients = JudgeClients(device) if clients is None else clients
+        parts = {name: part.build(device=device, clients=clients, keep=keep) for name, part in self.rewards.items()}
+        return CompositeReward(parts, combine=self.combine)
+
+    def require_gradient(self) -> None:
+        """Raise ValueError if a reward has no gradient in the image, or if ``combine`` is not a weighted sum of differentiable
+        columns."""
+        from retouch.rewards.combination import gradient_weights
+
+        for name, part in self.rewards.items():
+            if not isinstance(part, DifferentiableReward):
+                raise ValueError(f"rewards.{name}: {part.name} has no gradient in the image; use it only in `reward`")
+            if part.model_fields_set & set(_COMMON):
+                raise ValueError(f"rewards.{name}: combine and max_missing belong to all rewards together; move them up")
+        gradient_weights(self.rewards, self.combine)
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """The weighted sum of the rewards' scores of ``images``, with gradient (``retouch.protocols.DifferentiableReward``)."""
+        from retouch.rewards.combination import weighted_scores
+
+        return weighted_scores(self.rewards, self.combine, images, tasks)
+
+
+_ADDED: Mapping[str, Column] = {
+    "win_probability": Column(0.0, 1.0),
+    "win_probability_sd": Column(0.0, 1.0, diagnostic=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted map: the win probability at each of the ascending ``scores``, linear between them and constant outside.
+
+    ``probability``, ``sd``: the win probability and its standard deviation over the bootstrap resamples. ``low``, ``high``: its
+    95 % interval. ``votes``, ``tasks``: the number of votes and of tasks on which the map was fitted.
+    """
+
+    column: str
+    scores: tuple[float, ...]
+    probability: tuple[float, ...]
+    sd: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    votes: int
+    tasks: int
+
+    def at(self, score: float) -> tuple[float, float]:
+        """Return the win probability of a score, and its standard deviation; both are NaN if the score is NaN."""
+        import numpy as np
+
+        if math.isnan(score):
+            return math.nan, math.nan
+        return float(np.interp(score, self.scores, self.probability)), float(np.interp(score, self.scores, self.sd))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {
+            "column": self.column,
+            "votes": self.votes,
+            "tasks": self.tasks,
+            **{name: list(getattr(self, name)) for name in ("scores", "probability", "sd", "low", "high")},
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the map to a JSON file."""
+        files.write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Read a map that ``save`` wrote. Raises ValueError if the file is missing, or does not contain a monotone map."""
+        if not path.is_file():
+            raise ValueError(f"no file {path}; create it with: retouch votes RUN calibrate COLUMN --to {path}")
+        found = files.read_json(path)
+        try:
+            curves = {name: tuple(map(float, found[name])) for name in ("scores", "probability", "sd", "low", "high")}
+            made = cls(column=str(found["column"]), votes=int(found["votes"]), tasks=int(found["tasks"]), **curves)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path} is not a calibration; create it with: retouch votes RUN calibrate COLUMN --to FILE") from None
+        if (
+            len({len(curve) for curve in curves.values()}) != 1
+            or not made.scores
+            or not all(math.isfinite(value) for curve in curves.values() for value in curve)
+            or not all(0 <= value <= 1 for value in made.probability)
+            or list(made.scores) != sorted(set(made.scores))
+            or list(made.probability) != sorted(made.probability)
+        ):
+            raise ValueError(f"{path} is not a monotone map from scores to probabilities; create it again with retouch votes")
+        return made
+
+
+class CalibratedReward(RewardSection):
+    """A wrapper that maps the score of another reward to the probability that people prefer the image. ``retouch votes RUN
+    calibrate COLUMN --to FILE`` fits the map on votes.
+
+    Columns: ``win_probability``, 0 to 1; ``win_probability_sd``, a diagnostic, the standard deviation of the map at this score; and
+    all columns of the wrapped reward. A missing score stays missing.
+    """
+
+    kind: Literal["calibrated"] = "calibrated"
+    of: Annotated[RewardSection, PARTS]
+    """The wrapped reward, without the keys ``combine`` and ``max_missing``."""
+    column: str
+    """The column of the wrapped reward that is mapped."""
+    map: PathText
+    """The file with the map, written by ``retouch votes RUN calibrate COLUMN --to FILE``."""
+
+    columns: ClassVar[Mapping[str, Column]] = _ADDED
+
+    @field_serializer("of")
+    def _part(self, of: RewardSection) -> dict[str, Any]:
+        """The wrapped reward as JSON, without the keys ``combine`` and ``max_missing``, which belong to the calibrated reward."""
+        return {key: value for key, value in PARTS.document(of).items() if key not in _COMMON}
+
+    def known_columns(self) -> Mapping[str, Column] | None:
+        """The two added columns and those of the wrapped reward; None if the columns of the wrapped reward are not known yet."""
+        own = self.of.known_columns()
+        return None if own is None else {**_ADDED, **own}
+
+    def parts(self, path: str = "reward") -> Iterator[tuple[str, str, RewardSection]]:
+        """Yield the wrapped reward."""
+        yield from self.of.parts(f"{path}.of")
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Yield the problems of the wrapped reward, an unknown ``column``, and keys of ``of`` that belong to the calibrated
+        reward."""
+        if self.of.model_fields_set & set(_COMMON):
+            yield f"{path}.of: combine and max_missing belong to the calibrated reward; move them up, next to `of`"
+        own = self.of.known_columns()
+        if own is not None and self.column not in own:
+            yield f"{path}.column: the reward has no column {self.column!r}; its columns are {', '.join(own)}"
+        found = [line for inner, _, section in self.parts(path) for line in section.problems(inner, prefix, run)]
+        if self.of.compares_groups:
+            found += whole_group_problems(run, column=f"{prefix}win_probability", reward=self.of.name)
+        yield from dict.fromkeys(found)
+
+    def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
+        """Yield the task problems of the wrapped reward."""
+        for inner, _, section in self.parts(path):
+            yield from section.task_problems(inner, tasks)
+
+    def changeable_paths(self, path: str) -> Iterator[str]:
+        """Yield the paths of the wrapped reward that may differ when a run is resumed."""
+        yield from self.of.changeable_paths(f"{path}.of")
+
+    def build(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        clients: JudgeClients | None = None,
+        keep: Callable[[Reward], Reward] = unchanged,
+    ) -> Reward:
+        """Build a ``CalibratedScores``; ``keep`` is applied to the wrapped reward only. Raises ValueError if the map is missing or
+        was fitted for another column."""
+
+        calibration = Calibration.load(Path(self.map))
+        if calibration.column != self.column:
+            raise ValueError(
+                f"{self.map} maps {calibration.column!r}, but reward.column is {self.column!r}; use the map of this column"
+            )
+        return CalibratedScores(self.of.build(device=device, clients=clients, keep=keep), self.column, calibration)
+
+
+class CalibratedScores:
+    """The scores of ``reward`` with the two added columns."""
+
+    kind: Literal["calibrated"] = "calibrated"
+
+    def __init__(self, reward: Reward, column: str, calibration: Calibration) -> None:
+        if column not in reward.columns:
+            raise ValueError(f"reward.column: the reward has no column {column!r}; its columns are {', '.join(reward.columns)}")
+        self.reward, self.column, self.calibration = reward, column, calibration
+        self.columns: Mapping[str, Column] = {**_ADDED, **reward.columns}
+        self.reads_completions = bool(getattr(reward, "reads_completions", False))
+        self.compares_groups = compares_groups(reward)
+
+    @property
+    def fingerprint(self) -> str:
+        """The description of the wrapped reward, the mapped column and the map, as JSON."""
+        from retouch.rewards.identity import describe
+
+        return json.dumps([describe(self.reward), self.column, self.calibration.to_json()], sort_keys=True)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """All columns, (b,), float64; the two added columns are NaN if the mapped score is missing.
+
+        The samples must have an image. Raises the errors of ``retouch.rewards.scoring.checked``.
+        """
+        import torch
+
+        from retouch.rewards.scoring import call_reward, checked
+
+        scores = checked(self.reward, samples, call_reward(self.reward, samples))
+        mapped = [self.calibration.at(value) for value in scores[self.column].tolist()]
+        added = torch.tensor(mapped, dtype=torch.float64).view(-1, 2).unbind(dim=1)
+        return {**dict(zip(_ADDED, added, strict=True)), **scores}
+
+    def close(self) -> None:
+        """Close the wrapped reward."""
+        close(self.reward)

@@ -1,0 +1,257 @@
+"""What rewards and judges exchange: questions, the forms that an answer may have, and answers.
+
+A client may call an endpoint, run a model in this process, or wrap another client to store its answers. It raises no error because
+of a single question: without a usable answer, it returns an ``Answer`` without scores. A form is scores as JSON, one of a few
+words, or the probabilities of a few words; it parses a reply, or returns None if the reply is not usable.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from PIL.Image import Image
+
+from retouch.types import Json
+from retouch_judge.answers import parse, read_scores
+from retouch_judge.wording import Scale
+
+Part: TypeAlias = str | Image
+
+
+_LONGEST_VOTE = 1000  # characters
+_LEDGER_PREFIX = "retouch.rewards.judges.forms."
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeReply:
+    """A judge's reply. ``finished``: the finish reason (``stop`` for a complete reply). ``first``: the candidates for the first
+    token, with log-probabilities, if they were requested."""
+
+    text: str
+    finished: str
+    refused: bool = False
+    first: Mapping[str, float] = field(default_factory=dict)
+
+
+class Form(Protocol):
+    """The format of an answer, and its parser."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The maximum number of tokens of an answer."""
+        ...
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return the scores, or None if the reply is not usable."""
+        ...
+
+    def schema(self) -> dict[str, Json] | None:
+        """Return the JSON schema of an answer; None if the log-probabilities of its first token are read."""
+        ...
+
+    def choices(self) -> tuple[str, ...]:
+        """Return all possible answers, for servers that constrain an answer to a list; empty if there is no short list."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresForm:
+    """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers.
+
+    A reply is not usable if it was truncated, refused or filtered, or if ``read_scores`` cannot read it.
+    """
+
+    scales: Mapping[str, Scale]
+    reasoning: bool = True
+    max_tokens: int = 1024
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return a number for every name, or None if the reply is not usable."""
+        if reply.refused or reply.finished != "stop":
+            return None
+        return read_scores(reply.text, self.scales)
+
+    def schema(self) -> dict[str, Json]:
+        """Return the schema of an object with exactly these keys; the reasoning is first, so that the numbers follow from it."""
+        properties: dict[str, Json] = {"reasoning": {"type": "string"}} if self.reasoning else {}
+        for name, scale in self.scales.items():
+            kind = "integer" if scale.whole else "number"
+            properties[name] = {"type": kind, "minimum": scale.low, "maximum": scale.high}
+        return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+    def choices(self) -> tuple[str, ...]:
+        """Return no choices, because there is no short list of possible numbers."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceForm:
+    """The value of a one-word answer, for endpoints without log-probabilities. The values of repeated questions are averaged.
+
+    ``values``: as in ``WordForm``. A reply is usable if it consists of one allowed word, or is JSON of the schema.
+    Raises ValueError for fewer than two words, or if two words have the same spelling (case and spaces do not count).
+    """
+
+    name: str
+    values: Mapping[str, float]
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        _check_words(self.values)
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return the word's value, or None if the reply is not usable."""
+        if reply.refused or reply.finished != "stop":
+            return None
+        values = {_spelling(word): value for word, value in self.values.items()}
+        text = reply.text.strip()
+        if len(text) > _LONGEST_VOTE:
+            return None
+        if text.startswith("{"):
+            parsed = parse(text)
+            given = parsed[0] if parsed is not None and parsed[1] == len(text) else None
+            answer = given["answer"] if isinstance(given, dict) and list(given) == ["answer"] else ""
+            text = answer if isinstance(answer, str) else ""
+        word = _spelling(text.removesuffix("."))
+        return {self.name: values[word]} if word in values else None
+
+    def schema(self) -> dict[str, Json]:
+        """Return the schema of an object with the word under the key ``answer``."""
+        answer: dict[str, Json] = {"answer": {"type": "string", "enum": list(self.values)}}
+        return {"type": "object", "properties": answer, "required": ["answer"], "additionalProperties": False}
+
+    def choices(self) -> tuple[str, ...]:
+        """Return the words."""
+        return tuple(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class WordForm:
+    """The expected value of the answer's first token over a few words: sum of p(word) value / sum of p(word), as Edit-R1 (arXiv
+    2510.16888) reads digits.
+
+    ``values``: maps words to values, for example "5" to 5.0 or "yes" to 1.0; case and spaces around a token do not matter. The
+    allowed words must have at least the probability ``min_mass`` together. With less, the judge was about to write another answer,
+    and the reply is not usable. Raises ValueError for fewer than two words, if two words have the same spelling, or if ``min_mass``
+    is not above 0 and at most 1.
+    """
+
+    name: str
+    values: Mapping[str, float]
+    min_mass: float = 0.5
+    max_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        _check_words(self.values)
+        if not 0 < self.min_mass <= 1:
+            raise ValueError(f"min_mass {self.min_mass}: give a probability above 0 and at most 1")
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return the expected value, or None if the reply is not usable."""
+        if reply.refused or not reply.first:
+            return None
+        values = {_spelling(word): value for word, value in self.values.items()}
+        mass = total = everything = 0.0
+        for token, log_prob in reply.first.items():
+            if math.isnan(log_prob) or log_prob > 1e-3:
+                return None
+            probability = math.exp(log_prob)
+            everything += probability
+            if _spelling(token) in values:
+                mass += probability
+                total += probability * values[_spelling(token)]
+        if everything > 1.01 or mass < self.min_mass:
+            return None
+        low, high = min(values.values()), max(values.values())
+        return {self.name: min(max(total / mass, low), high)}
+
+    def schema(self) -> None:
+        """Return None, because the log-probabilities are read."""
+        return None
+
+    def choices(self) -> tuple[str, ...]:
+        """Return no choices: the answer is not constrained, so that the probability of the allowed words can be read."""
+        return ()
+
+
+def first_tokens(candidates: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the log-probability of each text of a first token. The probabilities of candidates with the same text are added, also
+    if they are so small that ``math.exp`` rounds them to 0."""
+    import numpy
+
+    found: dict[str, float] = {}
+    for text, log_prob in candidates:
+        found[text] = float(numpy.logaddexp(found.get(text, -math.inf), log_prob))
+    return found
+
+
+def _check_words(values: Mapping[str, float]) -> None:
+    if len({_spelling(word) for word in values}) != len(values) or len(values) < 2:
+        raise ValueError(f"the words {list(values)}: give two or more words that differ in their letters")
+
+
+def _spelling(token: str) -> str:
+    return token.strip(" \n\t▁Ġ").lower()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """One request. ``rubric`` is the system message; ``parts`` follow in order, the image to judge last.
+
+    So the questions about one task share all parts except the last; a server that caches prefixes computes the shared parts once.
+    ``form``: the format of the answer. ``seed`` and ``temperature`` are sent and recorded.
+    """
+
+    rubric: str
+    parts: tuple[Part, ...]
+    form: Form
+    seed: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """The result of a question. ``scores``: by the form's names; empty if no answer is usable, and ``fault`` then gives the reason.
+
+    ``text``: the raw answer, for the record. ``seed``: the seed of the last attempt. ``seconds``: the total time, including pauses.
+    ``faults``: the faults of the attempts before the last one. ``input_tokens`` and ``output_tokens``: totals over all attempts.
+    ``cost``: the price of these tokens in dollars, None if it is not known.
+    """
+
+    scores: Mapping[str, float] = field(default_factory=dict)
+    fault: str = ""
+    text: str = ""
+    attempts: int = 0
+    seed: int = 0
+    temperature: float = 0.0
+    seconds: float = 0.0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    faults: tuple[str, ...] = ()
+    cost: float | None = None
+
+
+@runtime_checkable
+class JudgeClient(Protocol):
+    """Answers questions, in their order. ``identity`` names the model and the settings that could change an answer, but not the
+    address: the same model at another address is the same judge. Ledgers store answers under ``identity``."""
+
+    identity: str
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]: ...

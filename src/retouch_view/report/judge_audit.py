@@ -1,0 +1,81 @@
+"""The HTML page of an audit: its lines, its ladder and the images of one item, in one file that works offline."""
+
+import io
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from PIL import Image
+
+from retouch.records.files import write_atomic
+from retouch_judge.audit import JudgeAudit
+from retouch_judge.audit_findings import AuditLine
+from retouch_judge.audit_ladders import Item
+from retouch_view.report.charts import bars
+from retouch_view.report.markup import Html, embedded, format_score, join, tag
+from retouch_view.report.page import html_page
+
+_STYLES = {"pass": "good", "fail": "bad", "warning": "bad"}
+_SIGNS = {"pass": "\u2713 ", "fail": "\u2717 ", "warning": "! "}
+
+
+def write_page(audit: JudgeAudit, example: Item) -> Path:
+    """Write ``audit.html`` into the audit's folder and return its path. ``example``: the item whose images are shown."""
+    path = audit.folder / "audit.html"
+    write_atomic(path, f"<!doctype html>\n{_page(audit, example)}\n".encode())
+    return path
+
+
+def _page(audit: JudgeAudit, example: Item) -> Html:
+    header = tag(
+        "header",
+        tag("p", "Retouch \u00b7 audit of a judge", class_="kicker"),
+        tag("h1", f"{audit.judge}, {audit.scored}"),
+        tag("p", f"The judge {audit.headline}.", class_="verdict"),
+        [tag("p", sentence, class_="context") for sentence in audit.summary],
+    )
+    ladder = bars((f"{rung.name} ({rung.truth:.3g})", rung.mean, _interval(rung.mean, rung.low, rung.high)) for rung in audit.rungs)
+    main = [
+        _section("Lines", _table(audit.lines), f"{audit.items} items, each rung scored {audit.repeats} times."),
+        _section("Ladder", ladder, "Mean scores as shares of the judge's range, with 95 % intervals; the truth in brackets."),
+        _section("Images of one item", _images(example), example.rungs[0].sample.task.instruction),
+    ]
+    return html_page(audit.judge, header, join(main))
+
+
+def _section(title: str, content: Html, note: str) -> Html:
+    return tag("section", tag("h2", title), tag("p", note, class_="quiet"), content)
+
+
+def _table(lines: Iterable[AuditLine]) -> Html:
+    rows = [
+        tag(
+            "tr",
+            tag("td", tag("span", f"{_SIGNS.get(line.status, '')}{line.status}", class_=_STYLES.get(line.status, "quiet"))),
+            tag("th", line.name, scope="row"),
+            tag("td", _interval(line.measured, line.low, line.high), class_="number"),
+            tag("td", line.why, class_="words"),
+            tag("td", line.thresholds, class_="words"),
+        )
+        for line in lines
+    ]
+    head = tag("tr", [tag("th", name, scope="col") for name in ("", "line", "measured (95 %)", "what it says", "thresholds")])
+    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="checks"), class_="scroll")
+
+
+def _interval(mean: float, low: float, high: float) -> str:
+    if math.isnan(low):
+        return format_score(mean, 3)
+    return f"{format_score(mean, 3)} ({format_score(low, 3)} to {format_score(high, 3)})"
+
+
+def _images(item: Item) -> Html:
+    shown = [(probe.name, probe.sample.image) for probe in (*item.rungs, *item.probes)]
+    figures = [tag("figure", _image(image, name), tag("figcaption", name), class_="shown") for name, image in shown if image]
+    return tag("div", figures, class_="strip images")
+
+
+def _image(image: Image.Image, name: str) -> Html:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG")
+    return embedded(buffer.getvalue(), words=name, edge=208)

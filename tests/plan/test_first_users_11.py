@@ -1,0 +1,238 @@
+"""Problems of first users of `retouch doctor`: missing variables, weights and files, advice that does not fit, time and cost."""
+
+import os
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from retouch import cli
+from retouch.config.packaged import available
+from retouch.recipe.recipe import load
+from retouch.records.folder import RunFolder
+from retouch_judge.calls import Calls
+from retouch_plan.checks import check_data, check_scoring, future_weights
+from retouch_plan.doctor import DoctorOptions, _with_known_size, next_steps
+from retouch_plan.dry_run import DryPhase
+from retouch_plan.estimate import cost_of, hours, time_of
+from retouch_plan.findings import failed
+from retouch_plan.machines import find_machine
+from retouch_plan.meter import Stage, Work
+from warm_python import python
+
+QWEN2 = "Qwen/Qwen2-VL-7B-Instruct"
+VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME")
+
+
+@pytest.mark.parametrize("command", ["doctor", "train"])
+def test_fault_11_all_missing_variables_are_reported_at_once(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name)
+    assert cli.main([command, "emu3/sft_s__rl_s"]) == 2
+    said = capsys.readouterr().err
+    assert "  APP__REWARD_FUNCTION_API_BASE: address of the server of the judge, http://HOST:PORT\n" in said
+    assert all(f"\n  {name}: " in said for name in VARIABLES)
+    assert "no comment" not in said
+    assert "manifestification" not in said
+
+
+def test_fault_11_fix_for_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ((finding, _),) = check_data(load("sd3/ocr-grpo"))
+    assert (finding.status, finding.fix) == ("FAILED", "--set data.path=FILE.txt")
+    ((finding, _),) = check_data(load("qwen-image-edit/flow-grpo", ["data.kind=folder", "data.path=photos"]))
+    assert finding.fix == "--set data.path=DIR"
+    assert any("emu3" in name for name in available())
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert cli.main(["doctor", *words]) == 1
+    return capsys.readouterr().out.splitlines()
+
+
+def test_fault_11_the_command_that_makes_a_missing_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    start = f"{os.environ['APP__BASE_EXP_DIR']}/sft_s"
+    lines = doctor(capsys, "emu3/sft_s__rl_s", "--device", "h200", "--no-rehearsal")
+    (missing,) = (line for line in lines if line.startswith("FAILED  weights "))
+    assert f"{start}/exported/writer does not exist yet: there is no run {start}. " in missing
+    assert missing.endswith("The dry run uses a model of its size, BAAI/Emu3-Stage1")
+    assert "next: retouch launch --nproc 8 emu3/sft_s  (weights)" in lines
+
+
+def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path: Path) -> None:
+    made = tmp_path / "runs" / "mine"
+    RunFolder(made).write_recipe({"policy": {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"}}})
+    path = made / "somewhere" / "writer"
+    base, _, fix = future_weights(str(path))
+    assert base == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert fix == f"retouch export {made} --to {made}/exported"
+    recipe = load("sd3/prompt-enhancer", [f"policy.model.path={path}"])
+    substituted, _ = _with_known_size(recipe, None)
+    assert substituted is not None
+    assert substituted.policy.model.source == base
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "fix"),
+    [
+        ("a/b/c", None, "--base MODEL"),
+        ("a/b/c", "Qwen/Qwen2-VL-7B-Instruct", "train the model that this recipe starts from"),
+        ("a/nobody-knows/exported/writer", None, "train and export that run, or give --base MODEL for its size"),
+    ],
+)
+def test_fault_11_fix_for_missing_weights_is_to_train_them_or_give_a_base(path: str, base: str | None, fix: str) -> None:
+    found, text, command = future_weights(path, base=base)
+    assert (found, command) == (base, fix)
+    assert ("The dry run uses a model" in text) == (base is not None)
+
+
+def test_fault_11_a_base_is_asked_for_if_weights_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sd3/prompt-enhancer", "--device", "h100", "--set", "policy.model.path=some/where/else"]
+    assert "next: retouch doctor sd3/prompt-enhancer --set policy.model.path=some/where/else --device h100 --base MODEL" in doctor(
+        capsys, *words
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [
+        (["emu3/sft_s__rl_s", "--device", "h200"], "Emu3-Stage1"),
+        (
+            ["sd3/prompt-enhancer", "--device", "h100", "--set", "policy.model.path=some/where/else", "--base", QWEN2],
+            "Qwen2-VL-7B-Instruct",
+        ),
+    ],
+)
+def test_fault_11_a_dry_run_uses_a_model_of_the_size_of_missing_weights(words: list[str], weights: str) -> None:
+    done = subprocess.run([python(), "-m", "retouch", "doctor", *words], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 1, done.stderr  # the weights are missing
+    assert re.search(r"\nok      memory        needs [\d.]+ GB of the ", done.stdout)
+    assert re.search(rf"\n +[\d.]+ GB  (trained weights|weights: {weights})\n", done.stdout)
+
+
+def test_fault_11_downloadable_weights_are_not_reported_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    words = ["sd3/prompt-enhancer", "--device", "h100", "--no-rehearsal", "--base", QWEN2, "--set"]
+    lines = doctor(capsys, *words, "policy.model.path=some/one")
+    assert not any("does not exist yet" in line for line in lines)
+    assert (
+        "note    weights       the weights of some/one are not on this machine: they will be downloaded when training starts. "
+        "The dry run uses a model of its size, Qwen/Qwen2-VL-7B-Instruct"
+    ) in lines
+    lines = doctor(capsys, *words, "policy.model.path=mine/exported")
+    assert any(line.startswith("FAILED  weights       mine/exported does not exist yet: there is no run mine") for line in lines)
+
+
+def test_fault_11_next_steps_combine_overrides_and_list_other_commands() -> None:
+    failures = [
+        failed("sharding", "DeepSpeed is not installed", fix="pip install 'retouch[deepspeed]'"),
+        failed("data", "photos: no such folder", fix="--set data.path=DIR"),
+        failed("memory", "104 GB of 85 GB", fix="--set microbatch=1"),
+    ]
+    assert list(next_steps(failures, ["my recipe.jsonnet"])) == [
+        "pip install 'retouch[deepspeed]'  (sharding)",
+        "retouch doctor 'my recipe.jsonnet' --set data.path=DIR --set microbatch=1",
+    ]
+    assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
+    asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
+    assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
+        "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200",
+    ]
+    assert DoctorOptions(estimate=True).words() == ["--estimate"]
+    assert DoctorOptions(dry_run=False).words() == ["--no-rehearsal"]
+
+
+def commands_of_the_guide() -> str:
+    """The commands of docs/guides/photos.md that put PickScore and its processors into one folder."""
+    lines = (Path(__file__).parents[2] / "docs/guides/photos.md").read_text().splitlines()
+    return " && ".join(line for line in lines if line.startswith("hf download ") and line.endswith("--local-dir weights/pickscore"))
+
+
+def test_fault_11_fix_for_missing_reward_weights_is_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PickScore's repository has no tokenizer and no image processor, so two downloads into one folder are needed."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    finding = check_scoring(load("flux-kontext/photos"), None)
+    assert (finding.status, finding.fix) == ("FAILED", commands_of_the_guide())
+    assert finding.fix.count("hf download") == 2
+    assert list(next_steps([finding], ["flux-kontext/photos"])) == [
+        finding.fix,
+        "retouch doctor flux-kontext/photos --set reward.rewards.pick.path=weights/pickscore",
+    ]
+    clip = ['reward={"kind": "clip", "combine": "cosine"}']
+    finding = check_scoring(load("flux-kontext/photos", clip), None)
+    assert (finding.fix, finding.then) == ("hf download openai/clip-vit-base-patch32", "")
+
+
+def dry_run() -> Any:
+    """A dry run in which a step takes 36 s and an evaluation 60 s."""
+    spent = {"rollout": 20.0, "update": 16.0, "evaluation": 60.0}
+    stages = {name: Stage(Work(seconds=Counter({"matmul": each}))) for name, each in spent.items()}
+    phase = DryPhase(name="rl", steps=1000, rows=8, stages=("rollout", "update"))
+    return SimpleNamespace(stages=stages, world=8, phases=(phase,), evaluations=3)
+
+
+def test_fault_11_time_and_cost_are_estimated() -> None:
+    machine = find_machine("h100")
+    found = dry_run()
+    spent = time_of(found, machine)
+    assert spent.text.startswith("a step takes 36.00 s, and there are 1000; the run takes 10.1 h with 3 evaluations, on 8 x h100 (")
+    calls = [Calls("reward", "m", 10, 2, 100, 10, dollars) for dollars in (12.5, 7.5, None)]
+    cost = cost_of(hours(found, machine), gpus=8, price=2.5, calls=calls)
+    assert cost.text.splitlines() == [
+        "80.4 GPU hours: 10.1 h x 8 GPUs x $2.50 = $201.00",
+        "judges: $20.00",
+        "without a price in the recipe, and not counted: the calls to reward",
+        "together: $221.00",
+    ]
+    assert cost_of(2.0, gpus=1, price=None, calls=[]).text == "2.0 GPU hours; --price-per-hour DOLLARS gives their price"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--price-per-hour", "-1", "quickstart"],
+        ["--estimate"],
+        ["--price-per-hour", "nan", "quickstart"],
+        ["--price-per-hour", "2", "quickstart", "--no-rehearsal"],
+    ],
+)
+def test_fault_11_invalid_prices_and_estimates_without_a_recipe_are_rejected(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert "--price-per-hour" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text('{"name": "h200", "half": 7e14}')
+    words = ["doctor", "sd3/ocr-grpo", "--device", str(profile), "--price-per-hour", "3"]
+    # A fake accelerator stays in its process.
+    done = subprocess.run([python(), "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 1, done.stderr  # its list of prompts is missing
+    assert re.search(r"\nnote    time          a step takes [\d.]+ s, and there are 1000; the run takes [\d.]+ h ", done.stdout)
+    assert "(measured, mine.json)" in done.stdout
+    assert re.search(r"\nnote    cost          [\d,.]+ GPU hours: [\d.]+ h x 32 GPUs x \$3\.00 = \$[\d,.]+\n", done.stdout)
+
+
+@pytest.mark.slow
+def test_fault_11_a_recipe_is_estimated_after_its_trial_step() -> None:
+    """In one process torch's autograd would not know the fake device, which is added after its first backward pass."""
+    words = ["doctor", "quickstart", "--estimate"]
+    done = subprocess.run([python(), "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "ok      trial step" in done.stdout
+    assert "estimated for h100, because no GPU was named" in done.stdout
+    assert re.search(r"\nok      memory        needs [\d.]+ GB of the 84\.93 GB of h100, in ", done.stdout)
+    assert re.search(r"\nnote    time          a step takes [\d.]+ s, and there are 60; the run takes ", done.stdout)
