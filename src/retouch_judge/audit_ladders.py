@@ -18,7 +18,7 @@ from pydantic import Field, JsonValue
 
 from retouch.config.section import Section
 from retouch.data.images import load_image
-from retouch.data.sources.folder import Entry, read_metadata
+from retouch.data.sources.folder import read_metadata
 from retouch.types import Sample, Task
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.playground.rendering import render
@@ -114,7 +114,13 @@ def item_of(rungs: Sequence[Probe]) -> Item:
     ordered = sorted(rungs, key=_truth, reverse=True)
     best, base = ordered[0], _middle(ordered)
     task = best.sample.task
-    probes = [*_biases(base), *(Probe(f"{name} of the best", Sample(task, image)) for name, image in _degraded(best).items())]
+    probes = [
+        *_biases(base),
+        *(
+            Probe(f"{name} of the best", Sample(task, image))
+            for name, image in ({} if best.sample.image is None else dict(degraded(best.sample.image))).items()
+        ),
+    ]
     if task.images and best.sample.image is not None:
         probes.append(Probe("swapped", Sample(replace(task, images=(best.sample.image, *task.images[1:])), task.images[0])))
         if all(rung.name != "unedited" for rung in rungs):
@@ -132,10 +138,6 @@ def _middle(ordered: Sequence[Probe]) -> Probe:
     ends = ordered[0].truth, ordered[-1].truth
     between = [rung for rung in ordered if rung.truth not in ends]
     return between[len(between) // 2] if between else ordered[-1]
-
-
-def _degraded(best: Probe) -> dict[str, Image.Image]:
-    return {} if best.sample.image is None else dict(degraded(best.sample.image))
 
 
 def _biases(base: Probe) -> list[Probe]:
@@ -251,7 +253,13 @@ def read_ladders(folder: Path) -> list[Item]:
     wrong: list[str] = []
     for entry in read_metadata(file).entries:
         try:
-            item = _item(folder, entry)
+            if entry.fields is None:
+                raise ValueError(entry.what)
+            row = LadderRow(**entry.fields)
+            source = () if row.source is None else (_image(folder, row.source),)
+            target = None if row.target is None else _image(folder, row.target)
+            task = Task(row.id or str(entry.line), row.instruction, source, target=target, text=row.text, meta=row.meta)
+            item = item_of([Probe(name, Sample(task, _image(folder, rung.image)), rung.truth) for name, rung in _named(row.rungs)])
             if any(item.id == known.id for known in items):
                 raise ValueError(f"an earlier line has the same id {item.id!r}; give each item a different id")
             items.append(item)
@@ -261,16 +269,6 @@ def read_ladders(folder: Path) -> list[Item]:
         more = [f"... and {len(wrong) - _MOST_ERRORS} more"] if len(wrong) > _MOST_ERRORS else []
         raise ValueError("\n".join([*wrong[:_MOST_ERRORS], *more]))
     return items
-
-
-def _item(folder: Path, entry: Entry) -> Item:
-    if entry.fields is None:
-        raise ValueError(entry.what)
-    row = LadderRow(**entry.fields)
-    source = () if row.source is None else (_image(folder, row.source),)
-    target = None if row.target is None else _image(folder, row.target)
-    task = Task(row.id or str(entry.line), row.instruction, source, target=target, text=row.text, meta=row.meta)
-    return item_of([Probe(name, Sample(task, _image(folder, rung.image)), rung.truth) for name, rung in _named(row.rungs)])
 
 
 def _named(rungs: Sequence[LadderRung]) -> Iterator[tuple[str, LadderRung]]:

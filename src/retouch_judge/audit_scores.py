@@ -17,8 +17,8 @@ from retouch.rewards.combination import Combination
 from retouch.rewards.identity import describe, short
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.scoring import scores_of
-from retouch.types import Sample, Scores
-from retouch_judge.audit_ladders import Item, Probe
+from retouch.types import Scores
+from retouch_judge.audit_ladders import Item
 from retouch_judge.base import Panel
 from retouch_judge.cache import AnswerCache, with_cache
 from retouch_judge.models import EndpointSettings, JudgeModel, JudgeQuota
@@ -166,7 +166,15 @@ def ask(
         cache = AnswerCache(database)
         reward = section.build(device=device, clients=clients, keep=lambda made: asking.kept(made, cache))
         try:
-            _require_same_judge(database, reward)
+            own, about = short(describe(reward)), json.dumps(describe(reward), sort_keys=True)
+            with database.writing() as connection:
+                known = [row[0] for row in connection.execute("SELECT fingerprint FROM judges")]
+                if not known:
+                    connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, 0)", (own, about))
+            if known and own not in known:
+                raise ValueError(
+                    f"{database.path} has the answers of another judge, or of other settings; give another folder with --out"
+                )
             combination = combined(reward)
             for item in items:
                 scored.append(_score_item(reward, combination, item, asking, repeats=repeats, grouped=grouped))
@@ -192,32 +200,19 @@ def _score_item(
     for repeat in range(repeats):
         asking.repeat = repeat
         probes = item.rungs if repeat or grouped else (*item.rungs, *item.probes)
-        scores = scores_of(reward, [_numbered(probe, repeat) for probe in probes])
+        scores = scores_of(
+            reward,
+            [replace(probe.sample, task=replace(probe.sample.task, id=f"{probe.sample.task.id}#{repeat}")) for probe in probes],
+        )
         for probe, value in zip(probes, _scaled(combination, scores), strict=True):
             values.setdefault(probe.name, []).append(value)
     return ProbeScores(item, values)
-
-
-def _numbered(probe: Probe, repeat: int) -> Sample:
-    """Return the sample with a task id that contains the repeat, so that a reward server does not use an earlier score again."""
-    return replace(probe.sample, task=replace(probe.sample.task, id=f"{probe.sample.task.id}#{repeat}"))
 
 
 def _scaled(combination: Combination, scores: Scores) -> list[float]:
     """Return the combined scores, rescaled from their range to 0 to 1."""
     values = combination(scores).double()
     return ((values - combination.low) / (combination.high - combination.low)).tolist()
-
-
-def _require_same_judge(database: Database, reward: Reward) -> None:
-    """Raise ValueError if the ledger has the answers of another judge; record the judge in an empty ledger."""
-    own, about = short(describe(reward)), json.dumps(describe(reward), sort_keys=True)
-    with database.writing() as connection:
-        known = [row[0] for row in connection.execute("SELECT fingerprint FROM judges")]
-        if not known:
-            connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, 0)", (own, about))
-    if known and own not in known:
-        raise ValueError(f"{database.path} has the answers of another judge, or of other settings; give another folder with --out")
 
 
 def _spending(database: Database) -> Spending:

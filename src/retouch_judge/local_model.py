@@ -105,7 +105,11 @@ class LocalJudge:
         counts = iter(() if seen is None else (seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
         ids = [*self._ids("<|im_start|>system\n"), *self._words(question.rubric), *self._ids("<|im_end|>\n<|im_start|>user\n")]
         for part in question.parts:
-            ids += self._words(part + "\n") if isinstance(part, str) else self._ids(_block(next(counts)))
+            ids += (
+                self._words(part + "\n")
+                if isinstance(part, str)
+                else self._ids(f"<|vision_start|>{_PAD * next(counts)}<|vision_end|>\n")
+            )
         ids += self._ids("<|im_end|>\n<|im_start|>assistant\n")
         if seen is None:
             return _Row(torch.tensor(ids), None, None)
@@ -210,7 +214,3 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
     for indices in by_length.values():
         for first in range(0, len(indices), size):
             yield indices[first : first + size]
-
-
-def _block(count: int) -> str:
-    return f"<|vision_start|>{_PAD * count}<|vision_end|>\n"

@@ -198,7 +198,13 @@ class FewTokens:
                 if len(marks) == 2:
                     more = count - run
                     with self.meter.paused():
-                        _lengthen(cache, more)
+                        for layer in cache.layers:
+                            if isinstance(layer, PreallocatedCacheLayer):
+                                layer._buffers = None
+                                layer.keys, layer.values = (
+                                    each.new_empty(*each.shape[:-2], each.shape[-2] + more, each.shape[-1])
+                                    for each in (layer.keys, layer.values)
+                                )
             whole = torch.cat([mask.new_ones(len(mask), more), mask], dim=1) if more else mask
             return own(module, ids, mask=whole, positions=positions, cache=cache)
 
@@ -241,16 +247,6 @@ class FewTokens:
             self.token.add(marks[1].since(marks[0]), 1 / period)
             self.meter.work.add(self.token, min(math.ceil(count / every) * every, sampling.max_new_tokens) - read - 1)
         return generation
-
-
-def _lengthen(cache: Any, more: int) -> None:
-    """Lengthen the cache by ``more`` tokens, without computing them."""
-    for layer in cache.layers:
-        if isinstance(layer, PreallocatedCacheLayer):
-            layer._buffers = None
-            layer.keys, layer.values = (
-                each.new_empty(*each.shape[:-2], each.shape[-2] + more, each.shape[-1]) for each in (layer.keys, layer.values)
-            )
 
 
 def longest_completion(model: AutoregressiveModel, longest: int) -> list[int]:

@@ -120,7 +120,14 @@ def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, r
                     received.clear()
                     _reload(ray, settings, options, token=token, allowed=allowed, report=report)
                 time.sleep(_POLL)
-            _drain(ray, settings.limits.drain_seconds)
+            _deploy(ray, DrainingReplica, (), num_replicas=1, ray_actor_options={"num_cpus": 0})
+            end = time.monotonic() + settings.limits.drain_seconds
+            while time.monotonic() < end:
+                states = ray.serve.status().applications[_NAME].deployments[_NAME].replica_states
+                if set(states) == {"RUNNING"}:
+                    break
+                time.sleep(_POLL)
+            ray.serve.delete(_NAME)
     return 0
 
 
@@ -182,18 +189,6 @@ def _deploy(ray: Any, kind: type, arguments: tuple[Any, ...], **options: Any) ->
     """
     deployment = ray.serve.deployment(name=_NAME, max_constructor_retry_count=_TRIES, **options)(ray.serve.ingress()(kind))
     ray.serve.run(deployment.bind(*arguments), name=_NAME, route_prefix="/")
-
-
-def _drain(ray: Any, seconds: float) -> None:
-    """Refuse new requests, wait for the requests in progress, and delete the deployment."""
-    _deploy(ray, DrainingReplica, (), num_replicas=1, ray_actor_options={"num_cpus": 0})
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        states = ray.serve.status().applications[_NAME].deployments[_NAME].replica_states
-        if set(states) == {"RUNNING"}:
-            break
-        time.sleep(_POLL)
-    ray.serve.delete(_NAME)
 
 
 def _reason(ray: Any) -> str:

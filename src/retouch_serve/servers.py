@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,7 +41,13 @@ def serve_command(arguments: argparse.Namespace) -> int:
         single_score=single_score,
         allowed_hosts=tuple(arguments.allowed_hosts),
     )
-    token = _token(arguments.token_file)
+    token = os.environ.pop(keys.TOKEN, None)
+    if arguments.token_file is not None:
+        if not arguments.token_file.is_file():
+            raise ValueError(f"--token-file {arguments.token_file}: no such file")
+        token = arguments.token_file.read_text(encoding="utf-8").strip()
+    if token is not None:
+        require_token(token)
     if not is_loopback(settings.host) and token is None:
         raise ValueError(
             f"--host {settings.host} is reachable from other machines: set RETOUCH_TOKEN or --token-file, or use 127.0.0.1"
@@ -84,18 +89,6 @@ def _limits(words: Sequence[str]) -> Limits:
         except ValueError:
             raise ValueError(f"--limit {word}: {name} must be a {'whole ' if kinds[name] is int else ''}number") from None
     return Limits(**limits)
-
-
-def _token(file: Path | None) -> str | None:
-    """The token of the file or of the environment; removes it from the environment, which the rewards can read."""
-    given = os.environ.pop(keys.TOKEN, None)
-    if file is not None:
-        if not file.is_file():
-            raise ValueError(f"--token-file {file}: no such file")
-        given = file.read_text(encoding="utf-8").strip()
-    if given is not None:
-        require_token(given)
-    return given
 
 
 class RewardServer:

@@ -223,7 +223,11 @@ def sign_scores(samples: Sequence[Sample]) -> Scores:
     wanted: dict[int, tuple[Float[ndarray, " 3"], Float[ndarray, " 3"]]] = {}
     found = np.zeros((len(samples), 2), dtype=np.float32)
     for row, sample in enumerate(samples):
-        mask, reference = _marked(sample.task)
+        if sample.task.mask is None or sample.task.mask.getbbox() is None or sample.task.reference is None:
+            raise ValueError(
+                f"task {sample.task.id!r} has no sign (mask) or no reference: playground-signs needs words of the playground"
+            )
+        mask, reference = sample.task.mask, sample.task.reference
         if id(sample.task) not in wanted:
             wanted[id(sample.task)] = paper_and_ink(_pixels(reference).reshape(-1, 3))
         if sample.image is not None and sample.image.size == mask.size:
@@ -247,12 +251,6 @@ def _compare(pixels: Int[ndarray, "n 3"], paper: Float[ndarray, " 3"], ink: Floa
 
 def _agreement(one: Float[ndarray, " 3"], other: Float[ndarray, " 3"]) -> float:
     return 1.0 - float(np.clip((np.linalg.norm(one - other) - SAME) / (OTHER - SAME), 0.0, 1.0))
-
-
-def _marked(task: Task) -> tuple[Image, Image]:
-    if task.mask is None or task.mask.getbbox() is None or task.reference is None:
-        raise ValueError(f"task {task.id!r} has no sign (mask) or no reference: playground-signs needs words of the playground")
-    return task.mask, task.reference
 
 
 def _pixels(image: Image) -> Int[ndarray, "h w 3"]:

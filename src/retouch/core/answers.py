@@ -34,16 +34,12 @@ def answer_in(text: str) -> str | None:
     text = _THOUGHT.split(text)[-1]
     if _THINKS.search(text):
         return None
-    text = _tagged(text)
+    ended = _ANSWERED.split(text)
+    text = _ANSWERS.split(ended[-2] if len(ended) > 1 else text)[-1]
     fenced = _FENCE.findall(text)
     text = _unlabelled(_unquoted((fenced[-1] if fenced else text).strip()))
     text = _unquoted(" ".join(text.split()))
     return text if any(sign.isalnum() for sign in text) else None
-
-
-def _tagged(text: str) -> str:
-    ended = _ANSWERED.split(text)
-    return _ANSWERS.split(ended[-2] if len(ended) > 1 else text)[-1]
 
 
 def _unlabelled(text: str) -> str:

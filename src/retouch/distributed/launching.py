@@ -186,7 +186,25 @@ def run_ranks(
             for number, environment in enumerate(environments[1:], start=1):
                 with files.open_file(logs / f"rank-{number}.log", _NEW) as log:
                     ranks.append(guard(start(environment, log)))
-            code = _wait(ranks, stop, grace)
+            first_failure, deadline, forwarded = 0, float("inf"), 0
+            while running := [rank for rank in ranks if rank.poll() is None]:
+                if not first_failure:
+                    first_failure = next((_exit_code(rank) for rank in ranks if rank.returncode), 0)
+                    if first_failure:
+                        deadline = time.monotonic() + grace
+                        # Ranks that were already asked to stop are saving a checkpoint, which a second signal would interrupt.
+                        if not forwarded:
+                            _send(running, signal.SIGTERM)
+                if len(stop) > forwarded:
+                    if forwarded or first_failure:
+                        deadline = 0.0
+                    else:
+                        _send(running, stop[0])
+                    forwarded = len(stop)
+                if time.monotonic() > deadline:
+                    _kill(running)
+                time.sleep(_POLL_SECONDS)
+            code = first_failure or next((_exit_code(rank) for rank in ranks if rank.returncode), 0)
         finally:
             _kill(ranks)
     # A child process of rank 0 that is still running may keep rank 0's output open forever.
@@ -217,29 +235,6 @@ def _tee(source: IO[bytes], log: Path) -> None:
             file.flush()
             with suppress(OSError):
                 os.write(_STDOUT, block)
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], stop: list[int], grace: float) -> int:
-    """Wait until all ranks have ended; forward signals, and terminate the other ranks after a failure."""
-    first_failure, deadline, forwarded = 0, float("inf"), 0
-    while running := [rank for rank in ranks if rank.poll() is None]:
-        if not first_failure:
-            first_failure = next((_exit_code(rank) for rank in ranks if rank.returncode), 0)
-            if first_failure:
-                deadline = time.monotonic() + grace
-                # Ranks that were already asked to stop are saving a checkpoint, which a second signal would interrupt.
-                if not forwarded:
-                    _send(running, signal.SIGTERM)
-        if len(stop) > forwarded:
-            if forwarded or first_failure:
-                deadline = 0.0
-            else:
-                _send(running, stop[0])
-            forwarded = len(stop)
-        if time.monotonic() > deadline:
-            _kill(running)
-        time.sleep(_POLL_SECONDS)
-    return first_failure or next((_exit_code(rank) for rank in ranks if rank.returncode), 0)
 
 
 def _exit_code(rank: subprocess.Popen[bytes]) -> int:

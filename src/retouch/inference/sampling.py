@@ -82,7 +82,25 @@ def sample_target(
         reference=None if reference is None else load_image(reference),
     )
     recipe, folder = read_target(target, overrides)
-    _require_inputs(recipe, task, context)
+    takes = recipe.image_model.takes
+    if takes is not None and (recipe.renderer is None or recipe.renderer.uses_sources):
+        if len(task.images) < takes.images[0]:
+            raise ValueError("this model edits an image; give one with --image")
+        if len(task.images) > takes.images[1]:
+            raise ValueError("--image: this model makes images from text alone; leave it out")
+        if takes.mask and task.mask is None:
+            raise ValueError("this model fills the masked part of an image; give a mask with --mask")
+    if task.mask is not None and takes is not None and not takes.mask:
+        raise ValueError("--mask: this model reads no mask; leave it out")
+    if task.mask is not None and task.images:
+        require_same_size(task.mask.size, task.images[0].size)
+    if task.reference is None and recipe.policy.train.reads_reference:
+        raise ValueError("the IP-Adapter of this policy reads a reference image; give one with --reference")
+    if context is not None:
+        check_context(recipe)
+        reference_canvas(task)
+    elif task.reference is not None and not recipe.policy.train.reads_reference:
+        raise ValueError("--reference: only an IP-Adapter reads a reference image, and this policy has none; leave it out")
     silence_libraries()
     (sample,) = sample_tasks(open_policy(recipe, folder)[0], [task], seed, context=context)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,29 +141,6 @@ def sample_list(
         lines.append({"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion})
     write_lines(out / "samples.jsonl", lines)
     return samples
-
-
-def _require_inputs(recipe: Recipe, task: Task, context: SampleContext | None) -> None:
-    """Raise ValueError if the task lacks an image that the model or the context needs, or has one that nothing would read."""
-    takes = recipe.image_model.takes
-    if takes is not None and (recipe.renderer is None or recipe.renderer.uses_sources):
-        if len(task.images) < takes.images[0]:
-            raise ValueError("this model edits an image; give one with --image")
-        if len(task.images) > takes.images[1]:
-            raise ValueError("--image: this model makes images from text alone; leave it out")
-        if takes.mask and task.mask is None:
-            raise ValueError("this model fills the masked part of an image; give a mask with --mask")
-    if task.mask is not None and takes is not None and not takes.mask:
-        raise ValueError("--mask: this model reads no mask; leave it out")
-    if task.mask is not None and task.images:
-        require_same_size(task.mask.size, task.images[0].size)
-    if task.reference is None and recipe.policy.train.reads_reference:
-        raise ValueError("the IP-Adapter of this policy reads a reference image; give one with --reference")
-    if context is not None:
-        check_context(recipe)
-        reference_canvas(task)
-    elif task.reference is not None and not recipe.policy.train.reads_reference:
-        raise ValueError("--reference: only an IP-Adapter reads a reference image, and this policy has none; leave it out")
 
 
 def sample_tasks(

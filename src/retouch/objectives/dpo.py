@@ -100,7 +100,10 @@ class DPO(SampledPoints):
 
         weights = minibatch.weights.sum(dim=1)
         for draw in range(self.samples):
-            for members in _groups(minibatch.batch.group):
+            for members in [
+                [row for row, of in enumerate(minibatch.batch.group) if of == number]
+                for number in sorted(set(minibatch.batch.group))
+            ]:
                 best, worst = _extremes(minibatch, members)
                 weight = weights[members].sum() / self.samples * float(best != worst)
                 margin = self._margin(policy, minibatch, best, worst, draw)
@@ -165,11 +168,6 @@ def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[sli
     rows = max(2, (first.stop - first.start) // 2 * 2)
     for start in range(0, len(trajectory), rows):
         yield slice(start, min(start + rows, len(trajectory)))
-
-
-def _groups(group: Sequence[int]) -> list[list[int]]:
-    """The rows of each group."""
-    return [[row for row, of in enumerate(group) if of == number] for number in sorted(set(group))]
 
 
 def _extremes(minibatch: Minibatch, members: Sequence[int]) -> tuple[int, int]:

@@ -86,7 +86,21 @@ def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
             json.dumps([keys, value], ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError(f"--set {override!a:.80}: not UTF-8 text") from None
-        _set(changed, keys, value, override)
+        node = changed
+        for depth, key in enumerate(keys):
+            here = ".".join(keys[:depth])
+            if isinstance(node, list):
+                place: Any = _index(node, key, f"--set {override}: {here}")
+            elif isinstance(node, dict):
+                place = key
+            else:
+                raise ValueError(f"--set {override}: {here} is {json.dumps(node)}, which has no keys")
+            if depth == len(keys) - 1:
+                node[place] = value
+            else:
+                if isinstance(node, dict) and node.get(place) is None:
+                    node[place] = {}
+                node = node[place]
     return changed
 
 
@@ -104,23 +118,6 @@ def value_of(text: str) -> Any:
         return json.loads(text, parse_constant=str)
     except json.JSONDecodeError:
         return text
-
-
-def _set(node: Any, keys: Sequence[str], value: Any, override: str) -> None:
-    for depth, key in enumerate(keys):
-        here = ".".join(keys[:depth])
-        if isinstance(node, list):
-            place: Any = _index(node, key, f"--set {override}: {here}")
-        elif isinstance(node, dict):
-            place = key
-        else:
-            raise ValueError(f"--set {override}: {here} is {json.dumps(node)}, which has no keys")
-        if depth == len(keys) - 1:
-            node[place] = value
-        else:
-            if isinstance(node, dict) and node.get(place) is None:
-                node[place] = {}
-            node = node[place]
 
 
 def _index(entries: Sequence[Any], key: str, where: str) -> int:

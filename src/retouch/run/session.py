@@ -97,7 +97,14 @@ def open_session(
                     found.insert(0, Watcher(recipe, folder, ranks, ledger))
                 resumed = folder if folder.has_steps() else None
                 parts = assemble(recipe, ranks, ledger=ledger, resumed=resumed)
-            _log_plan(recipe, parts)
+            for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
+                log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
+            if recipe.eval.split == "train":
+                log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
+            if any(part.asks_judge for _, part in rewards_of(recipe)):
+                judge_calls = wings.load("part.judge_calls")
+                for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
+                    log.info("%s", calls)
             request = StopRequest(ranks.stop)
             catching = catch_stop_signals(request, answer=ranks.is_main) if own_process else nullcontext()
             explaining = explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation")
@@ -110,18 +117,6 @@ def open_session(
                         folder, lambda step: [each for hook in measuring for each in hook.stored_alarms(step)], ranks=ranks
                     )
                 yield TrainingSession(recipe, folder, parts, ledger, found, request)
-
-
-def _log_plan(recipe: Recipe, parts: Assembly) -> None:
-    """Log warnings and costs before the first step: known test sets, evaluation on training tasks, the number of judge calls."""
-    for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
-        log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
-    if recipe.eval.split == "train":
-        log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
-    if any(part.asks_judge for _, part in rewards_of(recipe)):
-        judge_calls = wings.load("part.judge_calls")
-        for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
-            log.info("%s", calls)
 
 
 _EQUAL_STEPS = 5

@@ -230,7 +230,7 @@ def group_diversity(batch: Batch, images: Sequence[Image.Image | None], ranks: R
     sums = torch.zeros(groups, 2 + 3 * _SIDE * _SIDE, dtype=torch.float64)
     for group, image in zip(batch.group, images, strict=True):
         if image is not None:
-            small = _thumbnail(image)
+            small = to_tensor(image.convert("RGB").resize((_SIDE, _SIDE), Image.Resampling.BOX)).flatten()
             sums[batch.group_ids[group]] += torch.cat([torch.ones(1, dtype=torch.float64), small.square().sum()[None], small])
     sums = ranks.sum(sums)
     sums = sums[sums[:, 0] > 1]
@@ -238,10 +238,6 @@ def group_diversity(batch: Batch, images: Sequence[Image.Image | None], ranks: R
     variance = (squares - total.square().sum(dim=1) / count).clamp(min=0) / (count - 1)
     pairs = count * (count - 1)
     return float(((2 * variance / total.shape[1] * pairs).sum() / pairs.sum()).sqrt())
-
-
-def _thumbnail(image: Image.Image) -> Float[Tensor, " n"]:
-    return to_tensor(image.convert("RGB").resize((_SIDE, _SIDE), Image.Resampling.BOX)).flatten()
 
 
 log = logging.getLogger("retouch")

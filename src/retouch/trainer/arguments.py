@@ -54,7 +54,24 @@ def train_document(peft_config: Any) -> dict[str, Any]:
     if isinstance(peft_config, Section):
         return peft_config.model_dump(mode="json")
     if type(peft_config).__name__ == "LoraConfig":
-        _require_usual(peft_config)
+        from retouch.models.lora import DESCRIPTIVE, unusual_fields
+
+        problems = []
+        if isinstance(peft_config.target_modules, str):
+            problems.append(
+                f"peft_config.target_modules: {peft_config.target_modules!r} is a pattern; give a list of endings of layer names, "
+                "such as ['to_q', 'to_v'], or None for the usual layers of the model's family"
+            )
+        supported = ("r", "lora_alpha", "lora_dropout", "target_modules")
+        # policy.train initializes a LoRA as "gaussian" does.
+        initial = ("init_lora_weights",) if peft_config.init_lora_weights == "gaussian" else ()
+        unusual = unusual_fields(vars(peft_config), vars(type(peft_config)()), known=(*supported, *DESCRIPTIVE, *initial))
+        problems += [
+            f"peft_config.{name}: {value!r} is not supported; leave it at {default!r}. Retouch uses {', '.join(supported)}"
+            for name, (value, default) in unusual.items()
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
         targets = peft_config.target_modules
         lora = Lora(
             rank=peft_config.r,
@@ -64,27 +81,6 @@ def train_document(peft_config: Any) -> dict[str, Any]:
         )
         return lora.model_dump(mode="json")
     raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32), a peft.LoraConfig, or None")
-
-
-def _require_usual(config: Any) -> None:
-    """Raise ValueError for each setting of a ``peft.LoraConfig`` that would be lost in a recipe."""
-    from retouch.models.lora import DESCRIPTIVE, unusual_fields
-
-    problems = []
-    if isinstance(config.target_modules, str):
-        problems.append(
-            f"peft_config.target_modules: {config.target_modules!r} is a pattern; give a list of endings of layer names, such as "
-            "['to_q', 'to_v'], or None for the usual layers of the model's family"
-        )
-    supported = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    initial = ("init_lora_weights",) if config.init_lora_weights == "gaussian" else ()  # how policy.train initializes a LoRA
-    unusual = unusual_fields(vars(config), vars(type(config)()), known=(*supported, *DESCRIPTIVE, *initial))
-    problems += [
-        f"peft_config.{name}: {value!r} is not supported; leave it at {default!r}. Retouch uses {', '.join(supported)}"
-        for name, (value, default) in unusual.items()
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 _WRITERS = {
@@ -112,7 +108,17 @@ def model_section(
     if isinstance(model, str | Path):
         return _from_path(str(model), size=size, key=key), {}
     if hasattr(model, "components") and hasattr(model, "scheduler"):
-        return _loaded_pipeline(model, size=size, key=key)
+        from retouch.models.loaded import require_as_built
+        from retouch.models.parts import euler_scheduler
+
+        family = _family_of(type(model).__name__, key=key)
+        euler_scheduler(model.scheduler, key=f"{key}.scheduler")
+        require_as_built(model, key=key)
+        if size is None and family.takes.images[1] == 0:
+            side = int(getattr(model, "default_sample_size", 128)) * int(getattr(model, "vae_scale_factor", 8))
+            size = (side, side)
+        path = _live_name(model)
+        return family(path=path, dtype=_dtype(model.transformer, key=f"{key}.transformer"), size=size), {path: model}
     if _is_language_model(model):
         return _loaded_language_model(model, processor, size=size, key=key)
     raise ValueError(
@@ -124,20 +130,6 @@ def model_section(
 
 def _is_language_model(model: Any) -> bool:
     return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_output_embeddings")
-
-
-def _loaded_pipeline(pipeline: Any, *, size: tuple[int, int] | None, key: str) -> tuple[ImageModel, dict[str, Any]]:
-    from retouch.models.loaded import require_as_built
-    from retouch.models.parts import euler_scheduler
-
-    family = _family_of(type(pipeline).__name__, key=key)
-    euler_scheduler(pipeline.scheduler, key=f"{key}.scheduler")
-    require_as_built(pipeline, key=key)
-    if size is None and family.takes.images[1] == 0:
-        side = int(getattr(pipeline, "default_sample_size", 128)) * int(getattr(pipeline, "vae_scale_factor", 8))
-        size = (side, side)
-    path = _live_name(pipeline)
-    return family(path=path, dtype=_dtype(pipeline.transformer, key=f"{key}.transformer"), size=size), {path: pipeline}
 
 
 def _loaded_language_model(
@@ -383,7 +375,11 @@ def describe(
         "group_size": 2 if objective is not None and objective.needs_pairs else 8,
         "policy": _policy(section, peft_config, keys.pop("ema", None), plain("", keys.pop("gradient_checkpointing", False))),
         "data": DATA.document(data),
-        "reward": {**rewards, "combine": combine, **_max_missing(keys)},
+        "reward": {
+            **rewards,
+            "combine": combine,
+            **({"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}),
+        },
         "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
         "rollout": _rollout(section),
     }
@@ -462,10 +458,6 @@ def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gra
         "gradient_checkpointing": gradient_checkpointing,
     }
     return policy if ema is None else {**policy, "ema": plain("ema", ema)}
-
-
-def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
-    return {"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}
 
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:

@@ -408,7 +408,11 @@ def evaluation_entry(step: int, means: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_evaluation(history: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     """The history without the evaluation after ``step``, which a resumed run may make again."""
-    return [entry for entry in history if entry["step"] != step or any(not _of_evaluation(key) for key in entry)]
+    return [
+        entry
+        for entry in history
+        if entry["step"] != step or any(not (key == "step" or key.startswith(_EVALUATION)) for key in entry)
+    ]
 
 
 def stored_history(folder: RunFolder, done: int) -> list[dict[str, Any]]:
@@ -424,7 +428,3 @@ def stored_history(folder: RunFolder, done: int) -> list[dict[str, Any]]:
             found[line["step"], True] = evaluation_entry(line["step"], line["table"]["all"])
     kept = [found[key] for key in sorted(found) if key[0] <= done]
     return [{key: math.nan if value is None else value for key, value in entry.items()} for entry in kept]
-
-
-def _of_evaluation(key: str) -> bool:
-    return key == "step" or key.startswith(_EVALUATION)

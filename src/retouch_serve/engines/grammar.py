@@ -44,7 +44,14 @@ def check_grammar(document: Any) -> None:
         raise ValueError(f"extra_args.{KEY}.form: give at least one id, -1 where it is sampled")
     for name in ("text", "drawn"):
         ranges = document[name]
-        if not isinstance(ranges, Sequence) or not 0 < len(ranges) <= _MAX_RANGES or not all(_is_range(each) for each in ranges):
+        if (
+            not isinstance(ranges, Sequence)
+            or not 0 < len(ranges) <= _MAX_RANGES
+            or not all(
+                (isinstance(each, Sequence) and len(each) == 2 and _is_id(each[0]) and _is_id(each[1]) and each[0] < each[1])
+                for each in ranges
+            )
+        ):
             raise ValueError(f"extra_args.{KEY}.{name}: give ranges of ids, each as its first id and the one after its last")
 
 
@@ -81,7 +88,3 @@ def _ranges(allowed: Tensor) -> list[list[int]]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _is_range(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and _is_id(value[0]) and _is_id(value[1]) and value[0] < value[1]

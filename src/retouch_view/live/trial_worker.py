@@ -37,7 +37,10 @@ def main() -> None:
             return
         job: dict[str, Any] = json.loads(line)
         try:
-            task = _task(job)
+            image, mask, reference = (_decoded(job, name) for name in ("image", "mask", "reference"))
+            if image is not None and mask is not None:
+                require_same_size(mask.size, image.size)
+            task = Task("try", job["instruction"], () if image is None else (image,), mask=mask, reference=reference)
             key = (job["run"], job["device"])
             if opened is None or opened[0] != key:
                 opened = None  # free its memory before the next model is loaded
@@ -46,14 +49,6 @@ def main() -> None:
             _run(events, opened[1], task, job)
         except ValueError as error:
             _send(events, {"error": str(error)[:2000]})
-
-
-def _task(job: dict[str, Any]) -> Task:
-    """Make the task of a job. Raises ValueError if an image cannot be read, or if the mask has another size than the image."""
-    image, mask, reference = (_decoded(job, name) for name in ("image", "mask", "reference"))
-    if image is not None and mask is not None:
-        require_same_size(mask.size, image.size)
-    return Task("try", job["instruction"], () if image is None else (image,), mask=mask, reference=reference)
 
 
 def _decoded(job: dict[str, Any], name: str) -> Image | None:

@@ -140,38 +140,34 @@ class VoteQueue:
     def _read(self, folder: Path) -> QueuedGroup | None:
         if folder.name not in self._known:
             try:
-                group = _group(folder.name, files.read_record(folder / GROUP))
+                found = files.read_record(folder / GROUP)
+
+                def file(name: object) -> str:
+                    if not _is_png(name):
+                        raise ValueError(f"{name!r} is not an image file of a group")
+                    return f"groups/{folder.name}/{name}"
+
+                images = tuple((file(name), str(each)) for name, each in found["images"])
+                pairs = tuple((int(first), int(second)) for first, second in found["pairs"])
+                if not all(0 <= index < len(images) for pair in pairs for index in pair):
+                    raise ValueError("a pair names an image that does not exist")
+                group = QueuedGroup(
+                    id=folder.name,
+                    task=str(found["task"]),
+                    instruction=str(found["instruction"]),
+                    images=images,
+                    pairs=pairs,
+                    source=file(found["source"]) if found.get("source") else None,
+                    mask=file(found["mask"]) if found.get("mask") else None,
+                    text=None if found.get("text") is None else str(found["text"]),
+                    tags={str(key): str(value) for key, value in dict(found["tags"]).items()},
+                    meta=dict(found["meta"]),
+                    at=float(found["at"]),
+                )
             except (OSError, ValueError, TypeError, KeyError, OverflowError):  # the group is incomplete or damaged
                 return None
             self._known[folder.name] = group
         return self._known[folder.name]
-
-
-def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
-    """Parse the content of ``group.json``. Raises ValueError, TypeError, KeyError or OverflowError if it is damaged."""
-
-    def file(name: object) -> str:
-        if not _is_png(name):
-            raise ValueError(f"{name!r} is not an image file of a group")
-        return f"groups/{identity}/{name}"
-
-    images = tuple((file(name), str(each)) for name, each in found["images"])
-    pairs = tuple((int(first), int(second)) for first, second in found["pairs"])
-    if not all(0 <= index < len(images) for pair in pairs for index in pair):
-        raise ValueError("a pair names an image that does not exist")
-    return QueuedGroup(
-        id=identity,
-        task=str(found["task"]),
-        instruction=str(found["instruction"]),
-        images=images,
-        pairs=pairs,
-        source=file(found["source"]) if found.get("source") else None,
-        mask=file(found["mask"]) if found.get("mask") else None,
-        text=None if found.get("text") is None else str(found["text"]),
-        tags={str(key): str(value) for key, value in dict(found["tags"]).items()},
-        meta=dict(found["meta"]),
-        at=float(found["at"]),
-    )
 
 
 def _is_png(name: object) -> bool:

@@ -46,7 +46,13 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         torch.manual_seed(seed)
         # The order of these lines is the order in which the weights are drawn.
         transformer, vae = _transformer(), _vae()
-        clip, clip_2, t5 = CLIPTextModelWithProjection(_clip()), CLIPTextModelWithProjection(_clip()), T5EncoderModel(_t5())
+        clip, clip_2, t5 = (
+            CLIPTextModelWithProjection(_clip()),
+            CLIPTextModelWithProjection(_clip()),
+            T5EncoderModel(
+                T5Config(vocab_size=len(_t5_letters()), d_model=_WIDTH, d_kv=8, d_ff=2 * _WIDTH, num_layers=2, num_heads=4)
+            ),
+        )
     for part in (transformer, vae, clip, clip_2, t5):
         part.eval().requires_grad_(False)
     return StableDiffusion3Pipeline(
@@ -98,10 +104,6 @@ def _clip() -> CLIPTextConfig:
     sizes = {"hidden_size": _WIDTH, "projection_dim": _WIDTH, "intermediate_size": 2 * _WIDTH}
     ends = {"bos_token_id": words - 2, "eos_token_id": words - 1}
     return CLIPTextConfig(vocab_size=words, num_hidden_layers=2, num_attention_heads=4, **ends, **sizes)
-
-
-def _t5() -> T5Config:
-    return T5Config(vocab_size=len(_t5_letters()), d_model=_WIDTH, d_kv=8, d_ff=2 * _WIDTH, num_layers=2, num_heads=4)
 
 
 def _clip_letters() -> CLIPTokenizer:

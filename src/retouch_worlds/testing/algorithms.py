@@ -14,7 +14,7 @@ from retouch.objectives.base import Objective
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import CPSTransition, DenoisingRollout, Transition, Window
 from retouch.policies.weights import WeightCopies
-from retouch.types import Batch, Minibatch, Trajectory
+from retouch.types import Batch, Minibatch
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.testing.assertions import call_twice, relative_distance, require, require_close
@@ -36,7 +36,12 @@ def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
         >>> retouch.testing.check_objective(retouch.GRPO(clip=1e-4), policy, batch)
     """
     trajectory = objective.demonstrate(policy, batch) if objective.imitates else policy.rollout(batch)
-    minibatch = _minibatch(batch, trajectory)
+    rows, device = len(batch), trajectory.mask.device
+    mask, valid = trajectory.mask.cpu(), torch.ones(rows, dtype=torch.bool)
+    weights = loss_weights(mask, valid, normalise="sequence")
+    slots = torch.tensor(batch.slot, dtype=torch.float32)
+    advantages = (slots - slots.mean())[:, None].expand(trajectory.mask.shape)
+    minibatch = Minibatch(batch, trajectory, advantages.to(device), weights.to(device))
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
     require(len(trained) > 0, "no parameter of policy.module requires a gradient")
     built = objective.build()
@@ -83,16 +88,6 @@ def _gradient(built: Any, policy: Any, minibatch: Minibatch, trained: Sequence[T
         losses.append(loss)
     require(len(losses) > 0, "losses yields nothing")
     return total, losses
-
-
-def _minibatch(batch: Batch, trajectory: Trajectory) -> Minibatch:
-    """A minibatch of all rows, with advantages of both signs in each group."""
-    rows, device = len(batch), trajectory.mask.device
-    mask, valid = trajectory.mask.cpu(), torch.ones(rows, dtype=torch.bool)
-    weights = loss_weights(mask, valid, normalise="sequence")
-    slots = torch.tensor(batch.slot, dtype=torch.float32)
-    advantages = (slots - slots.mean())[:, None].expand(trajectory.mask.shape)
-    return Minibatch(batch, trajectory, advantages.to(device), weights.to(device))
 
 
 def check_advantage(advantage: Advantage, *, reward_range: tuple[float, float] = (0.0, 1.0)) -> None:

@@ -49,14 +49,31 @@ def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int 
             require(len(tensor) == len(tasks), f"{name}: {key!r} has {len(tensor)} rows for {len(tasks)} tasks")
             require(not tensor.requires_grad, f"{name}: {key!r} carries a gradient")
     x = _check_noise(model, conditioning)
-    _check_sigmas(model, conditioning, num_steps)
+    sigmas = model.sigmas(num_steps, conditioning)
+    require(tuple(sigmas.shape) == (num_steps + 1,), f"{tuple(sigmas.shape)} sigmas for {num_steps} steps, not {num_steps + 1}")
+    falling = bool((sigmas.diff() < 0).all())
+    require(falling and 0.9 <= sigmas[0] <= 1 and sigmas[-1] == 0, f"sigmas {sigmas.tolist()} do not decrease from about 1 to 0")
     both = Conditioning.concat([replace(conditioning, negative=None), replace(negative, negative=None)])
     rows = len(next(iter(both.tensors.values())))
     require(rows == 2 * len(tasks), f"both branches of guidance together have {rows} rows for {len(tasks)} tasks")
     _check_velocity(model, tasks, conditioning, x)
     _check_dependence(model, tasks, conditioning, x)
     if trained:
-        _check_direction(model, tasks, conditioning, x)
+        targets = [task.target for task in tasks]
+        require(all(target is not None for target in targets), "with trained=True every task needs a target")
+        clean = model.encode_images([target for target in targets if target is not None])
+        require(clean.shape == x.shape, f"the targets are encoded to {tuple(clean.shape)}; the noise is {tuple(x.shape)}")
+        for sigma in (0.9, 0.6, 0.3):
+            with torch.no_grad():
+                noised = (1 - sigma) * clean + sigma * x
+                velocity = model.velocity(model.module, noised, torch.full((len(x),), sigma, device=x.device), conditioning)
+            direction = x - clean
+            explained = 1 - float((velocity - direction).square().sum() / direction.square().sum())
+            require(
+                explained >= _LEAST_EXPLAINED,
+                f"at sigma {sigma} the velocity explains {explained:.2f} of noise - data, not {_LEAST_EXPLAINED} or more; "
+                "check its sign, and the scales of the time step and of the latents",
+            )
     _check_images(model, conditioning, x)
 
 
@@ -76,13 +93,6 @@ def _check_noise(model: DenoisingModel, conditioning: Conditioning) -> Tensor:
 
 def _generator(row: int) -> torch.Generator:
     return generator("retouch.testing", "noise", row)
-
-
-def _check_sigmas(model: DenoisingModel, conditioning: Conditioning, num_steps: int) -> None:
-    sigmas = model.sigmas(num_steps, conditioning)
-    require(tuple(sigmas.shape) == (num_steps + 1,), f"{tuple(sigmas.shape)} sigmas for {num_steps} steps, not {num_steps + 1}")
-    falling = bool((sigmas.diff() < 0).all())
-    require(falling and 0.9 <= sigmas[0] <= 1 and sigmas[-1] == 0, f"sigmas {sigmas.tolist()} do not decrease from about 1 to 0")
 
 
 def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
@@ -150,24 +160,6 @@ def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning
         f"velocity jumps with sigma: from 0.9 to {0.9 - _SMALL_STEP} it changes {jump:.2f} times as much as from 0.9 to 0.3; is "
         "the time step scaled twice?",
     )
-
-
-def _check_direction(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
-    targets = [task.target for task in tasks]
-    require(all(target is not None for target in targets), "with trained=True every task needs a target")
-    clean = model.encode_images([target for target in targets if target is not None])
-    require(clean.shape == x.shape, f"the targets are encoded to {tuple(clean.shape)}; the noise is {tuple(x.shape)}")
-    for sigma in (0.9, 0.6, 0.3):
-        with torch.no_grad():
-            noised = (1 - sigma) * clean + sigma * x
-            velocity = model.velocity(model.module, noised, torch.full((len(x),), sigma, device=x.device), conditioning)
-        direction = x - clean
-        explained = 1 - float((velocity - direction).square().sum() / direction.square().sum())
-        require(
-            explained >= _LEAST_EXPLAINED,
-            f"at sigma {sigma} the velocity explains {explained:.2f} of noise - data, not {_LEAST_EXPLAINED} or more; "
-            "check its sign, and the scales of the time step and of the latents",
-        )
 
 
 def _padded(conditioning: Conditioning) -> Conditioning:

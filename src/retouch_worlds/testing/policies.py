@@ -48,15 +48,32 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
     require(len(trained) > 0, "no parameter of policy.module requires a gradient")
     trajectory = _check_rollout(policy, batch)
-    _check_rows(trajectory)
+    middle = (len(trajectory) + 1) // 2
+    joined = type(trajectory).concat([trajectory.take(slice(0, middle)), trajectory.take(slice(middle, len(trajectory)))])
+    for name in ("log_probs", "mask", "kind"):
+        a, b = getattr(joined, name), getattr(trajectory, name)
+        require(torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changes when rows are sliced and concatenated")
+    _check_outputs(joined.outputs, trajectory.outputs, limit=0.0, what="outputs sliced and concatenated")
     if isinstance(policy, VelocityPolicy):
         _check_velocity(policy, trajectory, trained)
     if (trajectory.kind == Kind.IMAGE).all():
         return
     usual = 1e-6 if (trajectory.kind == Kind.TRANSITION).all() else 1e-5
     limit = usual if ratio_limit is None else ratio_limit
-    _check_slices(trajectory, list(policy.microbatches(trajectory)))
-    _check_ratio(policy, trajectory, needs, limit)
+    parts = list(policy.microbatches(trajectory))
+    covered = torch.zeros(trajectory.mask.shape, dtype=torch.long)
+    for part in parts:
+        covered[part.rows, part.actions] += 1
+    wrong = [tuple(place) for place in (covered != 1).nonzero().tolist()]
+    require(
+        not wrong, f"microbatches cover (row, action) {wrong[:4]} {[int(covered[place]) for place in wrong[:4]]} times, not once"
+    )
+    for log_ratio in dict.fromkeys(("plain", needs.log_ratio)):
+        deviation = _max_ratio_deviation(policy, trajectory, Needs(log_ratio=log_ratio))
+        require(
+            deviation <= limit,
+            f"evaluate does not reproduce the rollout: |ratio - 1| is {deviation:.2e} ({log_ratio}); the limit is {limit:.0e}",
+        )
     _check_slicing(policy, trajectory, trained)
     _check_mask(policy, trajectory, batch, trained)
     if trajectory.values is not None:
@@ -90,35 +107,6 @@ def _check_outputs(a: Any, b: Any, *, limit: float, what: str) -> None:
         require_close(a, b, limit=limit, what=what)
     else:
         require(a == b, f"{what}: {a} and {b} differ")
-
-
-def _check_rows(trajectory: Trajectory) -> None:
-    """Check that slicing and concatenating rows changes nothing."""
-    middle = (len(trajectory) + 1) // 2
-    joined = type(trajectory).concat([trajectory.take(slice(0, middle)), trajectory.take(slice(middle, len(trajectory)))])
-    for name in ("log_probs", "mask", "kind"):
-        a, b = getattr(joined, name), getattr(trajectory, name)
-        require(torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changes when rows are sliced and concatenated")
-    _check_outputs(joined.outputs, trajectory.outputs, limit=0.0, what="outputs sliced and concatenated")
-
-
-def _check_slices(trajectory: Trajectory, parts: Sequence[Slice]) -> None:
-    covered = torch.zeros(trajectory.mask.shape, dtype=torch.long)
-    for part in parts:
-        covered[part.rows, part.actions] += 1
-    wrong = [tuple(place) for place in (covered != 1).nonzero().tolist()]
-    require(
-        not wrong, f"microbatches cover (row, action) {wrong[:4]} {[int(covered[place]) for place in wrong[:4]]} times, not once"
-    )
-
-
-def _check_ratio(policy: Policy, trajectory: Trajectory, needs: Needs, limit: float) -> None:
-    for log_ratio in dict.fromkeys(("plain", needs.log_ratio)):
-        deviation = _max_ratio_deviation(policy, trajectory, Needs(log_ratio=log_ratio))
-        require(
-            deviation <= limit,
-            f"evaluate does not reproduce the rollout: |ratio - 1| is {deviation:.2e} ({log_ratio}); the limit is {limit:.0e}",
-        )
 
 
 def _max_ratio_deviation(policy: Policy, trajectory: Trajectory, needs: Needs) -> float:

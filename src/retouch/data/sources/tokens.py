@@ -204,7 +204,8 @@ class TokenRows:
         for each in lists:
             file = list_file(each)
             root, entries = _entries(file)
-            name = _name(file)
+            parts = [part for part in file.resolve().parent.parts if part not in ("list", FEATURES)]
+            name = "/".join(parts[-2:]) if parts[-1] in SPLITS else parts[-1]
             names.append(name)
             name = name if names.count(name) == 1 else f"{name}#{names.count(name)}"
             start = len(self._entries)
@@ -302,13 +303,6 @@ def _entries(file: Path) -> tuple[Path, list[str]]:
     places = [above / FEATURES, above, *([Path(content["prefix"])] if isinstance(content.get("prefix"), str) else [])]
     there = (place for place in places if any((place / name).is_file() for name in names[:SHOWN]))
     return next(there, places[0]), names
-
-
-def _name(file: Path) -> str:
-    """The name of the data set of a list: the last folder of its path that is not part of the layout. If this folder is a split,
-    the name also has the folder above it ("omniedit/train")."""
-    parts = [part for part in file.resolve().parent.parts if part not in ("list", FEATURES)]
-    return "/".join(parts[-2:]) if parts[-1] in SPLITS else parts[-1]
 
 
 def _data_set(name: str) -> str:
