@@ -97,7 +97,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     reward: $.reward('viescore'),
     optimizer: { max_grad_norm: 1.0 },
     eval: { every: 100, tasks: 64, batch: 8 },
-    checkpoints: { every: 100, keep: 2 },
+    checkpoints: { every: 100, keep: 2, keep_every: 100 },
   },
 
   // Supervised learning of the images (after a thought, if the model thinks). Initial weights, batch size and schedule are those of

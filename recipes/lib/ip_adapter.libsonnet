@@ -80,9 +80,11 @@ local sampling = import 'sampling.libsonnet';
   },
 
   // Settings that all scripts of the source's repository share. The first half of the denoising steps trains; the published
-  // guidance is an input of the model.
+  // guidance is an input of the model. The warm-up learns the ref, with the source as its context and the ref's crop as the style.
+  // That crop shows the letters to be painted, so a model can copy them; the other recipes take the crop of another item.
   published_world(world):: world {
     model+: { guidance: 3.5 },
+    tasks+: { target: 'ref', reference: 'own' },
     judge+: { combine: '0.7 * ocr/correctness + 0.3 * vlm/quality' },
   },
   published_sizes:: { steps: 10000, tasks_per_step: 8, num_steps: 20, window: 10, high: 10, eval_steps: 20 },

@@ -5,6 +5,7 @@ reply, for clients of existing scoring servers. An error is reported by its HTTP
 """
 
 import math
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -229,6 +230,9 @@ def _task(head: TaskHead, images: Sequence[Image.Image | ErrorCode]) -> Task | E
         return error.code
 
 
+_DATA_ADDRESS = re.compile(r"^data:image/[\w.+-]+;base64,")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleScore:
     """The columns that are returned as ``vlm_score`` and ``ocr_confidence``.
@@ -259,13 +263,13 @@ class SingleScore:
 
 
 class SingleScoreRequest(BaseModel):
-    """The request. Images are PNG, JPEG or WebP files in base64.
+    """The request. Images are PNG, JPEG or WebP files in base64, also as ``data:`` addresses. Other keys are ignored.
 
     ``text``: the text that the image should show; the default is the quoted text of the prompt, as in prompt lists. ``mask``:
     another name of ``mask_image``. ``timestep``: the denoising timestep; it is accepted and does not change the scores.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     image: str
     prompt: Annotated[str, Field(max_length=100_000)]
@@ -306,7 +310,11 @@ def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget, *, ne
         "mask": (_MASK, asked.mask_image or asked.mask),
         "reference": (_FILE, asked.reference_image),
     }
-    encoded = {name: (head, decode_base64(text)) for name, (head, text) in given.items() if text is not None}
+    encoded = {
+        name: (head, decode_base64(_DATA_ADDRESS.sub("", text, count=1)))
+        for name, (head, text) in given.items()
+        if text is not None
+    }
     decoded = decode_images([head for head, _ in encoded.values()], [blob for _, blob in encoded.values()], limits, memory)
     images = {}
     for name, image in zip(encoded, decoded, strict=True):

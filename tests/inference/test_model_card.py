@@ -259,7 +259,7 @@ def test_hub_offline_mode_is_reported_as_the_reason_not_to_push(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"push": {"repo": "edits"}}, "push.repo"),
+        ({"push": {"repo": "me/my/edits"}}, "push.repo"),
         ({"push": {"repo": REPO}, "sharding": "fsdp2"}, "push: with fsdp2 no rank has the whole weights"),
         ({"checkpoints": {"every": 2, "keep_every": 3}}, "checkpoints.keep_every"),
         ({"checkpoints": {"every": 0, "keep_every": 3}}, "checkpoints.keep_every"),

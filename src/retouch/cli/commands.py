@@ -237,14 +237,30 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def add_convert(commands: Commands) -> None:
     convert = commands.add_parser(
-        "convert", parents=[debug_option()], help="make a published IP-Adapter (.bin) usable as policy.train.init_from"
+        "convert",
+        parents=[debug_option()],
+        help="make another trainer's file usable: a published IP-Adapter (.bin), or a configuration of EARL (.jsonnet)",
     )
-    convert.add_argument("source", type=Path, metavar="FILE", help="ip-adapter.bin or calligrapher.bin; only its tensors are read")
-    convert.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for ip_adapter.safetensors")
+    convert.add_argument(
+        "source",
+        type=Path,
+        metavar="FILE",
+        help="ip-adapter.bin or calligrapher.bin, of which only the tensors are read; or a configuration, to print it as a recipe",
+    )
+    convert.add_argument("--to", type=Path, metavar="DIR", help="folder for ip_adapter.safetensors")
     convert.set_defaults(run=_convert)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    if arguments.source.suffix in (".jsonnet", ".json"):
+        if arguments.to is not None:
+            raise ValueError("--to: a recipe is printed; write `retouch convert FILE > RECIPE.json`")
+        from retouch.recipe.recipe import load
+
+        print(json.dumps(load(arguments.source).document(), indent=2))
+        return 0
+    if arguments.to is None:
+        raise ValueError("--to: missing; name a folder for ip_adapter.safetensors")
     from retouch.inference.exporting import convert_adapter
 
     print(called(convert_adapter, arguments))

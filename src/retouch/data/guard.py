@@ -16,7 +16,7 @@ _NAMES = {
     "GenEval": r"(^|/)geneval(2)?(\.\w+)?$|(^|/)geneval/(test|evaluation|prompts)|evaluationmetadata\.jsonl$|geneval2data\.jsonl$",
     "Flow-GRPO's OCR test list": r"(^|/)ocr(/test\w*)?\.(txt|jsonl)$",
     "Flow-GRPO's PickScore test list": r"(^|/)pickscore/test",
-    "Calligrapher's bench": r"calligrapherbench|calligrapher2025/calligrapher(/|\[|$)|(^|/)(self|cross)bench\.txt$",
+    "Calligrapher's bench": r"calligrapherbench|calligrapher2025/calligrapher(/|\[|$)",
     "MagicBrush test": r"magicbrush(/.*)?(/|\[)test|magicbrush(eval|test)",
     "GEdit-Bench": r"(^|/)geditbench",
     "ImgEdit-Bench": r"imgeditbench|(^|/)imgedit/bench|(^|/)(basicedit|ugeedit)\.json$",
@@ -42,7 +42,9 @@ _NAMES = {
     "T2I-CompBench": r"t2icompbench.*val",
 }
 _INSTEAD = {"Complex-Edit": "UCSC-VLAA/GPT-Image-Edit-1.5M has similar complex instructions for training"}
-_TRIPLET = re.compile(r"test\d+_(source|mask|ref)\.png")
+_TRIPLET = re.compile(r"test\d+_source\.png")
+_TRIPLETS = 100
+"""Number of items of Calligrapher's bench."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) ->
     """The known test sets among data-set ids and paths. ``split``: the split that is read; a split whose name starts with "test"
     counts as a test set.
 
-    For a path, the target of links is checked too. A folder is also recognised by the file names of Calligrapher's bench.
+    For a path, the target of links is checked too. A folder is also recognised by the names and the number of the files of
+    Calligrapher's bench.
     """
     found = []
     for place in places:
@@ -71,7 +74,7 @@ def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) ->
             if any(re.search(pattern, name) for name in plain | {name.partition("[")[0] for name in plain}):
                 found.append(KnownTestSet(title, str(place)))
         folder = where if where.is_dir() else where.parent
-        if where.exists() and any(_TRIPLET.fullmatch(file.name) for file in folder.iterdir()):
+        if where.exists() and sum(_TRIPLET.fullmatch(file.name) is not None for file in folder.iterdir()) == _TRIPLETS:
             found.append(KnownTestSet("Calligrapher's bench", str(place)))
         if split is not None and split.lower().startswith("test"):
             found.append(KnownTestSet(f"the split {split!r}", str(place)))

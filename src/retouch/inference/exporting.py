@@ -39,7 +39,6 @@ from retouch.models.ip_adapter import FILE
 from retouch.models.parts import frozen_hashes
 from retouch.models.train import ExportFiles, Format
 from retouch.recipe.document import value_at
-from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder, split_label
@@ -324,14 +323,12 @@ def open_publisher(recipe: Recipe, folder: RunFolder, *, is_main: bool) -> "Publ
     if (reason := why_not_pushable()) is not None:
         log.warning("push is off: %s", reason)
         return None
-    api = HfApi()
+    api, repo = HfApi(), recipe.push.repo
     try:
-        _create_repo(
-            api, recipe.push.repo, private=recipe.push.private, key="push.repo", or_else="train without it: --set push=null"
-        )
+        repo = _create_repo(api, repo, private=recipe.push.private, key="push.repo", or_else="train without it: --set push=null")
     except UNSENT as error:
         log.warning("the Hugging Face Hub does not answer (%s); the run will still try to push", error)
-    return Publisher(recipe.push, folder, api)
+    return Publisher(recipe.push.every, repo, folder, api)
 
 
 def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
@@ -342,13 +339,14 @@ def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
     if (reason := why_not_pushable()) is not None:
         raise ValueError(reason)
     api = HfApi()
-    _create_repo(api, repo, private=private, key="repo", or_else="save_pretrained to a folder")
+    repo = _create_repo(api, repo, private=private, key="repo", or_else="save_pretrained to a folder")
     return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
 
 
-def _create_repo(api: HfApi, repo: str, *, private: bool, key: str, or_else: str) -> None:
+def _create_repo(api: HfApi, repo: str, *, private: bool, key: str, or_else: str) -> str:
+    """Create the repository if it does not exist, and return its full name, USER/NAME."""
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
+        return api.create_repo(repo, private=private, exist_ok=True).repo_id
     except HfHubHTTPError as error:
         raise ValueError(
             f"{key} {repo}: the Hugging Face Hub refused it ({error}); name a repository that this token may write to, or {or_else}"
@@ -360,8 +358,9 @@ class Publisher(Hook):
 
     station = "saved"
 
-    def __init__(self, push: Push, folder: RunFolder, api: HfApi) -> None:
-        self._settings = push
+    def __init__(self, every: int, repo: str, folder: RunFolder, api: HfApi) -> None:
+        self._every = every
+        self._repo = repo
         self._folder = folder
         self._api = api
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="push")
@@ -371,7 +370,7 @@ class Publisher(Hook):
         self._parts = parts
 
     def after_step(self, step: StepResult, collected: ScoredRollout) -> None:
-        if step.step < step.steps and self._settings.every and step.step % self._settings.every == 0:
+        if step.step < step.steps and self._every and step.step % self._every == 0:
             self._push(step.step, last=False)
 
     def ended(self, step: int, *, finished: bool) -> None:
@@ -395,7 +394,7 @@ class Publisher(Hook):
             future.result()
 
     def _upload(self, folder: Path, revisions: list[str]) -> None:
-        repo = self._settings.repo
+        repo = self._repo
         for revision in revisions:
             try:
                 if revision != "main":

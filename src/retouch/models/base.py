@@ -96,6 +96,13 @@ class ModelSection(Section):
         """
         return None, True
 
+    def fetch_weights(self) -> Any:
+        """Return what the model is loaded from: the folder of its weights, or loaded parts. Downloads missing weights.
+
+        Raises ValueError if that fails, or if files are missing or damaged.
+        """
+        return None
+
     @property
     def source(self) -> str:
         """The name of the weights in messages."""
@@ -168,11 +175,12 @@ class DiffusersModel(ImageModel):
     occurs in the lower-case name of ``path``."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
+        return self.load(self.fetch_weights(), device=device)
+
+    def fetch_weights(self) -> Any:
         from retouch.models.pretrained import fetch_weights
 
-        if self.path.startswith(LIVE):
-            return self.load(live_object(self.path, key="model.path"), device=device)
-        return self.load(fetch_weights(self.path), device=device)
+        return live_object(self.path, key="model.path") if self.path.startswith(LIVE) else fetch_weights(self.path)
 
     def load(self, source: Path | DiffusionPipeline, *, device: torch.device) -> DenoisingModel:
         """Load the model from a local folder, or take it from a loaded pipeline."""
@@ -348,10 +356,6 @@ class PretrainedLanguageModel(LanguageModel):
             require_attention(self.attention, dtype=self.torch_dtype, device=device)
 
     def fetch_weights(self) -> Any:
-        """Return the folder of the weights, or the ``retouch.models.loaded.LoadedLanguageModel``. Downloads missing weights.
-
-        Raises ValueError if that fails, or if files are missing or damaged.
-        """
         from retouch.models.pretrained import MODEL, fetch_weights
 
         if self.path.startswith(LIVE):

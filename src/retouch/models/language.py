@@ -128,6 +128,14 @@ class Emu3Model(Emu3Family):
     size: Pixels = (256, 256)
     """Height and width of the images in pixels."""
 
+    def fetch_weights(self) -> Any:
+        from retouch.models.pretrained import MODEL, TOKENIZER, fetch_weights
+
+        for path, files in ((self.tokenizer, TOKENIZER), (self.autoencoder, MODEL)):
+            if path is not None:
+                fetch_weights(path, files)
+        return super().fetch_weights()
+
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         from retouch.models.pretrained import MODEL, TOKENIZER, fetch_weights
 

@@ -391,8 +391,8 @@ class Push(Section):
     """Upload of the trained weights to the Hugging Face Hub, in the format of `retouch export`. Each push is a revision named after
     its step; the last one is also on main. Without a token nothing is pushed, and the run reports it."""
 
-    repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
-    """The repository, USER/NAME. It is created if it does not exist."""
+    repo: Annotated[str, Field(pattern=r"^([\w.-]+/)?[\w.-]+$")]
+    """The repository, USER/NAME, or NAME for the owner of the token. It is created if it does not exist."""
     every: StepInterval = 0
     """Steps between pushes; 0 pushes only at the end."""
     private: bool = True

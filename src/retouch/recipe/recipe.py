@@ -5,6 +5,7 @@ torch.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,14 @@ from retouch.models.base import DiffusersModel, ImageModel
 from retouch.models.train import FullWeights, IpAdapter
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.rollout import TRUNCATE_AT, DenoisingRollout, TokenRollout
+from retouch.recipe import earl
 from retouch.recipe.document import apply, evaluate, refuse_secrets, value_of
 from retouch.recipe.keys import RecipeKeys, ResolvedPhase, Rollout, Watch
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.rewards.base import NoReward, PhaseFacts, RewardSection, RunFacts, TaskFacts
 from retouch.rewards.combination import combination, read_formula
+
+_log = logging.getLogger("retouch")
 
 
 class Recipe(RecipeKeys):
@@ -69,13 +73,17 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
     """Read the recipe in a Jsonnet or JSON file, or the packaged recipe of that name, changed by ``a.b=value`` overrides.
 
-    ``allow_imports``: as in ``parse``. Raises ValueError if there is no such file (the message names packaged recipes with similar
-    names), if the Jsonnet cannot be evaluated, if the recipe contains a secret of the environment, and for the mistakes that
-    ``parse`` finds.
+    A configuration file of EARL is read as the recipe that does the same. ``allow_imports``: as in ``parse``.
+
+    Raises ValueError if there is no such file (the message names packaged recipes with similar names), if the Jsonnet cannot be
+    evaluated, if the recipe contains a secret of the environment, and for the mistakes that ``parse`` finds.
     """
     file = find(path)
     try:
         document = evaluate(file)
+        if earl.is_config(document):
+            document, notes = earl.recipe_of(document)
+            _log.warning("%s: read as a configuration of EARL%s", file, "".join(f"; {each}" for each in notes))
         refuse_secrets(apply(document, overrides), os.environ)
         return parse(document, overrides, allow_imports=allow_imports)
     except ValueError as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retouch.config.imports import is_foreign, source_place, user_code_error
 from retouch.protocols import Reward
-from retouch.rewards.base import visible_samples
+from retouch.rewards.base import RewardSection, close, visible_samples
 from retouch.rewards.worker import unchanged_settings
 from retouch.types import Column, Json, Sample, Scores, Task
 
@@ -31,7 +31,7 @@ _TRIED = 64
 
 
 def score(
-    reward: Reward,
+    reward: Reward | RewardSection,
     image: Image,
     *,
     instruction: str = "",
@@ -45,18 +45,24 @@ def score(
 ) -> dict[str, float]:
     """Score one image without building a task: one number per column, NaN if the column could not be judged or does not apply.
 
+    ``reward``: a reward, or its section, which is built for this call on the CPU.
     ``source``: the image or images that were edited. ``mask``: white where the image should change. ``text``: the text that the
     image should show. ``completion``: the text that the policy wrote, for rewards that score text. Raises ValueError if the reward
     needs an argument that is not given, or returns other columns than it declares.
 
     Example::
 
-        >>> retouch.score(retouch.rewards.Share(channel="red").build(device="cpu"), image, instruction="red")
+        >>> retouch.score(retouch.rewards.Share(channel="red"), image, instruction="red")
         {'share': 1.0}
     """
     images = (source,) if isinstance(source, Image) else tuple(source)
     task = Task("picture", instruction, images, mask, reference, target, text, meta=meta or {})
-    return {name: column.item() for name, column in scores_of(reward, [Sample(task, image, completion)]).items()}
+    built = reward.build(device="cpu") if isinstance(reward, RewardSection) else reward
+    try:
+        return {name: column.item() for name, column in scores_of(built, [Sample(task, image, completion)]).items()}
+    finally:
+        if built is not reward:
+            close(built)
 
 
 def scores_of(reward: Reward, samples: Sequence[Sample]) -> Scores:

@@ -503,6 +503,14 @@ def assemble(
     check_ranks(recipe, ranks.world)
     placement = plan_placement(recipe, ranks)
     recipe.policy.require_kernels(placement.policy)
+    phases = recipe.resolved_phases()
+    # Building a reward may wait hours for its server, so mistakes in weights and data are found first.
+    for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
+        model.fetch_weights()
+    sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
+    if first := sets[0].heldout[: recipe.eval.batch]:
+        for _, _, part in recipe.reward.parts():
+            part.require_columns(first)
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
@@ -514,14 +522,9 @@ def assemble(
             f"eval.column: the reward has no column {column!r}, only {', '.join(columns)}; name one of them, or "
             "give null for the combined reward"
         )
-    phases = recipe.resolved_phases()
     for phase in phases if trains else ():
         if phase.objective.differentiates_reward:
             phase.objective.load(placement.reward)
-    sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
-    if first := sets[0].heldout[: recipe.eval.batch]:
-        for _, _, part in recipe.reward.parts():
-            part.require_columns(first)
     if resumed is None:
         return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
     require_same_data(resumed, sets, ranks)

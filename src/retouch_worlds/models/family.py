@@ -44,6 +44,9 @@ class PlaygroundFamily(DiffusersModel):
     def find_weights(self) -> tuple[Path | None, bool]:
         return self.folder, True
 
+    def fetch_weights(self) -> Path:
+        return self.folder
+
     @property
     def source(self) -> str:
         return self.path or "the built-in model"

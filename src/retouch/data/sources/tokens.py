@@ -82,7 +82,8 @@ class TokenData(DataSource):
 
     @classmethod
     def rows_at(cls, path: Path) -> TokenRows | None:
-        return TokenRows([path], trusted=False) if (path / LIST).is_file() or path.name == Path(LIST).name else None
+        named = path.name == Path(LIST).name or any((path / inside).is_file() for inside in (LIST, f"{FEATURES}/{LIST}"))
+        return TokenRows([path], trusted=False) if named else None
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
         empty: dict[str, Json] = {"coefficients": [], "validation_lists": [], "validation_coefficients": []}

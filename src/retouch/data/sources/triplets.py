@@ -1,27 +1,33 @@
 """Triplets for painting words in the style of a reference image, in Calligrapher's layout: ``self_bench.txt`` has lines
 ``<number>-<text>``.
 
-In the same folder are ``test<number>_source.png``, the image with the text; ``test<number>_mask.png`` of the same size, white where
-the model should paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the image to fill in and the
-target.
+In the same folder are ``test<number>_source.png`` (or ``<number>_source.png``), the image to fill in; ``..._mask.png`` of the same
+size, white where the model should paint; and ``..._ref.png``. In the published benchmark the source shows the text, and the ref is
+the source's part inside the mask, so the source is the target. In other folders of this layout the ref is a whole image, which
+shows the text, and is the target.
 """
 
 import hashlib
+import io
 import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
+
+from PIL.Image import Image
+from pydantic import Field
 
 from retouch.core.random import generator
 from retouch.data.base import ImageData
-from retouch.data.images import load_mask
-from retouch.data.rows import Identity, InvalidRow, Problem, Row
+from retouch.data.images import EncodedImage, load_image, load_mask
+from retouch.data.rows import Identity, InvalidRow, Problem, Row, quoted
 from retouch.data.sources.folder import Entry, image_under, read_metadata
 from retouch.types import Json, TaskContents
 
 LIST = "self_bench.txt"
 PROMPT = "The text is '{}'."
+Target: TypeAlias = Literal["source", "ref"]
 _LINE = re.compile(r"(?P<number>\d+)-(?P<text>.*\S.*)")
 
 
@@ -35,9 +41,15 @@ class TripletData(ImageData):
     reference: Literal["own", "other"] = "other"
     """Which style crop is the reference image of an item: "own" is the item's own crop, which shows the letters to be painted;
     "other" is the crop of another item."""
+    target: Target = "source"
+    """Which image a supervised warm-up learns, and an edit is compared with. With "ref", the ref is resized to the size of the
+    source, and the style crop is the part of the ref inside the box around the mask."""
+    template: Annotated[str, Field(pattern=r"^[^{}]*\{\}[^{}]*$")] = PROMPT
+    """The prompt of an item, with {} for the text of its line. "{}" takes the line itself as the prompt, and the words that it
+    quotes as the text. A line that has the form of the template already is taken as the prompt too."""
 
     def rows(self, *, seed: int) -> "TripletRows":
-        return TripletRows(self.path, reference=self.reference, seed=seed)
+        return TripletRows(self.path, reference=self.reference, target=self.target, template=self.template, seed=seed)
 
     @classmethod
     def rows_at(cls, path: Path) -> "TripletRows | None":
@@ -54,20 +66,34 @@ class TripletRows:
     the seed gives each crop to one other item, so that no two items share an image and a split can separate them.
     """
 
-    def __init__(self, folder: str | Path, *, reference: Literal["own", "other"], seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        reference: Literal["own", "other"],
+        target: Target = "source",
+        template: str = PROMPT,
+        seed: int = 0,
+    ) -> None:
+        self._target, self._template = target, template
         self._root = Path(folder)
         table = read_metadata(self._root.resolve() / LIST, text_field="line")
         self._file = table.file
         self._digest = table.digest
         self._entries = table.entries
-        self.problems: tuple[Problem, ...] = table.notes
         self._reference = reference
         self._seed = seed
         self._first: dict[int, int] = {}
         for entry in table.entries:
             if (item := _item(entry)) is not None:
                 self._first.setdefault(item[0], entry.line)
-        self._styles = sorted(number for number in self._first if (self._root / _file(number, "ref")).is_file())
+        prompts = [entry.line for entry in table.entries if (item := _item(entry)) is not None and self._is_odd(item[1])]
+        found = f"{len(prompts)} texts look like prompts; data.template '{{}}' takes a line as the prompt"
+        self.problems: tuple[Problem, ...] = (
+            *table.notes,
+            *([Problem(self._file, prompts[0], found, "note")] if prompts else []),
+        )
+        self._styles = sorted(number for number in self._first if (self._root / self._name(number, "ref")).is_file())
         if reference == "other" and len(self._styles) < 2:
             raise ValueError(
                 f"{folder}: reference 'other' needs at least 2 items with a reference, and {len(self._styles)} have one; use 'own'"
@@ -96,9 +122,12 @@ class TripletRows:
         if self._first[number] != entry.line:
             wrong.append(f"the number {number} is taken by line {self._first[number]}")
         images = {}
-        for part, whose in (("source", number), ("mask", number), ("ref", self._others.get(number, number))):
+        style = self._others.get(number, number)
+        parts = {"source": ("source", number), "mask": ("mask", number), "style": ("ref", style)}
+        parts |= {"ref": ("ref", number), "style mask": ("mask", style)} if self._target == "ref" else {}
+        for part, (kind, whose) in parts.items():
             try:
-                images[part] = image_under(self._root, _file(whose, part))
+                images[part] = image_under(self._root, self._name(whose, kind))
             except ValueError as error:
                 wrong.append(str(error))
         if "mask" in images:
@@ -112,25 +141,51 @@ class TripletRows:
         if wrong:
             raise InvalidRow([Problem(self._file, entry.line, what) for what in wrong])
         meta: dict[str, Json] = {"number": number}
+        prompt, text = self._prompt(text)
+        target, reference = images["source"], images["style"]
+        if self._target == "ref":
+            size = load_image(images["source"]).size
+            target = _encoded(images["ref"].name, _resized(images["ref"], size))
+            mask = load_mask(images["style mask"])
+            reference = _encoded(reference.name, _resized(reference, mask.size).crop(mask.getbbox()))
         return Row(
             file=self._file,
             line=entry.line,
             id=f"{self._root.resolve().name}/{number}",
-            instruction=PROMPT.format(text),
+            instruction=prompt,
             images=(images["source"],),
             mask=images["mask"],
-            reference=images["ref"],
-            target=images["source"],
+            reference=reference,
+            target=target,
             text=text,
             source=str(number),
             tags={},
             meta=meta,
         )
 
+    def _prompt(self, text: str) -> tuple[str, str]:
+        """The prompt of a line, and the text to paint."""
+        before, after = self._template.split("{}")
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before + after):
+            inner = text.removeprefix(before).removesuffix(after)
+            return text, (quoted(text) or text) if self._template == "{}" else inner
+        return self._template.replace("{}", text), text
+
+    def _is_odd(self, text: str) -> bool:
+        """Whether a text that the template is put around looks like a prompt itself: it quotes words."""
+        prompt, _ = self._prompt(text)
+        return prompt != text and quoted(text) is not None
+
+    def _name(self, number: int, part: str) -> str:
+        """The name of an item's file. A folder may leave out the word "test"."""
+        short = f"{number}_{part}.png"
+        return short if (self._root / short).is_file() else f"test{short}"
+
     def identity(self) -> Identity:
-        """The identity of the list, including the choice of the reference images."""
+        """The identity of the list, including the choice of the reference and target images and of the prompts."""
         styles = self._styles if self._reference == "other" else []
-        content = json.dumps([self._digest, self._reference, self._seed if styles else 0, styles, self._root.resolve().name])
+        chosen = [self._reference, self._target, self._template, self._seed if styles else 0, styles]
+        content = json.dumps([self._digest, *chosen, self._root.resolve().name])
         return Identity(hashlib.sha256(content.encode()).hexdigest(), self._file, self._root)
 
 
@@ -141,5 +196,12 @@ def _item(entry: Entry) -> tuple[int, str] | None:
     return None if match is None else (int(match["number"]), match["text"].strip())
 
 
-def _file(number: int, part: str) -> str:
-    return f"test{number}_{part}.png"
+def _resized(image: EncodedImage, size: tuple[int, int]) -> Image:
+    found = load_image(image)
+    return found if found.size == size else found.resize(size)
+
+
+def _encoded(name: str, image: Image) -> EncodedImage:
+    with io.BytesIO() as file:
+        image.save(file, "PNG", compress_level=1)
+        return EncodedImage(name, file.getvalue())

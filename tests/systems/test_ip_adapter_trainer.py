@@ -1,0 +1,140 @@
+"""A user of an IP-Adapter trainer with a reward server brings a folder of triplets, an adapter and running servers."""
+
+import base64
+import io
+import json
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from PIL import Image, ImageDraw
+
+import loopback
+import retouch
+from retouch.cli import main
+from retouch.data.guard import find_test_sets
+from retouch.data.sources.triplets import TripletRows
+from retouch.data.tasks import Tasks
+from retouch.recipe.recipe import load
+from retouch.types import Sample, Task
+
+SIDE = 32
+BOX = (8, 8, 23, 15)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three items whose ref is a whole image, larger than the source; the second line is a prompt already."""
+    root = tmp_path / "mine"
+    root.mkdir()
+    for number in (1, 2, 3):
+        mask = Image.new("L", (SIDE, SIDE))
+        ImageDraw.Draw(mask).rectangle((BOX[0], BOX[1], BOX[2], BOX[3]), fill=255)
+        Image.new("RGB", (SIDE, SIDE), (number, 0, 0)).save(root / f"{number}_source.png")
+        mask.save(root / f"{number}_mask.png")
+        ref = Image.new("RGB", (2 * SIDE, 2 * SIDE), (0, number, 0))
+        ImageDraw.Draw(ref).rectangle([2 * edge for edge in BOX[:2]] + [2 * edge + 1 for edge in BOX[2:]], fill=(0, 0, 50 * number))
+        ref.save(root / f"{number}_ref.png")
+    (root / "self_bench.txt").write_text("1-Azir\n2-The text is 'Zed'.\n3-Paint 'Lux' in gold\n")
+    return root
+
+
+def test_the_target_is_the_ref_and_the_style_its_crop_at_the_mask(folder: Path) -> None:
+    task = Tasks(TripletRows(folder, reference="own", target="ref"), resize=None)[1]
+    assert task.target is not None
+    assert task.reference is not None
+    assert task.target.size == task.images[0].size == (SIDE, SIDE)
+    assert (task.images[0].getpixel((0, 0)), task.target.getpixel((0, 0))) == ((2, 0, 0), (0, 2, 0))
+    assert task.reference.size == (BOX[2] - BOX[0] + 1, BOX[3] - BOX[1] + 1)
+    assert task.reference.getpixel((5, 3)) == (0, 0, 100)
+
+
+def test_the_published_recipes_learn_the_ref_and_the_others_the_source() -> None:
+    chosen = {
+        name: load(f"flux-fill/{name}", ["data.path=x"]).document()["data"]
+        for name in ("ip-adapter-grpo-published", "ip-adapter-nft-published", "ip-adapter-grpo")
+    }
+    assert {name: (data["target"], data["reference"]) for name, data in chosen.items()} == {
+        "ip-adapter-grpo-published": ("ref", "own"),
+        "ip-adapter-nft-published": ("ref", "own"),
+        "ip-adapter-grpo": ("source", "other"),
+    }
+
+
+def test_a_line_that_is_a_prompt_is_not_put_into_the_template_again(folder: Path) -> None:
+    rows = TripletRows(folder, reference="own")
+    assert [(rows[index].instruction, rows[index].text) for index in (0, 1)] == [
+        ("The text is 'Azir'.", "Azir"),
+        ("The text is 'Zed'.", "Zed"),
+    ]
+    (problem,) = rows.problems
+    assert (problem.line, problem.severity) == (3, "note")
+    assert "1 texts look like prompts" in problem.what
+    whole = TripletRows(folder, reference="own", template="{}")
+    assert (whole[2].instruction, whole[2].text) == ("Paint 'Lux' in gold", "Lux")
+    assert not whole.problems
+
+
+def test_a_folder_of_ones_own_is_no_test_set(folder: Path) -> None:
+    assert find_test_sets([folder, folder / "self_bench.txt"]) == ()
+    for number in range(100):
+        (folder / f"test{number}_source.png").touch()
+    assert [found.name for found in find_test_sets([folder])] == ["Calligrapher's bench"]
+
+
+class Scores(loopback.Handler):
+    """The trainer's server: it scores the red and the green of the first pixel, and answers errors as a list with status 200."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.body())
+        self.asked.append(body)
+        pixel = Image.open(io.BytesIO(base64.b64decode(body["image"]))).convert("RGB").getpixel((0, 0))
+        if pixel == (0, 0, 9):
+            return self.reply(200, [{"error": "out of memory"}, 500])
+        return self.reply(200, {"vlm_score": pixel[0] / 51, "ocr_confidence": pixel[1] / 255, "combined_score": 0.0})
+
+
+def test_running_score_servers_score_images_in_turn() -> None:
+    first, second = (type("Instance", (Scores,), {"asked": []}) for _ in range(2))
+    with loopback.Server(first) as one, loopback.Server(second) as other:
+        for server in (one, other):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        section = retouch.rewards.ScoreServer(endpoints=(one.url, other.url))
+        reward = section.build()
+        samples = [
+            Sample(Task("a", "The text is 'Azir'.", text="Azir"), Image.new("RGB", (4, 4), colour))
+            for colour in ((255, 0, 0), (51, 255, 0), (0, 0, 9), (102, 0, 0))
+        ]
+        found = reward(samples)
+        reward.close()
+        assert found["vlm_score"].tolist()[:2] == [5.0, 1.0]
+        assert found["ocr_confidence"].tolist()[:2] == [0.0, 1.0]
+        # An error is a missing score and never a number.
+        assert found["vlm_score"].isnan().tolist() == [False, False, True, False]
+        assert len(first.asked) == len(second.asked) == 3
+        assert {key for body in first.asked for key in body} == {"image", "prompt", "text"}
+        assert retouch.score(section, samples[0].image) == {"vlm_score": 5.0, "ocr_confidence": 0.0}
+        one.shutdown()
+        other.shutdown()
+
+
+def test_a_score_outside_of_its_declared_range_is_missing() -> None:
+    with loopback.Server(Scores) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        section = retouch.rewards.ScoreServer(endpoints=(server.url,), columns={"vlm_score": (0.0, 1.0)})
+        scores = retouch.score(section, Image.new("RGB", (4, 4), (255, 0, 0)))
+        assert scores["vlm_score"] != scores["vlm_score"]
+        server.shutdown()
+
+
+def test_the_folder_trains_for_two_steps(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with loopback.Server(Scores) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reward = {"kind": "score-server", "endpoints": [server.url], "combine": "0.7 * ocr_confidence + 0.3 * vlm_score"}
+        settings = [f"data.path={folder}", "data.target=ref", f"reward={json.dumps(reward)}", "eval.tasks=1"]
+        settings += [f"phases.{number}.steps=1" for number in (0, 1)]
+        assert main(["train", "flux-fill/tiny", *(part for each in settings for part in ("--set", each))]) == 0
