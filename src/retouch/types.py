@@ -378,8 +378,9 @@ class Minibatch:
 
     ``weights`` (b, t) are non-negative; a row with a missing reward has weight 0. ``weight_sum``: their sum over the minibatch of
     all ranks, before an advantage that weighs rows is multiplied into them. It is 1; if the objective's ``loss_weights`` is
-    "dr_grpo", it is the mean number of trained actions of a row divided by the largest possible number. ``seed``, ``step`` and
-    ``epoch`` key the objective's own random draws. ``returns``: the targets of a value head, if there is one."""
+    "dr_grpo", it is the mean number of trained actions of a row divided by the largest possible number. ``epoch``, with
+    ``batch.seed`` and ``batch.step``, keys the objective's own random draws. ``returns``: the targets of a value head, if there is
+    one."""
 
     batch: Batch
     trajectory: Trajectory

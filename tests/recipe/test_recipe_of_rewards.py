@@ -15,8 +15,7 @@ from retouch.recipe.reward_arguments import parse_reward, read_combined, read_re
 from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.function import ImportedReward
 from retouch.rewards.kinds import KINDS as REWARDS
-from retouch.rewards.kinds import RunReward
-from retouch.rewards.parts import PARTS
+from retouch.rewards.kinds import PARTS, RunReward
 from retouch_serve.remote import RemoteReward
 
 ROOT = Path(__file__).parents[2]

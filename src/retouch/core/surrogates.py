@@ -1,6 +1,7 @@
 """Policy-gradient surrogates: a loss per action (b, t), to be minimised, from log-ratios or log-probabilities. fp32.
 
-``log_ratio`` is log(current probability / probability at rollout). ``low`` and ``high`` are distances from 1: the ratio is
+``log_ratio`` is log(current probability / stored probability), the stored one that of the rollout (or, for stale samples, of the
+weights at the start of the step). ``low`` and ``high`` are distances from 1: the ratio is
 clipped to [1 - low, 1 + high]. ``mask`` is True for the actions that train; None means all of them. Where it is False, loss and
 gradient are exactly 0, even if the inputs there are inf or NaN. Clipping is applied to the log-ratio, before exp: loss and
 gradient are the same as when the ratio is clipped, and nothing overflows.
@@ -139,7 +140,9 @@ def clip_fraction(
     high: float,
     mask: Bool[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """1 where ``clipped_surrogate`` removes the gradient, else 0, as (b, t). Its weighted mean is the clip fraction.
+    """1 where ``clipped_surrogate`` without ``dual`` removes the gradient, else 0, as (b, t).
+
+    Its weighted mean is the clip fraction.
 
     The gradient is removed where the ratio is outside the bound towards which the advantage pushes it: above 1 + high for a
     positive advantage, below 1 - low for a negative one.

@@ -474,6 +474,8 @@ class HeadStepper:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, this rank's share of the global loss, to the policy and the head."""
+        # The policy's loss may be NaN and the head's gradient finite.
+        self.head._nonfinite_loss |= not bool(torch.isfinite(loss))
         self.policy.backward(loss)
 
     def step(self, learning_rate: float) -> float:

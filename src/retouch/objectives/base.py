@@ -94,9 +94,10 @@ class Objective(Section):
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
         """Yield this rank's shares of the loss, one per microbatch; backward runs on each share before the next one is computed.
 
-        ``minibatch.advantages`` and ``minibatch.weights`` are (b, t); the weights are normalised over the rows of all ranks
-        (to the sum 1 unless ``loss_weights`` is "dr_grpo"), so a loss is ``(weights * loss_per_action).sum()``, and a metric that
-        is a mean over actions is ``(weights * metric).sum() / minibatch.weight_sum``. Every rank must yield equally many shares.
+        ``minibatch.advantages`` and ``minibatch.weights`` are (b, t); the weights are normalised over the rows of all ranks (to the
+        sum 1 unless ``loss_weights`` is "dr_grpo" or the advantage weighs rows), so a loss is ``(weights *
+        loss_per_action).sum()``, and a metric that is a mean over actions is ``(weights * metric).sum() / minibatch.weight_sum``.
+        Every rank must yield equally many shares.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no losses")
 

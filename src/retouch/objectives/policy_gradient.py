@@ -127,7 +127,7 @@ class PolicyGradient(Objective):
             if self.surrogate == "gspo" and mask.shape[1] < (of := trajectory.mask.shape[1]):
                 raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
 
-            # The forward pass: log p of the stored actions under the current weights, and log ratio = log p - log p of the rollout.
+            # The forward pass: log p of the stored actions under the current weights, and log ratio = log p - stored log p.
             now = policy.evaluate(trajectory, part, needs)
 
             value_loss = None
@@ -168,7 +168,7 @@ class PolicyGradient(Objective):
                 loss = loss - self.entropy_bonus * torch.where(mask, now.entropy, 0.0)
             value = (weights * loss).sum()
 
-            # Metrics are means over actions: these weights sum to 1 over all ranks and microbatches.
+            # Metrics are means over actions: their weights sum to 1 over all ranks, unless the advantage weighs rows.
             share, change = weights / minibatch.weight_sum, now.log_ratio.detach()
             sums = {"policy/loss": value.detach(), "policy/approx_kl": (share * surrogates.approx_kl(change, mask=mask)).sum()}
             if clipped is not None:

@@ -31,7 +31,7 @@ class WeightCopies:
 
     A copy contains only the trainable parameters: the LoRA matrices, or all weights (for its dtype, see ``copy_dtype``).
     ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
-    weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are never overwritten.
+    weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are overwritten only by ``update_ema``.
     """
 
     def __init__(self, module: nn.Module, *, devices: Mapping[str, torch.device] | None = None) -> None:

@@ -52,7 +52,7 @@ BatchScorer: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch
 
 
 class RewardScorer:
-    """A reward together with the combination of its columns: a weighted sum or a formula (``combine/combination.py``).
+    """A reward together with the combination of its columns: a weighted sum or a formula (``rewards/combination.py``).
 
     Columns that ``combine`` does not name are only logged. A sample without an image is never passed to the reward: it gets the
     worst value of each column (NaN for a diagnostic) and the lowest value of the combination. A reward without columns

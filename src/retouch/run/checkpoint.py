@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 class TrainState:
     """Everything that a run needs to continue after ``step`` with the same bits.
 
-    ``tensors``: maps a group (weights, optimizer, copies, rng) to its tensors by name; each group is one file
+    ``tensors``: maps a group (weights, optimizer, copies, random) to its tensors by name; each group is one file
     ``<group>.safetensors``. ``numbers``: everything else, as strict JSON (no NaN, no infinity).
     """
 

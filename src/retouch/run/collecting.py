@@ -83,7 +83,7 @@ def under_current_weights(run: Run, collected: ScoredRollout, *, age: int, trunc
         for part in run.policy.microbatches(trajectory):
             current[part.rows, part.actions] = run.policy.evaluate(trajectory, part, Needs()).log_probs
         weights = importance_weights(current, acting, mask, cap=truncate_at)
-    change = (current - acting)[mask].double()
+    change = (current - acting)[mask].cpu().double()
     drawn = change.exp()
     sums = [drawn.clamp(max=truncate_at).sum(), (drawn > truncate_at).sum(), -change.sum(), torch.ones_like(drawn).sum()]
     weight, truncated, kl, count = run.ranks.sum(torch.stack([each.double().cpu() for each in sums])).tolist()

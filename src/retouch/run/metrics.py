@@ -110,6 +110,6 @@ def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> dict[str, flo
     found |= {"engine/mismatch": total / count, "engine/mismatch_max": largest, "engine/kl": kl / count}
     deviations: torch.Tensor | None = getattr(trajectory, "deviations", None)
     if deviations is not None:
-        squares = ranks.sum(torch.tensor(deviations.double().sum().item())).item()
+        squares = ranks.sum(torch.tensor(deviations.cpu().double().sum().item())).item()
         found["engine/deviation"] = (squares / count) ** 0.5
     return found

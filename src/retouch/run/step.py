@@ -236,7 +236,8 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
             "Nothing was learned from this step. If the judge is failing, start the run again when it answers; if the reward "
             "leaves samples out on purpose, set max_missing to the share that it leaves out"
         )
-    # 6. GRPO: A = (reward - mean of the group) / (std of the group + eps). A missing reward is in no mean, and its A is 0.
+    # 6. GRPO: A = (reward - mean of the group) / (std of the group + eps), clamped if `clip` is set. A missing
+    #    reward is in no mean, and its A is 0.
     advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range).float()
     valid = rewards[~rewards.isnan()]
     metrics = {
@@ -291,7 +292,8 @@ def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metri
 
 def make_minibatch(run: Run, phase: Phase, collected: ScoredRollout, rows: slice, epoch: int) -> Minibatch:
     """Return the given rows with loss weights that are normalised over all ranks, so the loss does not depend on their number."""
-    # 7. The rows keep the log-probabilities of the rollout: the ratio is relative to the weights that sampled, in every epoch.
+    # 7. The rows keep the log-probabilities of the rollout: the ratio is relative to the weights that sampled, in every epoch
+    #    (with stale samples, to those at the start of the step). All epochs have the same minibatches in the same order.
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]
     if (kinds := phase.objective.trained_kinds(collected.batch.step - phase.steps.start)) is not None:
@@ -343,6 +345,7 @@ def accumulate(run: Run, objective: Objective, minibatch: Minibatch) -> tuple[Me
             sums[name] = sums.get(name, 0.0) + torch.as_tensor(value)
         for name, value in loss.maxima.items():
             maxima[name] = torch.maximum(maxima.get(name, torch.as_tensor(value)), torch.as_tensor(value))
-    totals = run.ranks.sum(torch.stack([value.double() for value in sums.values()])).tolist() if sums else []
-    highest = run.ranks.max(torch.stack([value.double() for value in maxima.values()])).tolist() if maxima else []
+    # On the CPU, because MPS has no fp64.
+    totals = run.ranks.sum(torch.stack([value.cpu().double() for value in sums.values()])).tolist() if sums else []
+    highest = run.ranks.max(torch.stack([value.cpu().double() for value in maxima.values()])).tolist() if maxima else []
     return dict(zip(sums, totals, strict=True)), dict(zip(maxima, highest, strict=True))
