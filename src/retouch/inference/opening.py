@@ -75,8 +75,14 @@ class Writer:
         self.policy = policy
         self.batch = batch
 
-    def __call__(self, instruction: str, images: Sequence[Image] = ()) -> WriterOutput:
-        """The completion for one instruction and its source images."""
+    @overload
+    def __call__(self, instruction: str, images: Sequence[Image] = ()) -> WriterOutput: ...
+    @overload
+    def __call__(self, instruction: Sequence[str]) -> list[WriterOutput]: ...
+    def __call__(self, instruction: str | Sequence[str], images: Sequence[Image] = ()) -> WriterOutput | list[WriterOutput]:
+        """The completion for one instruction and its source images, or the completions for a list of instructions."""
+        if not isinstance(instruction, str):
+            return self.many(instruction, [images] * len(instruction))
         (output,) = self.many([instruction], [images])
         return output
 
