@@ -79,8 +79,8 @@ class Writer:
     @overload
     def __call__(self, instruction: str, images: Sequence[Image] = ()) -> WriterOutput: ...
     @overload
-    def __call__(self, instruction: Sequence[str]) -> list[WriterOutput]: ...
-    def __call__(self, instruction: str | Sequence[str], images: Sequence[Image] = ()) -> WriterOutput | list[WriterOutput]:
+    def __call__(self, instruction: list[str]) -> list[WriterOutput]: ...
+    def __call__(self, instruction: str | list[str], images: Sequence[Image] = ()) -> WriterOutput | list[WriterOutput]:
         """The completion for one instruction and its source images, or the completions for a list of instructions."""
         if not isinstance(instruction, str):
             return self.many(instruction, [images] * len(instruction))
