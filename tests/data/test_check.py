@@ -23,22 +23,22 @@ def photos(tmp_path):
     return folder
 
 
-def write(folder, *lines) -> str:
+def write(folder, *lines):
     path = folder / "metadata.jsonl"
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def row(file_name="a.png", instruction="make it blue", **more) -> dict:
+def row(file_name="a.png", instruction="make it blue", **more):
     return {"file_name": file_name, "instruction": instruction, **more}
 
 
-def errors(problems) -> list[tuple[int, str]]:
+def errors(problems):
     return [(problem.line, problem.what) for problem in problems if problem.severity == "error"]
 
 
-def notes(problems) -> list[tuple[int, str]]:
+def notes(problems):
     return [(problem.line, problem.what) for problem in problems if problem.severity == "note"]
 
 

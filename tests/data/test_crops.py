@@ -1,7 +1,6 @@
 """Random crops of training images; and what the crop to the model's size removes, which is reported before a run starts."""
 
 import json
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -20,7 +19,7 @@ from retouch.recipe.recipe import load
 SIDE = 40
 
 
-def gradient(tmp_path: Path, rows: int = 4) -> Path:
+def gradient(tmp_path, rows=4):
     """A folder of images, and masks and targets equal to them, whose pixels tell their place: red is x, green is y."""
     folder = tmp_path / "own"
     folder.mkdir()
@@ -38,7 +37,7 @@ def gradient(tmp_path: Path, rows: int = 4) -> Path:
     return folder
 
 
-def test_training_images_are_cropped_with_their_masks_and_targets_and_held_out_images_are_not(tmp_path: Path) -> None:
+def test_training_images_are_cropped_with_their_masks_and_targets_and_held_out_images_are_not(tmp_path):
     sets = FolderData(path=str(gradient(tmp_path)), held_out=1, crops=5).build(DataContext())
     assert (len(sets.train), len(sets.heldout)) == (15, 1)
     assert len({task.id for task in sets.train}) == 15
@@ -60,7 +59,7 @@ def test_training_images_are_cropped_with_their_masks_and_targets_and_held_out_i
     assert len({task.images[0].size for task in sets.train}) > 3
 
 
-def test_crops_are_the_same_in_each_process_and_resized_after_cropping(tmp_path: Path) -> None:
+def test_crops_are_the_same_in_each_process_and_resized_after_cropping(tmp_path):
     data = FolderData(path=str(gradient(tmp_path)), held_out=1, crops=3, size=(16, 16))
     first, again = data.build(DataContext(seed=1)), data.build(DataContext(seed=1))
     assert [task.images[0].tobytes() for task in first.train] == [task.images[0].tobytes() for task in again.train]
@@ -71,7 +70,7 @@ def test_crops_are_the_same_in_each_process_and_resized_after_cropping(tmp_path:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 50), (101, 7)])
-def test_a_crop_lies_in_its_image_and_has_a_pixel(size: tuple[int, int]) -> None:
+def test_a_crop_lies_in_its_image_and_has_a_pixel(size):
     image = Image.new("RGB", size, (1, 2, 3))
     for number in range(50):
         made = random_crop(0, "row", number).of(image)
@@ -81,7 +80,7 @@ def test_a_crop_lies_in_its_image_and_has_a_pixel(size: tuple[int, int]) -> None
     assert Crop(left=0.0, top=0.0, size=1.0).of(image).size == size
 
 
-def test_one_version_is_the_default_and_not_written_into_the_recipe(tmp_path: Path) -> None:
+def test_one_version_is_the_default_and_not_written_into_the_recipe(tmp_path):
     data = FolderData(path=str(gradient(tmp_path)), held_out=1)
     assert "crops" not in data.model_dump()
     assert len(data.build(DataContext()).train) == 3
@@ -90,7 +89,7 @@ def test_one_version_is_the_default_and_not_written_into_the_recipe(tmp_path: Pa
 WIDE, SQUARE = (192, 48), (48, 48)
 
 
-def mask(box: tuple[int, int, int, int], size: tuple[int, int] = WIDE) -> Image.Image:
+def mask(box, size=WIDE):
     made = Image.new("L", size)
     made.paste(255, box)
     return made
@@ -109,16 +108,16 @@ REGIONS = {
 REGIONS["at both ends, with a bounding box around the middle"][0].paste(255, (0, 0, 2, 9))
 
 
-def rows(shape: Image.Image, count: int = 4) -> list[dict[str, object]]:
+def rows(shape, count=4):
     return [{"prompt": f"edit {n}", "image": Image.new("RGB", shape.size, (n, 9, 9)), "mask": shape} for n in range(count)]
 
 
 @pytest.mark.parametrize("case", REGIONS)
-def test_point_1_7_a_row_whose_mask_the_crop_removes_is_refused_at_the_start(case: str, tmp_path: Path) -> None:
+def test_point_1_7_a_row_whose_mask_the_crop_removes_is_refused_at_the_start(case, tmp_path):
     shape, size, kept = REGIONS[case]
     stream = datasets.Dataset.from_list(rows(shape)).to_iterable_dataset()
     for number, row in enumerate(rows(shape)):
-        row["image"].save(tmp_path / f"{number}.png")  # type: ignore[attr-defined]
+        row["image"].save(tmp_path / f"{number}.png")
     shape.save(tmp_path / "m.png")
     lines = [{"file_name": f"{n}.png", "instruction": f"edit {n}", "mask": "m.png"} for n in range(4)]
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -132,13 +131,13 @@ def test_point_1_7_a_row_whose_mask_the_crop_removes_is_refused_at_the_start(cas
                 data.build(DataContext(size=size))
 
 
-def test_point_1_7_a_row_that_is_not_checked_at_the_start_is_refused_when_it_is_drawn() -> None:
+def test_point_1_7_a_row_that_is_not_checked_at_the_start_is_refused_when_it_is_drawn():
     row = TableData.of(rows(REGIONS["at the left"][0])).rows(seed=0)[1]
     with pytest.raises(ValueError, match=r"train_dataset:2: the crop of .* removes the whole mask"):
         load_task(row, resize=Exact(48, 48))
 
 
-def test_point_1_7_no_random_crop_removes_the_whole_mask(tmp_path: Path) -> None:
+def test_point_1_7_no_random_crop_removes_the_whole_mask(tmp_path):
     Image.new("RGB", (48, 48), "red").save(tmp_path / "0.png")
     mask((0, 0, 6, 6), (48, 48)).save(tmp_path / "m.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "instruction": "x", "mask": "m.png"}\n')
@@ -146,7 +145,7 @@ def test_point_1_7_no_random_crop_removes_the_whole_mask(tmp_path: Path) -> None
     assert [task.mask.getextrema() for task in sets.train] == [(0, 255)] * 40
 
 
-def test_point_1_7_crops_of_more_than_half_and_of_what_the_target_changes_are_notes(caplog: pytest.LogCaptureFixture) -> None:
+def test_point_1_7_crops_of_more_than_half_and_of_what_the_target_changes_are_notes(caplog):
     edited = Image.new("RGB", WIDE, "white")
     edited.paste("blue", (0, 0, 20, 48))
     for target, what in ((edited, "removes the whole region that the target changes"), (None, "keeps 25% of the image")):
@@ -158,9 +157,7 @@ def test_point_1_7_crops_of_more_than_half_and_of_what_the_target_changes_are_no
         assert "4 of 4 rows are cropped to less than half, or lose what they change" in caplog.text
 
 
-def test_point_1_7_the_check_of_a_recipe_reports_what_its_size_crops_away(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_point_1_7_the_check_of_a_recipe_reports_what_its_size_crops_away(tmp_path, capsys):
 
     for number in range(2):
         Image.new("RGB", WIDE, (number, 9, 9)).save(tmp_path / f"{number}.png")
@@ -173,6 +170,6 @@ def test_point_1_7_the_check_of_a_recipe_reports_what_its_size_crops_away(
     assert "removes the whole mask" in capsys.readouterr().out
 
 
-def test_a_region_on_both_sides_of_the_centre_is_never_removed() -> None:
+def test_a_region_on_both_sides_of_the_centre_is_never_removed():
     for size in ((1, 100), (100, 1), (7, 7)):
         assert not removed_by_fit("mask", off_centre(mask((90, 20, 100, 30))), WIDE, size=size)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import pytest
 from PIL import Image
 
 from retouch.config.packaged import packaged_recipes
-from retouch.data.base import DataContext, DataSets, DataSource
+from retouch.data.base import DataSets, DataSource
 from retouch.data.images import EncodedImage
 from retouch.data.kinds import DATA
 from retouch.data.rows import Row
@@ -32,17 +31,17 @@ class Numbers(DataSource):
     shared: bool = False
     """Whether held-out tasks are training tasks."""
 
-    def contents(self) -> TaskContents:
+    def contents(self):
         return TaskContents(images=True, mask=False, reference=False, target=False)
 
-    def build(self, context: DataContext) -> DataSets:
+    def build(self, context):
         return DataSets(_tasks(range(4)), _tasks(range(1 if self.shared else 4, 6)))
 
 
-def test_a_row_with_a_decoded_image_is_refused_with_the_class_to_use() -> None:
+def test_a_row_with_a_decoded_image_is_refused_with_the_class_to_use():
     image = Image.new("RGB", (4, 4))
     with pytest.raises(ValueError, match=r"image of the row 'a' is of type Image; give .* as retouch\.data\.images\.EncodedImage"):
-        Row("rows", 1, "a", "blue", (EncodedImage("a", b""),), target=image)  # type: ignore[arg-type]
+        Row("rows", 1, "a", "blue", (EncodedImage("a", b""),), target=image)
 
 
 class NonDeterministic(Numbers):
@@ -50,7 +49,7 @@ class NonDeterministic(Numbers):
 
     made: ClassVar[list[int]] = []
 
-    def build(self, context: DataContext) -> DataSets:
+    def build(self, context):
         self.made.append(1)
         return DataSets(_tasks(range(len(self.made))), _tasks(range(100, 102)))
 
@@ -58,7 +57,7 @@ class NonDeterministic(Numbers):
 class SharesItsSecondImages(Numbers):
     """Its held-out tasks have source images of training tasks, at another position."""
 
-    def build(self, context: DataContext) -> DataSets:
+    def build(self, context):
         first, second = (Image.new("RGB", (8, 8), (255, k, 0)) for k in range(2))
         train = [replace(task, images=(*task.images, first)) for task in _tasks(range(2))]
         return DataSets(
@@ -69,23 +68,23 @@ class SharesItsSecondImages(Numbers):
 class MissingTargets(Numbers):
     """Declares targets that its tasks do not have."""
 
-    def contents(self) -> TaskContents:
+    def contents(self):
         return TaskContents(target=True)
 
 
-def _tasks(numbers: Sequence[int]) -> list[Task]:
+def _tasks(numbers):
     return [Task(f"n/{k}", f"make it {k}", images=(Image.new("RGB", (8, 8), (k, 0, 0)),)) for k in numbers]
 
 
-def imported(name: str, **args: object) -> dict[str, object]:
+def imported(name, **args):
     return {"kind": "import", "class": f"{__name__}:{name}", "args": args}
 
 
-def photos(**data: object) -> dict[str, object]:
+def photos(**data):
     return {**evaluate(packaged_recipes() / "photos.jsonnet"), "data": data}
 
 
-def test_loading_the_data_source_classes_imports_neither_torch_nor_datasets() -> None:
+def test_loading_the_data_source_classes_imports_neither_torch_nor_datasets():
     code = (
         "import sys; from retouch.data.kinds import DATA; DATA.classes(); "
         "print([name for name in ('torch', 'numpy', 'datasets', 'pyarrow', 'transformers') if name in sys.modules])"
@@ -94,7 +93,7 @@ def test_loading_the_data_source_classes_imports_neither_torch_nor_datasets() ->
     assert done.stdout.strip() == "[]"
 
 
-def test_each_kind_in_the_table_loads_a_data_source_class_with_that_kind() -> None:
+def test_each_kind_in_the_table_loads_a_data_source_class_with_that_kind():
     for kind in DATA:
         if kind != "import":
             found = DATA.load(kind)
@@ -102,7 +101,7 @@ def test_each_kind_in_the_table_loads_a_data_source_class_with_that_kind() -> No
             assert found.model_fields["kind"].default == kind
 
 
-def test_a_user_defined_data_source_is_parsed_stored_and_compared_like_a_built_in_one() -> None:
+def test_a_user_defined_data_source_is_parsed_stored_and_compared_like_a_built_in_one():
     document = photos(**imported("Numbers", path="here"))
     recipe = parse(document)
     assert recipe.data == Numbers(path="here")
@@ -122,7 +121,7 @@ def test_a_user_defined_data_source_is_parsed_stored_and_compared_like_a_built_i
         parse(photos(kind="import", **{"class": "retouch.types:Task"}))
 
 
-def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones() -> None:
+def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones():
     check_data_source(Numbers())
     check_data_source(PlaygroundData(count=8, complexity={1: 1.0, 2: 1.0}))
     for source, message in (
@@ -135,6 +134,6 @@ def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones() -> No
             check_data_source(source)
 
 
-def test_check_data_source_accepts_an_own_class_without_retouch_allow_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_data_source_accepts_an_own_class_without_retouch_allow_imports(monkeypatch):
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     check_data_source(Numbers())

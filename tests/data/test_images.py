@@ -16,26 +16,26 @@ from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_i
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
-def encoded(image: Image.Image, format: str, **options) -> bytes:
+def encoded(image, format, **options):
     out = io.BytesIO()
     image.save(out, format, **options)
     return out.getvalue()
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def chunk(kind, data):
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, *, depth: int, colour: int, raw: bytes, extra: bytes = b"") -> bytes:
+def png(width, height, *, depth, colour, raw, extra=b""):
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
 
 
-def noise(width: int = 40, height: int = 24) -> Image.Image:
+def noise(width=40, height=24):
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def pixels(data: bytes) -> list:
+def pixels(data):
     return np.asarray(load_image(EncodedImage("test", data))).reshape(-1, 3).tolist()
 
 
@@ -231,14 +231,14 @@ def test_area_keeps_the_aspect_ratio_and_does_not_enlarge():
         Area(100, 16)
 
 
-def half(white: int, *, mode: str = "L", size: tuple[int, int] = (8, 4)) -> Image.Image:
+def half(white, *, mode="L", size=(8, 4)):
     """A mask whose right half has the value ``white``."""
     mask = Image.new(mode, size, 0)
     mask.paste(white, (size[0] // 2, 0, *size))
     return mask
 
 
-def palette(*colours: tuple[int, int, int]) -> Image.Image:
+def palette(*colours):
     """A picture of indices 0, 1, ... of a palette, in equal columns."""
     mask = Image.fromarray(np.repeat(np.arange(len(colours), dtype=np.uint8), 4)[None].repeat(4, 0))
     mask.putpalette([value for colour in colours for value in colour])
@@ -291,7 +291,7 @@ def test_point_1_7_soft_masks_keep_their_grey_levels():
     assert np.array_equal(np.asarray(load_mask(EncodedImage("m", noisy))) > 127, np.asarray(half(255, size=(32, 32))) > 127)
 
 
-def display_p3() -> bytes:
+def display_p3():
     """Pillow's profile of sRGB with the primaries of Display P3; the curve is the same."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     columns = {b"rXYZ": (0.51512, 0.24120, -0.00105), b"gXYZ": (0.29198, 0.69225, 0.04189), b"bXYZ": (0.15710, 0.06657, 0.78407)}

@@ -109,11 +109,11 @@ def test_limit_depends_on_the_seed_and_a_limit_of_0_raises():
         limit([1, 2], n=0, seed=0)
 
 
-def image(number: int) -> Image.Image:
+def image(number):
     return Image.frombytes("RGB", (16, 12), random.Random(number).randbytes(16 * 12 * 3))
 
 
-def contents(tasks) -> list[set[bytes]]:
+def contents(tasks):
     """The pixels of the images of each task, except its mask."""
     images = [(*task.images, task.target, task.reference, task.chosen, task.rejected) for task in tasks]
     return [{each.tobytes() for each in row if each is not None} for row in images]
@@ -188,7 +188,7 @@ def test_grouped_rows_have_one_source_if_and_only_if_shared_keys_connect_them(ro
 small = st.integers(1, 6)
 
 
-def tasks(count: int) -> list[Task]:
+def tasks(count):
     return [Task(id=str(n), instruction=f"task {n}") for n in range(count)]
 
 
@@ -236,7 +236,7 @@ def steps(draw):
     return count, group_size, minibatches, world
 
 
-def rows_of(batch) -> list[tuple[int, int]]:
+def rows_of(batch):
     return [(batch.group_ids[group], slot) for group, slot in zip(batch.group, batch.slot, strict=True)]
 
 

@@ -286,10 +286,10 @@ class KillsReader:
 
     problems = ()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 300
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index):
         if os.getpid() != PARENT:
             os.kill(os.getpid(), signal.SIGKILL)
         return Row("x", index, str(index), "x", images=(EncodedImage("x", b""),))

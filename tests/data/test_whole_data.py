@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from small_runs import photos_recipe
 ROWS = 5
 
 
-def folder(root: Path, name: str, **columns: Any) -> Path:
+def folder(root, name, **columns):
     """A data set of five photographs. ``columns``: further ones, each a function of the row's number."""
     made = root / name
     made.mkdir()
@@ -39,7 +38,7 @@ def folder(root: Path, name: str, **columns: Any) -> Path:
     return made
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def evaluated(capsys, *words):
     capsys.readouterr()
     assert main(["eval", *words]) == 0
     printed = capsys.readouterr().out
@@ -47,7 +46,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
     return result
 
 
-def test_fault_1_a_test_set_can_be_evaluated_but_not_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_1_a_test_set_can_be_evaluated_but_not_trained_on(tmp_path, capsys):
     bench = folder(tmp_path, "gedit-bench")
     file = photos_recipe(tmp_path, bench)
     assert evaluated(capsys, str(file))["table"]["all"]["n"] == 1
@@ -55,7 +54,7 @@ def test_fault_1_a_test_set_can_be_evaluated_but_not_trained_on(tmp_path: Path, 
     assert "not for training" in capsys.readouterr().err
 
 
-def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path, capsys):
     own, other = folder(tmp_path, "own"), folder(tmp_path, "geneval-like")
     file = photos_recipe(tmp_path, own)
     assert evaluated(capsys, str(file), "--set", "data.held_out=all")["table"]["all"]["n"] == ROWS
@@ -75,7 +74,7 @@ def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path: Path, capsys: pytes
     assert "no such file or folder" in capsys.readouterr().err
 
 
-def test_fault_2_data_of_another_layout_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_2_data_of_another_layout_can_be_evaluated(tmp_path, capsys):
     found = evaluated(
         capsys,
         "recipes/quickstart.jsonnet",
@@ -90,7 +89,7 @@ def test_fault_2_data_of_another_layout_can_be_evaluated(tmp_path: Path, capsys:
     assert found["step"] == 0
 
 
-def test_fault_2_a_run_on_a_stream_is_evaluated_on_a_whole_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_2_a_run_on_a_stream_is_evaluated_on_a_whole_data_set(tmp_path, capsys):
     other = stream_files.parquet(tmp_path / "other", files=1, rows=ROWS)
     data = {"kind": "stream", "path": str(other), "columns": {"instruction": "instruction", "image": "image"}, "size": [24, 24]}
     document = json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())
@@ -102,7 +101,7 @@ def test_fault_2_a_run_on_a_stream_is_evaluated_on_a_whole_data_set(tmp_path: Pa
     assert changed == HubData(path="org/name", columns=data["columns"], held_out="all")
 
 
-def test_the_revision_in_the_recipe_is_not_used_for_other_data(tmp_path: Path) -> None:
+def test_the_revision_in_the_recipe_is_not_used_for_other_data(tmp_path):
     other = stream_files.parquet(tmp_path / "other", files=1, rows=ROWS)
     columns = {"instruction": "instruction", "image": "image"}
     document = json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())
@@ -119,7 +118,7 @@ def test_the_revision_in_the_recipe_is_not_used_for_other_data(tmp_path: Path) -
         assert again.revision == "abc"
 
 
-def test_fault_4_tag_columns_become_tags_and_rows_of_the_result_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_4_tag_columns_become_tags_and_rows_of_the_result_table(tmp_path, capsys):
     own = folder(tmp_path, "own", task_type=lambda row: ["colour", "style"][row % 2])
     file = photos_recipe(
         tmp_path, own, data={"tags": ["task_type"], "held_out": "all"}, eval={"headline": {"task_type": ["colour"]}}
@@ -128,13 +127,13 @@ def test_fault_4_tag_columns_become_tags_and_rows_of_the_result_table(tmp_path: 
     assert {row: table[row]["n"] for row in table} == {"all": 5, "headline": 3, "task_type=colour": 3, "task_type=style": 2}
 
 
-def test_fault_4_a_row_without_a_value_for_a_tag_raises(tmp_path: Path) -> None:
+def test_fault_4_a_row_without_a_value_for_a_tag_raises(tmp_path):
     section = FolderData(path=str(folder(tmp_path, "own")), tags=("task_type",))
     with pytest.raises(ValueError, match="'task_type': no value for this tag"):
         section.build(DataContext())
 
 
-def test_fault_4_a_hub_data_set_has_tags(tmp_path: Path) -> None:
+def test_fault_4_a_hub_data_set_has_tags(tmp_path):
     import datasets
 
     rows = [{"instruction": "redder", "kind": "colour"}, {"instruction": "bluer", "kind": "style"}]
@@ -157,7 +156,7 @@ THOUGHT = {"plan": "find the sky", "colour": "blue", "check": {"edges": "sharp"}
     ],
 )
 @pytest.mark.parametrize("column", ["thought", "thinking", "CoT"])
-def test_fault_5_thoughts_are_read(tmp_path: Path, column: str, value: Any, keys: tuple[str, ...], expected: str | None) -> None:
+def test_fault_5_thoughts_are_read(tmp_path, column, value, keys, expected):
     own = folder(tmp_path, "own", **{column: lambda row: value})
     for task in FolderData(path=str(own), thought_keys=keys, held_out=1).build(DataContext()).train:
         assert task.meta.get(Codes.THOUGHT) == expected
@@ -173,13 +172,13 @@ def test_fault_5_thoughts_are_read(tmp_path: Path, column: str, value: Any, keys
         (7, (), "'why': should be text or a map of texts, not 7"),
     ],
 )
-def test_fault_5_invalid_chains_of_thought_raise(tmp_path: Path, value: Any, keys: tuple[str, ...], message: str) -> None:
+def test_fault_5_invalid_chains_of_thought_raise(tmp_path, value, keys, message):
     own = folder(tmp_path, "own", why=lambda row: value)
     with pytest.raises(ValueError, match=message):
         FolderData(path=str(own), columns={"thought": "why"}, thought_keys=keys, held_out=1).build(DataContext())
 
 
-def test_default_tags_and_thought_keys_are_not_written_into_the_recipe(tmp_path: Path) -> None:
+def test_default_tags_and_thought_keys_are_not_written_into_the_recipe(tmp_path):
     document = parse(json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())).document()
     assert not {"tags", "thought_keys"} & document["data"].keys()
     recipe = parse(document, ["data.held_out=all"])
@@ -187,7 +186,7 @@ def test_default_tags_and_thought_keys_are_not_written_into_the_recipe(tmp_path:
         build_sets(recipe, recipe.data, size=None)
 
 
-def test_a_whole_data_set_that_eval_tasks_limits_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_whole_data_set_that_eval_tasks_limits_is_said(caplog, tmp_path):
     source = FolderData(path=str(folder(tmp_path, "limited")), held_out="all")
     context = DataContext(trains=False, eval_split="test", eval_tasks=ROWS - 1, size=(48, 48))
     assert len(source.build(context).heldout) == ROWS - 1

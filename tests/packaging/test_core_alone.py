@@ -18,7 +18,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp_path: Path) -> None:
+def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp_path):
     changes = ["steps=1", "tasks_per_step=2", "group_size=2", "microbatch=4", "rollout.chunk=4", "eval.tasks=3", "eval.best_of_k=0"]
     changes += ["samples.tasks=1", 'reward={"kind":"share","combine":{"share":1.0}}', "eval.column=share", f"out={tmp_path}"]
     words = [word for change in changes for word in ("--set", change)]
@@ -33,7 +33,7 @@ def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp
     assert "no curves for TensorBoard" in (run / "train.log").read_text()
 
 
-def test_a_recipe_with_a_judge_says_which_extra_it_needs(tmp_path: Path) -> None:
+def test_a_recipe_with_a_judge_says_which_extra_it_needs(tmp_path):
     judge = '{"kind":"endpoint","model":"m","base_url":"http://127.0.0.1:9/v1","key":null}'
     words = ["--set", f'reward={{"kind":"yes","judge":{judge},"combine":{{"yes":1.0}}}}', "--set", "eval.column=yes"]
     words += ["--set", f"out={tmp_path}"]

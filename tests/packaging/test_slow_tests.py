@@ -8,9 +8,7 @@ import slow
 
 
 @pytest.mark.parametrize("code", ["pass", "raise AssertionError"])
-def test_files_that_were_run_are_not_run_again(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_were_run_are_not_run_again(code, tmp_path, monkeypatch, capsys):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers =\n  slow\n  engines\n")
     for name in ("one", "two"):
         (tmp_path / f"test_small_{name}.py").write_text(
@@ -26,7 +24,7 @@ def test_files_that_were_run_are_not_run_again(
     monkeypatch.setattr(slow, "ROOT", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # pytest starts faster
 
-    def call(*words: str) -> tuple[int, str]:
+    def call(*words):
         Path("calls").write_text("")
         return slow.main([*words, "."]), Path("calls").read_text()
 

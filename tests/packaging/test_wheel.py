@@ -37,7 +37,7 @@ FEW = [
 ]
 
 
-def pip(*words: str, environment: Path | None = None) -> None:
+def pip(*words, environment=None):
     """Run the pip of these tests, for another environment if one is given."""
     target = [] if environment is None else ["--python", str(environment / "bin" / "python")]
     command = [sys.executable, "-m", "pip", "--quiet", *target, *words]
@@ -46,7 +46,7 @@ def pip(*words: str, environment: Path | None = None) -> None:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
     (found,) = folder.glob("*.whl")
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     """An environment with the wheel."""
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment)
@@ -65,7 +65,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment
 
 
-def run(environment: Path, words: list[str], folder: Path, *, code: int = 0) -> str:
+def run(environment, words, folder, *, code=0):
     """What a program of the environment prints, in ``folder``."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("RETOUCH")}
     command = [str(environment / "bin" / words[0]), *words[1:]]
@@ -74,7 +74,7 @@ def run(environment: Path, words: list[str], folder: Path, *, code: int = 0) -> 
     return done.stdout + done.stderr
 
 
-def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(wheel):
     assert wheel.stat().st_size <= MOST_BYTES
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -89,13 +89,13 @@ def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(whe
     assert {name for name in names if ".dist-info/" not in name} == data | recipes
 
 
-def test_the_installed_package_is_imported_and_not_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_package_is_imported_and_not_the_checkout(installed, tmp_path):
     found = run(installed, ["python", "-c", "import retouch; print(retouch.__file__)"], tmp_path)
     assert Path(found.strip()).is_relative_to(installed)
     assert str(ROOT) not in run(installed, ["retouch", "recipes"], tmp_path)
 
 
-def test_the_quickstart_trains_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+def test_the_quickstart_trains_in_an_empty_folder(installed, tmp_path):
     changes = [word for change in FEW for word in ("--set", change)]
     printed = run(installed, ["retouch", "train", "quickstart", *changes], tmp_path)
     assert "step 2/2" in printed
@@ -103,13 +103,13 @@ def test_the_quickstart_trains_in_an_empty_folder(installed: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_recipe_tiny_sd3_trains_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_the_recipe_tiny_sd3_trains_outside_of_the_checkout(installed, tmp_path):
     changes = [word for change in ("steps=1", "trackers=[]") for word in ("--set", change)]
     assert "step 1/1" in run(installed, ["retouch", "train", "tiny-sd3", *changes], tmp_path)
 
 
 @pytest.mark.slow
-def test_the_code_of_the_readme_runs(installed: Path, tmp_path: Path) -> None:
+def test_the_code_of_the_readme_runs(installed, tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     snippet = next(block for block in readme.split("```python\n")[1:] if "retouch.Trainer(" in block).split("```")[0]
     (tmp_path / "script.py").write_text(TINY + snippet)
@@ -118,7 +118,7 @@ def test_the_code_of_the_readme_runs(installed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_plans_a_recipe_for_real_weights(installed: Path, tmp_path: Path) -> None:
+def test_doctor_plans_a_recipe_for_real_weights(installed, tmp_path):
     printed = run(installed, ["retouch", "doctor", "sd3/ocr-grpo"], tmp_path, code=1)
     assert "not ready: data\n" in printed
     words = ("red", "blue", "green", "gold", "grey", "pink")
@@ -129,7 +129,7 @@ def test_doctor_plans_a_recipe_for_real_weights(installed: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_after_an_install_with_all_dependencies(wheel: Path, tmp_path: Path) -> None:
+def test_the_quickstart_trains_after_an_install_with_all_dependencies(wheel, tmp_path):
     venv.create(tmp_path / "environment")
     pip("install", "--constraint", str(ROOT / "constraints.txt"), str(wheel), environment=tmp_path / "environment")
     folder = tmp_path / "empty"

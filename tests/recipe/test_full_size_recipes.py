@@ -1,8 +1,6 @@
 """The full-size recipes: the values of the systems that they reproduce, their differences, and those for photographs."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -23,7 +21,7 @@ OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
 
 
-def test_the_writer_recipe_has_the_values_of_system_a() -> None:
+def test_the_writer_recipe_has_the_values_of_system_a():
     recipe = load(WRITERS[0])
     check_ranks(recipe, 8)
     found = values(recipe.document())
@@ -65,7 +63,7 @@ def test_the_writer_recipe_has_the_values_of_system_a() -> None:
     assert found["tasks_per_step"] * found["group_size"] == 1 * 2 * 8 == 16
 
 
-def test_published_writer_recipes_have_the_values_of_the_repository_of_system_a() -> None:
+def test_published_writer_recipes_have_the_values_of_the_repository_of_system_a():
     lora, full = (load(f"{EDITOR}writer-grpo-{name}.jsonnet") for name in ("published", "full-published"))
     for recipe in (lora, full):
         check_ranks(recipe, 8)
@@ -93,7 +91,7 @@ def test_published_writer_recipes_have_the_values_of_the_repository_of_system_a(
     assert (full.learning_rate, full.data.complexity) == (5e-6, "1-8")
 
 
-def test_the_text_to_image_writer_recipe_has_the_values_of_system_a() -> None:
+def test_the_text_to_image_writer_recipe_has_the_values_of_system_a():
     recipe = load(TEXT_TO_IMAGE)
     check_ranks(recipe, 8)
     found = values(recipe.document())
@@ -116,7 +114,7 @@ def test_the_text_to_image_writer_recipe_has_the_values_of_system_a() -> None:
     assert found["tasks_per_step"] * found["group_size"] == 16 * 8  # completions at once on each of 8 GPUs
 
 
-def test_the_curriculum_recipe_trains_100_steps_on_each_of_five_stages() -> None:
+def test_the_curriculum_recipe_trains_100_steps_on_each_of_five_stages():
     """The source divides its 500 steps evenly among 5 difficulties, and never starts the optimizer anew."""
     recipe = load(CURRICULUM)
     check_ranks(recipe, 8)
@@ -128,15 +126,14 @@ def test_the_curriculum_recipe_trains_100_steps_on_each_of_five_stages() -> None
     assert changed == {"name", "steps", "data", "reward", "phases"}
 
 
-def test_lora_targets_of_writer_recipes_are_the_four_attention_projections() -> None:
+def test_lora_targets_of_writer_recipes_are_the_four_attention_projections():
     for name in (*WRITERS, ENHANCER):
         policy = load(name).policy
-        assert policy.train.lora is not None
         targets = policy.train.lora.layers(policy.model.lora_targets)
         assert sorted(target.rpartition(".")[2] for target in targets) == ["k_proj", "o_proj", "q_proj", "v_proj"]
 
 
-def test_writer_recipe_variants_differ_only_in_encoder_or_reward_combination() -> None:
+def test_writer_recipe_variants_differ_only_in_encoder_or_reward_combination():
     assert differing_paths(WRITERS[0], WRITERS[1]) == {"name", "renderer.encoder"}
     reward = {f"reward.combine.{column}" for column in ("alignment", "quality", "identity")} | {"reward.combine"}
     assert differing_paths(WRITERS[1], WRITERS[2]) == {"name"} | reward
@@ -144,7 +141,7 @@ def test_writer_recipe_variants_differ_only_in_encoder_or_reward_combination() -
     assert "identity" in combined
 
 
-def test_the_prompt_enhancer_recipe_has_the_values_of_system_c() -> None:
+def test_the_prompt_enhancer_recipe_has_the_values_of_system_c():
     recipe = load(ENHANCER)
     found = values(recipe.document())
     wanted = {
@@ -172,7 +169,7 @@ def test_the_prompt_enhancer_recipe_has_the_values_of_system_c() -> None:
     }
 
 
-def test_the_published_enhancer_recipe_has_the_values_of_the_repository_of_system_c() -> None:
+def test_the_published_enhancer_recipe_has_the_values_of_the_repository_of_system_c():
     recipe = load(PUBLISHED_ENHANCER)
     found = values(recipe.document())
     wanted = {
@@ -194,7 +191,7 @@ def test_the_published_enhancer_recipe_has_the_values_of_the_repository_of_syste
     assert differing_paths(ENHANCER, PUBLISHED_ENHANCER) == changed | objective
 
 
-def test_the_published_enhancer_recipe_accepts_the_bound_on_prompt_drift() -> None:
+def test_the_published_enhancer_recipe_accepts_the_bound_on_prompt_drift():
     """With the two changes that its header comment describes."""
     bound = "reward.combine=clip/similarity - max(0.7 - sentence/kept, 0)"
     recipe = load(PUBLISHED_ENHANCER, ["reward.rewards.sentence.kind=sentence_similarity", bound])
@@ -204,7 +201,7 @@ def test_the_published_enhancer_recipe_accepts_the_bound_on_prompt_drift() -> No
     assert values(recipe.document())["reward.combine"] == bound.partition("=")[2]
 
 
-def test_the_ocr_recipe_has_the_values_of_flow_grpo() -> None:
+def test_the_ocr_recipe_has_the_values_of_flow_grpo():
     recipe = load(OCR)
     for ranks in (8, 16, 24, 32):
         check_ranks(recipe, ranks)
@@ -255,7 +252,7 @@ def test_the_ocr_recipe_has_the_values_of_flow_grpo() -> None:
     assert found["minibatches"] == 2
 
 
-def test_prompts_without_quoted_text_raise_with_their_line(tmp_path: Any) -> None:
+def test_prompts_without_quoted_text_raise_with_their_line(tmp_path):
     prompts = tmp_path / "words.txt"
     prompts.write_text('A sign that says "Open 24" and "more"\nA cat.\nA door with "Push" on it\n')
     recipe = load(OCR, [f"data.path={prompts}", "data.held_out=1"])
@@ -266,7 +263,7 @@ def test_prompts_without_quoted_text_raise_with_their_line(tmp_path: Any) -> Non
     assert sorted(task.text for part in (sets.train, sets.heldout) for task in (part[0],)) == ["Open 24", "Push"]
 
 
-def test_packaged_prompts_are_read_from_any_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_packaged_prompts_are_read_from_any_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rows = read_prompts(shipped(load(ENHANCER).data.path))
     prompts = [rows[index].instruction for index in range(len(rows))]
@@ -276,7 +273,7 @@ def test_packaged_prompts_are_read_from_any_working_directory(monkeypatch: pytes
     assert all(any(words in prompt for prompt in prompts) for words in named)
 
 
-def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "recipes" / "sd3" / "challenging.txt"
     own.parent.mkdir(parents=True)
@@ -294,7 +291,7 @@ def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch: pytest.M
         (OCR, "recipes/sd3/ocr-grpo-playground.jsonnet"),
     ],
 )
-def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full: str, twin: str) -> None:
+def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full, twin):
     same = {"policy.kind", "policy.train", "policy.entropy", "policy.mask_truncated", "rollout.kind", "rollout.top", "epochs"}
     same |= {
         "renderer.kind",
@@ -312,7 +309,7 @@ PUBLISHED_WRITERS = [f"{EDITOR}writer-grpo-published.jsonnet", f"{EDITOR}writer-
 
 
 @pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, TEXT_TO_IMAGE, CURRICULUM, ENHANCER, PUBLISHED_ENHANCER, OCR])
-def test_the_header_comment_describes_a_healthy_run(name: str) -> None:
+def test_the_header_comment_describes_a_healthy_run(name):
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
     assert "A healthy run" in said
@@ -326,13 +323,13 @@ SMALL = ("-playground", "tiny", "playground/", "quickstart", "photos")
 """Parts of the names of recipes for tiny models."""
 
 
-def rewards_of(document: Any) -> set[str]:
+def rewards_of(document):
     """The kinds of the rewards in a recipe's document, also of those inside a ``several``."""
     inner = (document.get("rewards") or {}).values()
     return {document["kind"], *(kind for each in inner for kind in rewards_of(each))}
 
 
-def test_fault_14_no_full_size_recipe_has_a_reward_that_needs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_14_no_full_size_recipe_has_a_reward_that_needs_no_model(monkeypatch):
     for name in ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME"):
         monkeypatch.setenv(name, "x")
     documents = {short_name(name): evaluate(find(name)) for name in available()}
@@ -342,7 +339,7 @@ def test_fault_14_no_full_size_recipe_has_a_reward_that_needs_no_model(monkeypat
     assert {name: kinds for name, kinds in found.items() if kinds} == {}
 
 
-def test_fault_14_the_recipe_for_photographs_on_a_gpu_has_published_rewards() -> None:
+def test_fault_14_the_recipe_for_photographs_on_a_gpu_has_published_rewards():
     recipe = load("recipes/flux-kontext/photos.jsonnet")
     document = recipe.document()
     assert recipe.ranks in (None, 1)
@@ -350,7 +347,7 @@ def test_fault_14_the_recipe_for_photographs_on_a_gpu_has_published_rewards() ->
     assert document["policy"]["model"]["path"] == "black-forest-labs/FLUX.1-Kontext-dev"
 
 
-def test_fault_14_three_of_ten_photographs_are_held_out(tmp_path: Path) -> None:
+def test_fault_14_three_of_ten_photographs_are_held_out(tmp_path):
     for index in range(10):
         Image.new("RGB", (60, 50), (20 * index, 90, 60)).save(tmp_path / f"{index}.png")
     rows = [{"file_name": f"{index}.png", "instruction": "warmer"} for index in range(10)]

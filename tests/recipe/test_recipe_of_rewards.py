@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from test_recipe import BASE
@@ -26,7 +26,7 @@ FOLDER = {"kind": "folder", "path": "photos"}
 ASPECTS = {"kind": "aspects", "judge": JUDGE, "combine": {"alignment": 0.6, "quality": 0.4, "identity": 0}}
 
 
-def least(kind: type) -> dict[str, Any]:
+def least(kind):
     """The section with only its required keys."""
     given = {"colour": [1, 2, 3], "judge": JUDGE, "head": "head.safetensors", "weights": "lpips.safetensors", "class": "mine:Red"}
     given |= {"endpoints": ["http://127.0.0.1:8700"], "path": "weights", "name": "brightness", "source": "0" * 16, "queue": "votes"}
@@ -35,18 +35,18 @@ def least(kind: type) -> dict[str, Any]:
     return {tag: name} | {key: given[key] for key, field in keys.items() if field.is_required() and key != tag}
 
 
-def document(reward: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def document(reward, **changes):
     made = {**BASE, "data": FOLDER, "reward": reward}
     return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def refusal(reward: dict[str, Any], **changes: Any) -> list[str]:
+def refusal(reward, **changes):
     with pytest.raises(ValueError, match=r".") as caught:
         parse(document(reward, **changes))
     return str(caught.value).splitlines()
 
 
-def several(**rewards: Any) -> dict[str, Any]:
+def several(**rewards):
     return {"kind": "several", "rewards": rewards, "combine": "0.5 * judge/alignment + 0.5 * clip/similarity"}
 
 
@@ -75,18 +75,6 @@ def test_every_reward_of_the_package_is_a_kind():
     assert own == {*REWARDS.classes(), NoReward}
     of_runs = get_args(RunReward)[1]
     assert set(of_runs.classes()) == own
-
-
-PARSES = """
-import json, sys
-from retouch.config.section import Section
-from retouch.rewards.kinds import AnyReward
-class Holder(Section):
-    reward: AnyReward
-for document in json.load(sys.stdin):
-    Holder.model_validate_json(json.dumps({"reward": document}))
-print([name for name in ("torch", "transformers", "openai", "httpx", "rapidocr") if name in sys.modules])
-"""
 
 
 def test_the_page_of_rewards_names_every_kind_with_its_columns():

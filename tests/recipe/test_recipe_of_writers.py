@@ -43,7 +43,7 @@ CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "win
 changed, raised = partial(changed_recipes.changed, BASE), partial(changed_recipes.raised, BASE)
 
 
-def test_point_2_5_alpha_is_twice_the_rank_unless_it_is_given() -> None:
+def test_point_2_5_alpha_is_twice_the_rank_unless_it_is_given():
     assert retouch.Lora(rank=4) == retouch.Lora(rank=4, alpha=8)
     writer = parse(changed(policy__train={"kind": "lora", "rank": 8})).policy.train.lora
     assert (writer.rank, writer.alpha) == (8, 16)
@@ -57,7 +57,7 @@ def test_point_2_5_alpha_is_twice_the_rank_unless_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/nft", "playground/supervised"])
-def test_documents_of_recipes_without_a_writer_contain_no_renderer(name: str) -> None:
+def test_documents_of_recipes_without_a_writer_contain_no_renderer(name):
     recipe = parse(evaluate(find(f"recipes/{name}.jsonnet")))
     document = recipe.document()
     assert "renderer" not in document
@@ -83,7 +83,7 @@ def test_documents_of_recipes_without_a_writer_contain_no_renderer(name: str) ->
         ),
     ],
 )
-def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
+def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line):
     assert any(found.startswith(line) for found in raised(**changes)), raised(**changes)
 
 
@@ -131,7 +131,7 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
 )
-def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:
+def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
     found = [line for line in raised(**changes) if line.startswith(f"{key}: ")]
     assert found, raised(**changes)
     assert len(found[0].removeprefix(key)) > 30
@@ -150,18 +150,18 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str,
         {"renderer__encoder": "policy", "renderer__guidance_scale": 4.0, "policy__train": {"kind": "full"}},
     ],
 )
-def test_compatible_values_are_accepted(changes: dict[str, Any]) -> None:
+def test_compatible_values_are_accepted(changes):
     assert parse(changed(**changes)).name == "try"
 
 
-def test_a_run_can_resume_on_other_devices_but_not_with_another_encoder() -> None:
+def test_a_run_can_resume_on_other_devices_but_not_with_another_encoder():
     old = parse(BASE)
     assert differences(old, parse(changed(devices={"renderer": "cuda:1", "offload": True}))) == []
     assert differences(old, parse(changed(devices={"weights": "cpu"}, sharding="fsdp2"))) == []
     assert differences(old, parse(changed(renderer__encoder="policy"))) != []
 
 
-def test_held_out_tasks_of_playground_scenes_have_no_incomplete_completions() -> None:
+def test_held_out_tasks_of_playground_scenes_have_no_incomplete_completions():
     recipe = parse(changed(**SCENES, data__incomplete=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
     held_out = recipe.eval_data()
     assert (held_out.kind, held_out.count, held_out.seed, held_out.split) == ("playground-scenes", 7, 5, "test")

@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 
 from retouch.records import ownership
 from retouch.records.folder import RunFolder, own
-from retouch.records.ownership import NotOwner, Owner, OwnerRecord, current_owner, read_record, shared_owner
+from retouch.records.ownership import NotOwner, Owner, current_owner, read_record, shared_owner
 
 OWNER_PROGRAM = """
 import sys, time
@@ -28,10 +26,9 @@ time.sleep(60)
 
 
 @contextmanager
-def owned_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+def owned_elsewhere(folder):
     """Another process that owns the folder."""
     with subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "owned\n"
         try:
             yield process
@@ -39,7 +36,7 @@ def owned_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def write_record(folder: Path, **changes: str | int) -> OwnerRecord:
+def write_record(folder, **changes):
     """The record of an owner on another machine."""
     folder.mkdir(exist_ok=True)
     fields = {"token": "theirs", "host": "node-7", "pid": 4242, "since": "2030-01-01", "machine": "another", "began": "1"}
@@ -49,16 +46,15 @@ def write_record(folder: Path, **changes: str | int) -> OwnerRecord:
     return record
 
 
-def test_a_second_process_raises_and_names_the_owner(tmp_path: Path) -> None:
+def test_a_second_process_raises_and_names_the_owner(tmp_path):
     with owned_elsewhere(tmp_path / "run") as other:
         with pytest.raises(NotOwner, match=rf"in use by process {other.pid} on \S+, since 2.*--set name="):
             Owner(tmp_path / "run")
         record = current_owner(tmp_path / "run")
-        assert record is not None
         assert record.pid == other.pid
 
 
-def test_a_killed_owner_owns_nothing(tmp_path: Path) -> None:
+def test_a_killed_owner_owns_nothing(tmp_path):
     with owned_elsewhere(tmp_path) as other:
         other.send_signal(signal.SIGKILL)
         other.wait()
@@ -68,26 +64,26 @@ def test_a_killed_owner_owns_nothing(tmp_path: Path) -> None:
             assert current_owner(tmp_path) is not None
 
 
-def test_the_folder_is_free_after_its_owner_has_closed_it(tmp_path: Path) -> None:
+def test_the_folder_is_free_after_its_owner_has_closed_it(tmp_path):
     Owner(tmp_path).close()
     assert current_owner(tmp_path) is None
     Owner(tmp_path).close()
 
 
-def _delete(folder: Path) -> None:
+def _delete(folder):
     (folder / ownership.FILE).unlink()
 
 
-def _replace(folder: Path) -> None:
+def _replace(folder):
     (folder / ownership.FILE).unlink()
     Owner(folder)
 
 
-def _rename(folder: Path) -> None:
+def _rename(folder):
     folder.rename(folder.with_name("moved"))
 
 
-def _write_another_record(folder: Path) -> None:
+def _write_another_record(folder):
     write_record(folder)
 
 
@@ -101,7 +97,7 @@ def _write_another_record(folder: Path) -> None:
     ],
     ids=["deleted", "replaced", "renamed", "another-record"],  # no process number: every test process must collect the same
 )
-def test_an_owner_that_lost_the_folder_writes_nothing(tmp_path: Path, lose: Callable[[Path], None], says: str) -> None:
+def test_an_owner_that_lost_the_folder_writes_nothing(tmp_path, lose, says):
     root = tmp_path / "run"
     with closing(Owner(root)) as owner:
         folder = RunFolder(root, owner)
@@ -125,14 +121,14 @@ def test_an_owner_that_lost_the_folder_writes_nothing(tmp_path: Path, lose: Call
         assert len(RunFolder(where).read_metrics()) == 1
 
 
-def test_a_truncated_record_is_written_again_by_its_owner(tmp_path: Path) -> None:
+def test_a_truncated_record_is_written_again_by_its_owner(tmp_path):
     with closing(Owner(tmp_path)) as owner:
         os.truncate(tmp_path / ownership.FILE, 3)
         owner.require()
         assert current_owner(tmp_path) is not None
 
 
-def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
+def test_a_fork_does_not_keep_the_folder(tmp_path):
     owner = Owner(tmp_path)
     read, write = os.pipe()
     child = os.fork()
@@ -149,14 +145,13 @@ def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_shared_ownership_lasts_until_the_child_process_ends(tmp_path: Path) -> None:
+def test_shared_ownership_lasts_until_the_child_process_ends(tmp_path):
     program = "import os, sys, time\nfrom pathlib import Path\nfrom retouch.records.ownership import shared_owner\n"
     program += "owner = shared_owner(Path(sys.argv[1]), os.environ)\nowner.require()\nprint('shares', flush=True)\ntime.sleep(60)"
     owner = Owner(tmp_path)
     command = [sys.executable, "-c", program, str(tmp_path)]
     environment = {**os.environ, **owner.environment()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, pass_fds=[owner.fileno()]) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "shares\n"
         try:
             os.close(owner.fileno())  # as if this process had been killed: the record stays
@@ -169,13 +164,13 @@ def test_shared_ownership_lasts_until_the_child_process_ends(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("variable", ["", "17", "x:y", "9999:token"])
-def test_an_invalid_or_foreign_environment_variable_shares_no_ownership(tmp_path: Path, variable: str) -> None:
+def test_an_invalid_or_foreign_environment_variable_shares_no_ownership(tmp_path, variable):
     assert shared_owner(tmp_path, {ownership.SHARED: variable}) is None
     with closing(Owner(tmp_path / "one")) as one, closing(Owner(tmp_path / "two")):
         assert shared_owner(tmp_path / "two", one.environment()) is None
 
 
-def test_a_remote_owner_that_renews_its_file_keeps_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_owner_that_renews_its_file_keeps_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "WATCH_SECONDS", 5.0)
     record = write_record(tmp_path)
     renewer = f"import os, time\nwhile True: os.utime({str(tmp_path / ownership.FILE)!r}); time.sleep(0.1)"
@@ -188,14 +183,14 @@ def test_a_remote_owner_that_renews_its_file_keeps_the_folder(tmp_path: Path, mo
     assert read_record(tmp_path / ownership.FILE) == record
 
 
-def test_a_remote_owner_that_does_not_renew_its_file_loses_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_owner_that_does_not_renew_its_file_loses_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "WATCH_SECONDS", 0.3)
     write_record(tmp_path)
     with closing(Owner(tmp_path)) as owner:
         owner.require()
 
 
-def test_an_owner_renews_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_renews_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.02)
     with closing(Owner(tmp_path)):
         before = (tmp_path / ownership.FILE).stat().st_mtime_ns
@@ -206,8 +201,8 @@ def test_an_owner_renews_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     raise AssertionError("the file was never renewed")
 
 
-def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(handle: int, operation: int) -> None:
+def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path, monkeypatch):
+    def unsupported(handle, operation):
         raise OSError(ownership.errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
@@ -220,24 +215,22 @@ def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path: Path, m
             owner.require()
 
 
-def test_fresh_does_not_rename_the_folder_of_a_living_run(tmp_path: Path) -> None:
+def test_fresh_does_not_rename_the_folder_of_a_living_run(tmp_path):
     with owned_elsewhere(tmp_path / "run"), pytest.raises(NotOwner):
         own(tmp_path / "run", fresh=True, environment={})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_fresh_renames_an_existing_folder_and_owns_the_new_one(tmp_path: Path) -> None:
+def test_fresh_renames_an_existing_folder_and_owns_the_new_one(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     folder, aside = own(tmp_path / "run", fresh=True, environment={})
     assert aside is not None
     assert (aside / "checkpoints").is_dir()
     assert [path.name for path in folder.root.iterdir()] == [ownership.FILE]
-    assert folder.owner is not None
     folder.require_owner()
     with pytest.raises(NotOwner):
         own(tmp_path / "run", fresh=False, environment={})
     folder.owner.close()
     again, nothing = own(tmp_path / "run", fresh=True, environment={})
-    assert again.owner is not None
     again.owner.close()
     assert nothing is None

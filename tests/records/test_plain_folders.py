@@ -20,7 +20,7 @@ SECRET = b'{"secret": 1}\n'
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path):
     file = tmp_path / "outside" / "secret"
     file.parent.mkdir()
     file.write_bytes(SECRET)
@@ -28,24 +28,24 @@ def outside(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
 
-def link(path: Path, target: Path) -> None:
+def link(path, target):
     path.symlink_to(target)
 
 
-def hard_link(path: Path, target: Path) -> None:
+def hard_link(path, target):
     path.hardlink_to(target)
 
 
-def pipe(path: Path, target: Path) -> None:
+def pipe(path, target):
     os.mkfifo(path)
 
 
-def listen(path: Path, target: Path) -> None:
+def listen(path, target):
     folder = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(f"/proc/self/fd/{folder}/{path.name}")  # the address of a socket may have 108 bytes
@@ -65,9 +65,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("place", [link, hard_link, pipe, listen])
 @pytest.mark.parametrize("name", WRITES)
-def test_point_3_3_a_file_that_is_appended_to_is_never_one_outside_the_run(
-    name: str, place: Callable[[Path, Path], None], run: Path, outside: Path
-) -> None:
+def test_point_3_3_a_file_that_is_appended_to_is_never_one_outside_the_run(name, place, run, outside):
     place(run / name, outside)
     with pytest.raises(OSError, match="a run's folder may contain only files and folders"):
         WRITES[name](run)
@@ -92,9 +90,7 @@ READS: dict[str, Callable[[RunFolder], object]] = {
 
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("place", [link, pipe, listen])
-def test_point_3_3_a_reader_follows_no_link_and_waits_for_no_pipe(
-    name: str, place: Callable[[Path, Path], None], run: Path, outside: Path
-) -> None:
+def test_point_3_3_a_reader_follows_no_link_and_waits_for_no_pipe(name, place, run, outside):
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     place(run / name, outside)
     with pytest.raises(OSError, match="a run's folder may contain only files and folders"):
@@ -102,7 +98,7 @@ def test_point_3_3_a_reader_follows_no_link_and_waits_for_no_pipe(
 
 
 @pytest.mark.parametrize("name", ["samples", "samples/step-000001", "evals", "checkpoints", "control", "watch", "tensorboard"])
-def test_point_3_3_a_folder_that_is_a_link_is_refused(name: str, run: Path, outside: Path) -> None:
+def test_point_3_3_a_folder_that_is_a_link_is_refused(name, run, outside):
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).symlink_to(outside.parent)
     folder = RunFolder(run)
@@ -115,9 +111,7 @@ def test_point_3_3_a_folder_that_is_a_link_is_refused(name: str, run: Path, outs
 
 
 @pytest.mark.parametrize("place", [link, pipe, listen])
-def test_point_3_3_a_run_is_not_continued_in_a_folder_with_anything_but_files(
-    place: Callable[[Path, Path], None], run: Path, outside: Path
-) -> None:
+def test_point_3_3_a_run_is_not_continued_in_a_folder_with_anything_but_files(place, run, outside):
     deep = run / "suites" / "one" / "step-000002"
     deep.mkdir(parents=True)
     place(deep / "rows.jsonl", outside)
@@ -126,30 +120,29 @@ def test_point_3_3_a_run_is_not_continued_in_a_folder_with_anything_but_files(
     assert not (run / "owner.json").exists()
 
 
-def test_point_3_3_the_folder_of_a_run_may_itself_be_a_link(run: Path, tmp_path: Path) -> None:
+def test_point_3_3_the_folder_of_a_run_may_itself_be_a_link(run, tmp_path):
     link(tmp_path / "linked", run)
     folder, _ = own(tmp_path / "linked", fresh=False, environment={})
     folder.append_metrics(1, "rl", {"reward/mean": 1.0})
     assert RunFolder(run).read_metrics()[0]["step"] == 1
-    assert folder.owner is not None
     folder.owner.close()
 
 
 @pytest.mark.parametrize("name", ["../secret", "..", ".", "", "a/b", "/etc/passwd"])
-def test_point_3_3_a_name_that_a_file_gives_does_not_lead_out_of_the_folder(name: str, run: Path) -> None:
+def test_point_3_3_a_name_that_a_file_gives_does_not_lead_out_of_the_folder(name, run):
     with pytest.raises(OSError, match="not the name of a file"):
         files.inside(run, name)
 
 
 @pytest.mark.parametrize("guessed", ["report.html.tmp", ".report.html.tmp", ".tmp-report.html"])
-def test_point_3_3_a_temporary_file_cannot_be_prepared(guessed: str, run: Path, outside: Path) -> None:
+def test_point_3_3_a_temporary_file_cannot_be_prepared(guessed, run, outside):
     (run / guessed).symlink_to(outside)
     files.write_atomic(run / "report.html", b"page")
     assert outside.read_bytes() == SECRET
     assert (run / "report.html").read_bytes() == b"page"
 
 
-def test_point_3_3_a_written_file_replaces_a_link_and_has_the_mode_of_the_umask(run: Path, outside: Path) -> None:
+def test_point_3_3_a_written_file_replaces_a_link_and_has_the_mode_of_the_umask(run, outside):
     (run / "summary.json").symlink_to(outside)
     files.write_json(run / "summary.json", {})
     assert outside.read_bytes() == SECRET
@@ -159,13 +152,13 @@ def test_point_3_3_a_written_file_replaces_a_link_and_has_the_mode_of_the_umask(
     assert stat.S_IMODE((run / "summary.json").stat().st_mode) == 0o666 & ~umask
 
 
-def test_point_3_3_a_failed_write_leaves_no_temporary_file(run: Path) -> None:
+def test_point_3_3_a_failed_write_leaves_no_temporary_file(run):
     with pytest.raises(ValueError, match="stop"), files.replacing(run / "a"):
         raise ValueError("stop")
     assert list(run.iterdir()) == []
 
 
-def test_point_3_3_a_file_above_the_limit_is_not_read(run: Path) -> None:
+def test_point_3_3_a_file_above_the_limit_is_not_read(run):
     (run / "metrics.jsonl").write_bytes(b"")
     os.truncate(run / "metrics.jsonl", files.MOST_BYTES + 1)
     with pytest.raises(OSError, match="more than"):
@@ -188,7 +181,7 @@ AROUND = {
 """The calls in the source that open a file for writing without ``records.files``."""
 
 
-def writes(call: ast.Call) -> str | None:
+def writes(call):
     """The name of a call that opens a file for writing by itself, or None."""
     name = ast.unparse(call.func)
     last = name.rpartition(".")[2]
@@ -201,7 +194,7 @@ def writes(call: ast.Call) -> str | None:
     return "open" if last == "open" and any(set("wax+") & set(mode) and set(mode) <= set("rwaxbt+") for mode in modes) else None
 
 
-def test_point_3_3_nothing_writes_to_a_run_around_the_one_writer() -> None:
+def test_point_3_3_nothing_writes_to_a_run_around_the_one_writer():
     found: dict[str, set[str]] = {}
     for place, path in source_files().items():
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):

@@ -25,20 +25,20 @@ from small_trainer import redness
 EULER = FlowMatchEulerDiscreteScheduler
 
 
-def made(name: str, folder: Path) -> Any:
+def made(name, folder):
     return tiny_pipelines.sd3() if name == "sd3" else PIPELINES[name][0](folder)
 
 
-def given(pipe: Any, rows: Any = PROMPTS, **options: Any) -> None:
+def given(pipe, rows=PROMPTS, **options):
     """Make a run of the pipeline, without training."""
     retouch.Trainer(pipe, redness, rows, peft_config=retouch.Lora(rank=2), device="cpu", **{"size": 32, **options})
 
 
-def scheduled(**settings: Any) -> Callable[[Any], None]:
+def scheduled(**settings):
     return lambda pipe: setattr(pipe, "scheduler", EULER.from_config(pipe.scheduler.config, **settings))
 
 
-def set_shift(shift: float) -> Callable[[Any], None]:
+def set_shift(shift):
     return lambda pipe: pipe.scheduler.set_shift(shift)
 
 
@@ -56,7 +56,7 @@ NOISE: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("change", NOISE)
 @pytest.mark.parametrize("family", ["sd3", "flux"])
-def test_point_1_4_a_run_samples_the_images_of_the_pipeline(family: str, change: str, tmp_path: Path) -> None:
+def test_point_1_4_a_run_samples_the_images_of_the_pipeline(family, change, tmp_path):
     pipe = made(family, tmp_path)
     pipe.set_progress_bar_config(disable=True)
     NOISE[change](pipe)
@@ -72,7 +72,7 @@ def test_point_1_4_a_run_samples_the_images_of_the_pipeline(family: str, change:
     assert np.abs(np.asarray(ours[0]).astype(int) - np.asarray(theirs[0])).max() <= 1
 
 
-def test_point_1_4_a_folder_with_another_scheduler_is_refused_and_another_shift_is_used(tmp_path: Path) -> None:
+def test_point_1_4_a_folder_with_another_scheduler_is_refused_and_another_shift_is_used(tmp_path):
     pipe = tiny_pipelines.sd3()
     scheduled(shift=6.0)(pipe)
     pipe.save_pretrained(tmp_path / "shift")
@@ -86,17 +86,17 @@ def test_point_1_4_a_folder_with_another_scheduler_is_refused_and_another_shift_
             SD3.from_pretrained(tmp_path / str(number), dtype=torch.float32, device="cpu")
 
 
-class OwnPipeline(type(tiny_pipelines.sd3())):  # type: ignore[misc]
+class OwnPipeline(type(tiny_pipelines.sd3())):
     """A pipeline with another prompt encoding."""
 
 
 OwnPipeline.__name__ = "StableDiffusion3Pipeline"
 
 
-def on(path: str, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def on(path, act):
     """Act on the part of the pipeline at this path."""
 
-    def change(pipe: Any) -> None:
+    def change(pipe):
         part = pipe
         for name in path.split("."):
             part = part[int(name)] if name.isdigit() else getattr(part, name)
@@ -105,12 +105,12 @@ def on(path: str, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return change
 
 
-def replaced(path: str, value: Any) -> Callable[[Any], Any]:
+def replaced(path, value):
     where, _, name = path.rpartition(".")
     return lambda pipe: on(where, lambda part: setattr(part, name, value))(pipe) if where else setattr(pipe, name, value)
 
 
-def hooked(part: torch.nn.Module) -> None:
+def hooked(part):
     part.register_forward_hook(lambda module, inputs, output: output)
 
 
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("change", REFUSED)
-def test_point_1_4_a_change_that_a_run_would_drop_is_refused_by_name(change: str) -> None:
+def test_point_1_4_a_change_that_a_run_would_drop_is_refused_by_name(change):
     pipe = tiny_pipelines.sd3()
     act, message = REFUSED[change]
     act(pipe)
@@ -192,7 +192,7 @@ USED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", USED)
-def test_point_1_4_what_is_taken_over_gives_the_images_of_the_pipeline(change: str) -> None:
+def test_point_1_4_what_is_taken_over_gives_the_images_of_the_pipeline(change):
     pipe = tiny_pipelines.sd3()
     USED[change](pipe)
     given(pipe)
@@ -206,7 +206,7 @@ def test_point_1_4_what_is_taken_over_gives_the_images_of_the_pipeline(change: s
 
 
 @pytest.mark.parametrize("family", PIPELINES)
-def test_point_1_4_every_family_refuses_what_no_table_lists(family: str, tmp_path: Path, small: None) -> None:  # noqa: F811
+def test_point_1_4_every_family_refuses_what_no_table_lists(family, tmp_path, small):  # noqa: F811
     """Each attribute that the pipeline of a family has is given another value, one after the other."""
     pipe = made(family, tmp_path)
     changes = PIPELINES[family][1]
@@ -220,17 +220,15 @@ def test_point_1_4_every_family_refuses_what_no_table_lists(family: str, tmp_pat
         setattr(pipe, name, value)
 
 
-def test_point_1_4_the_page_lists_what_is_taken_over_and_what_is_harmless() -> None:
+def test_point_1_4_the_page_lists_what_is_taken_over_and_what_is_harmless():
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     table = page.partition("## A pipeline that a script has changed")[2].partition("\n## ")[0]
     taken, harmless = (re.search(rf"^\| {row} \|(.*)$", table, re.M) for row in ("taken over", "without effect"))
-    assert taken is not None
-    assert harmless is not None
     assert set(re.findall(r"`(\w+)`", taken[1])) >= TAKEN_OVER
     assert set(re.findall(r"`(\w+)`", harmless[1])) == HARMLESS
 
 
-def test_point_1_4_a_second_run_accepts_what_the_first_has_changed(tmp_path: Path) -> None:
+def test_point_1_4_a_second_run_accepts_what_the_first_has_changed(tmp_path):
     pipe = tiny_pipelines.qwen_image()
     common = {"rollout": {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}}, "size": 32}
     with pytest.MonkeyPatch.context() as patch:

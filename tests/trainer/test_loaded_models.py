@@ -26,12 +26,12 @@ from small_trainer import redness
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
 
 
-def edits(**more: Any) -> list[dict[str, Any]]:
+def edits(**more):
     """Rows with a source image."""
     return [{**row, "image": tiny_models.image(number, 32, 32), **more} for number, row in enumerate(PROMPTS)]
 
 
-def trained(out: Path, model: Any, rows: list[dict[str, Any]] = PROMPTS, **changes: Any) -> retouch.Trainer:
+def trained(out, model, rows=PROMPTS, **changes):
     """A trainer that has made one step, in which a weight changed."""
     common: dict[str, Any] = {"learning_rate": 1e-2, "tasks_per_step": 1, "group_size": 2, "steps": 1, "device": "cpu"}
     common |= {"peft_config": retouch.Lora(rank=2, alpha=4), "trackers": (), "samples": {"every": 0}, "progress": False}
@@ -43,7 +43,7 @@ def trained(out: Path, model: Any, rows: list[dict[str, Any]] = PROMPTS, **chang
     return made
 
 
-def flux(kind: type, folder: Path) -> Any:
+def flux(kind, folder):
     parts = FluxPipeline.from_pretrained(tiny_models.save_flux(folder, fills=kind is FluxFillPipeline)).components
     return kind(**{name: part for name, part in parts.items() if name not in ("image_encoder", "feature_extractor")})
 
@@ -65,7 +65,7 @@ PIPELINES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """Source images keep their size, and the tokenizers know bytes only."""
     monkeypatch.setattr(FluxKontext, "source_as_is", True)
     monkeypatch.setattr(qwen_text, "OFFICIAL_PREFIX", {})
@@ -75,7 +75,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", PIPELINES)
-def test_a_loaded_pipeline_of_each_family_trains_one_step(family: str, tmp_path: Path, small: None) -> None:
+def test_a_loaded_pipeline_of_each_family_trains_one_step(family, tmp_path, small):
     load, changes = PIPELINES[family]
     rollout = {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}}
     made = trained(tmp_path / "runs", load(tmp_path / "model"), **{"size": 32, "rollout": rollout, **changes})
@@ -84,7 +84,7 @@ def test_a_loaded_pipeline_of_each_family_trains_one_step(family: str, tmp_path:
     assert document["dtype"] == "float32"
 
 
-def test_a_pipeline_that_already_has_a_lora_raises(tmp_path: Path) -> None:
+def test_a_pipeline_that_already_has_a_lora_raises(tmp_path):
     pipe = tiny_pipelines.sd3()
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q"]))
     with pytest.raises(ValueError, match=r"model.transformer has a LoRA already; fuse it \(pipe.fuse_lora"):
@@ -95,7 +95,7 @@ WRITES = {"rollout": {"kind": "tokens", "max_new_tokens": 5}}
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_a_writer_trains_with_a_frozen_pipeline_as_prompt_renderer(kind: str, tmp_path: Path) -> None:
+def test_a_writer_trains_with_a_frozen_pipeline_as_prompt_renderer(kind, tmp_path):
     processor = tiny_writers.tokenizer()
     if kind in tiny_writers.VISION_KINDS:
         processor = tiny_models.ImageProcessorOnly(image_processor=tiny_writers.image_processor(kind), tokenizer=processor)
@@ -107,7 +107,7 @@ def test_a_writer_trains_with_a_frozen_pipeline_as_prompt_renderer(kind: str, tm
     assert all(torch.equal(weight, before[name]) for name, weight in pipe.transformer.state_dict().items())
 
 
-def test_a_qwen_vl_writer_trains_with_a_frozen_editor_as_response_renderer(tmp_path: Path, small: None) -> None:
+def test_a_qwen_vl_writer_trains_with_a_frozen_editor_as_response_renderer(tmp_path, small):
     pipe = tiny_pipelines.qwen_image_edit()
     writer = tiny_models.qwen_text_encoder(pipe.tokenizer, seed=1)
     renderer = {"model": pipe, "num_steps": 2, "cut_off": "draw"}
@@ -116,7 +116,7 @@ def test_a_qwen_vl_writer_trains_with_a_frozen_editor_as_response_renderer(tmp_p
 
 
 @pytest.mark.slow
-def test_emu3_trains_on_image_tokens_and_a_second_run_gives_equal_metrics(tmp_path: Path) -> None:
+def test_emu3_trains_on_image_tokens_and_a_second_run_gives_equal_metrics(tmp_path):
     whole = tiny_emu3.module()
     for name in ("one", "two"):  # as in a notebook; the second run starts from the same weights as the first
         made = trained(tmp_path / name, whole, edits(), size=tiny_emu3.SIZE, processing_class=tiny_emu3.tokenizer())
@@ -125,7 +125,7 @@ def test_emu3_trains_on_image_tokens_and_a_second_run_gives_equal_metrics(tmp_pa
     assert one == two
 
 
-def test_janus_trains_on_image_tokens_and_is_described_in_the_recipe(tmp_path: Path) -> None:
+def test_janus_trains_on_image_tokens_and_is_described_in_the_recipe(tmp_path):
     whole = tiny_janus.whole().to(torch.bfloat16)
     whole.save_pretrained(tmp_path / "janus")
     tiny_janus.tokenizer().save_pretrained(tmp_path / "janus")

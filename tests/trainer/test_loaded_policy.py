@@ -1,9 +1,5 @@
 """``LoadedPolicy.sample``: its source images are those of ``retouch sample`` for the same files."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
@@ -15,11 +11,11 @@ from retouch.types import Task
 
 
 @pytest.fixture
-def received(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+def received(monkeypatch):
     """The tasks that reach the policy."""
     tasks: list[Task] = []
 
-    def sample_tasks(parts: Any, given: Sequence[Task], seed: int, *, context: Any) -> list[Any]:
+    def sample_tasks(parts, given, seed, *, context):
         tasks.extend(given)
         return []
 
@@ -27,7 +23,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     return tasks
 
 
-def saved(path: Path, mode: str) -> Path:
+def saved(path, mode):
     colours = np.random.default_rng(0).integers(0, 255, (6, 4, 4), dtype=np.uint8)
     if mode == "I;16":
         image = Image.fromarray(colours[..., 0].astype(np.uint16) * 200)
@@ -44,9 +40,7 @@ def saved(path: Path, mode: str) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16", "rotated"])
-def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(
-    mode: str, tmp_path: Path, received: list[Task]
-) -> None:
+def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(mode, tmp_path, received):
     path = saved(tmp_path / "a.png", mode)
     LoadedPolicy(None).sample(["blue"] * 4, images=[Image.open(path), path, str(path), path.read_bytes()])
     expected = load_image(path)
@@ -56,14 +50,14 @@ def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(
         assert np.array_equal(image, expected)
 
 
-def test_a_single_prompt_takes_a_single_image_or_path(tmp_path: Path, received: list[Task]) -> None:
+def test_a_single_prompt_takes_a_single_image_or_path(tmp_path, received):
     path = saved(tmp_path / "a.png", "RGB")
     for images in (Image.open(path), path, str(path)):
         LoadedPolicy(None).sample("blue", images=images)
     assert [(task.instruction, len(task.images)) for task in received] == [("blue", 1)] * 3
 
 
-def test_masks_and_references_become_those_of_the_tasks(tmp_path: Path, received: list[Task]) -> None:
+def test_masks_and_references_become_those_of_the_tasks(tmp_path, received):
     path = saved(tmp_path / "a.png", "RGB")
     mask = Image.new("L", (4, 6), 255)
     LoadedPolicy(None).sample(["blue", "red"], images=[path, path], masks=[mask, None], references=[None, path])
@@ -86,9 +80,7 @@ def test_masks_and_references_become_those_of_the_tasks(tmp_path: Path, received
         ({"references": ["no.png"]}, r"references\[0\]: no\.png: no such file"),
     ],
 )
-def test_wrong_masks_and_references_raise_with_their_place(
-    given: dict[str, Any], message: str, tmp_path: Path, received: list[Task]
-) -> None:
+def test_wrong_masks_and_references_raise_with_their_place(given, message, tmp_path, received):
     path = saved(tmp_path / "a.png", "RGB")
     with pytest.raises(ValueError, match=message):
         LoadedPolicy(None).sample(["blue"], images=[path], **given)
@@ -105,6 +97,6 @@ def test_wrong_masks_and_references_raise_with_their_place(
         (["a"], Image.new("F", (4, 4)), r"images\[0\]: an image of mode F, whose range is not known"),
     ],
 )
-def test_wrong_prompts_and_images_raise_with_their_place(prompts: list[str], images: Any, message: str) -> None:
+def test_wrong_prompts_and_images_raise_with_their_place(prompts, images, message):
     with pytest.raises(ValueError, match=message):
         LoadedPolicy(None).sample(prompts, images=images)

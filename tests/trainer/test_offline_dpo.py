@@ -39,11 +39,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def flat(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> Image.Image:
+def flat(colour, size=(32, 32)):
     return Image.new("RGB", size, colour)
 
 
-def pairs(count: int = 12) -> list[dict[str, Any]]:
+def pairs(count=12):
     """A red image is preferred to a blue one."""
     return [
         {
@@ -56,7 +56,7 @@ def pairs(count: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-def trainer(out: Path, **changes: Any) -> retouch.Trainer:
+def trainer(out, **changes):
     options = {
         "model": tiny_pipelines.sd3(),
         "train_dataset": pairs(),
@@ -67,14 +67,14 @@ def trainer(out: Path, **changes: Any) -> retouch.Trainer:
     return retouch.Trainer(**options, output_dir=out, run_name="run")
 
 
-def bits(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+def bits(folder):
     newest = max((folder / "checkpoints").glob("step-*"))
     tensors = {f"{file.stem}/{name}": each for file in newest.glob("*.safetensors") for name, each in load_file(file).items()}
     tensors.pop("random/python")  # beartype, which checks types in tests, uses Python's generator
     return (folder / "metrics.jsonl").read_text(), tensors
 
 
-def test_dpo_on_data_pairs_learns_without_a_reward(tmp_path: Path) -> None:
+def test_dpo_on_data_pairs_learns_without_a_reward(tmp_path):
     made = trainer(tmp_path, steps=25, objective=retouch.DPO(pairs="data", beta=50.0))
     assert made.recipe.group_size == 2
     assert made.recipe.reward.name == "none"
@@ -88,11 +88,10 @@ def test_dpo_on_data_pairs_learns_without_a_reward(tmp_path: Path) -> None:
     assert later[2] > 0.1
 
 
-def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(tmp_path: Path) -> None:
+def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(tmp_path):
     options = {"steps": 20, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
     made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 10}, **options)
     summary = made.train()
-    assert summary is not None
     assert (summary.column, summary.before, summary.ceiling) == ("pairs/preferred", 0.5, None)
     assert summary.after > 0.9
     lines = RunFolder(made.folder).read_evals()
@@ -113,18 +112,16 @@ def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(t
     assert check_scoring(made.recipe, None).text == "none: the run learns from pairs of the data and is evaluated on held-out pairs"
 
 
-def test_a_given_reward_is_evaluated_in_addition_to_the_pairs(tmp_path: Path) -> None:
+def test_a_given_reward_is_evaluated_in_addition_to_the_pairs(tmp_path):
     made = trainer(tmp_path, reward_funcs="share", steps=1)
     summary = made.train()
-    assert summary is not None
     assert summary.column == "share"
     assert made.evaluate()["all"].keys() == {"n", "reward", "share", "pairs/preferred", "pairs/margin"}
     named = trainer(tmp_path / "named", reward_funcs="share", steps=1, eval={"column": "pairs/margin"}).train()
-    assert named is not None
     assert (named.column, named.before, named.ceiling) == ("pairs/margin", 0.0, None)
 
 
-def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path):
     whole = trainer(tmp_path / "whole")
     whole.train()
     for step in trainer(tmp_path / "parts"):
@@ -137,7 +134,7 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) 
     assert [name for name in tensors if not torch.equal(tensors[name].nan_to_num(7), same[name].nan_to_num(7))] == []
 
 
-def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path, capsys):
     folder = tmp_path / "pairs"
     folder.mkdir()
     lines = []
@@ -161,7 +158,7 @@ def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path
     assert held_out["table"]["all"] == RunFolder(again.folder).read_evals()[-1]["table"]["all"]
 
 
-def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path: Path) -> None:
+def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
 
@@ -178,8 +175,8 @@ def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
-    def trained(out: Path, *launcher: str) -> RunFolder:
+def test_training_on_two_ranks_matches_training_on_one(tmp_path):
+    def trained(out, *launcher):
         path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
         command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -228,7 +225,7 @@ def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
         ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
     ],
 )
-def test_wrong_arguments_raise_in_the_constructor(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_raise_in_the_constructor(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, **changes)
 
@@ -243,16 +240,14 @@ def test_wrong_arguments_raise_in_the_constructor(tmp_path: Path, changes: dict[
         ({"chosen": "no-such-file.png"}, "train_dataset:12: error: no-such-file.png: no such file"),
     ],
 )
-def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(
-    tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(tmp_path, change, message, monkeypatch):
     monkeypatch.setattr("retouch.run.build.assemble_policy", lambda *_: pytest.fail("a model was built"))
     rows = [*pairs(11), {**pairs(12)[11], **change}]
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, train_dataset=rows).train()
 
 
-def test_pairs_are_resized_to_the_model_and_different_shapes_are_reported() -> None:
+def test_pairs_are_resized_to_the_model_and_different_shapes_are_reported():
     rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.image(1, 48, 64), "rejected": tiny_models.image(2, 40, 40)}]
     table = TableData.of(rows, held_out=0)
     sets = table.build(DataContext(size=(32, 32), eval_split="train"))

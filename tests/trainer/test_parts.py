@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,28 +35,28 @@ class Spaced:
     name = "my judge"
     columns: ClassVar = {"red": Column(0.0, 1.0)}
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples):
         raise AssertionError("never called")
 
 
 class TooWide:
     columns: ClassVar = {"wide": Column(0.0, 1e10)}
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples):
         return {"wide": torch.zeros(len(samples))}
 
 
-def trainer(out: Path, model: Any, **changes: Any) -> retouch.Trainer:
+def trainer(out, model, **changes):
     common: dict[str, Any] = {"learning_rate": 1e-2, "tasks_per_step": 1, "group_size": 2, "steps": 1, "device": "cpu"}
     common |= {"peft_config": retouch.Lora(rank=2, alpha=4), "trackers": (), "progress": False, "size": 32}
     return retouch.Trainer(model, redness, PROMPTS, output_dir=out, run_name="run", **{**common, **changes})
 
 
-def drawn(pipe: Any) -> torch.Tensor:
+def drawn(pipe):
     return pipe("blue", generator=torch.Generator().manual_seed(3), **DRAW).images
 
 
-def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path: Path) -> None:
+def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path):
     changes = {"learning_rate": np.float32(0.25), "steps": np.int64(3), "size": np.int64(32), "max_missing": np.float64(0.5)}
     changes |= {"checkpoints": {"every": torch.tensor(4)}, "reward_weights": {"redness": np.float32(2.0)}}
     made = trainer(tmp_path, tiny_pipelines.sd3(), gradient_checkpointing=np.bool_(True), **changes).recipe
@@ -67,19 +65,8 @@ def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path: Path) -> None:
     assert made.policy.gradient_checkpointing is True
 
 
-def test_one_callback_can_be_given_without_a_list(tmp_path: Path) -> None:
-    class Counts(retouch.Callback):
-        seen: ClassVar[list[int]] = []
-
-        def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
-            self.seen.append(step)
-
-    trainer(tmp_path, tiny_pipelines.sd3(), callbacks=Counts()).train()
-    assert Counts.seen == [1]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A pipeline that is saved."""
     made = tmp_path_factory.mktemp("sd3")
     tiny_pipelines.sd3().save_pretrained(made)
@@ -87,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(folder, tmp_path_factory):
     """A run that has loaded it."""
     section = retouch.models.SD3(path=str(folder), size=(32, 32), dtype="float32")
     sampling = {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}}
@@ -96,7 +83,7 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.folder
 
 
-def test_sample_returns_images_states_and_log_probs_without_a_run() -> None:
+def test_sample_returns_images_states_and_log_probs_without_a_run():
     pipe = tiny_pipelines.sd3()
     made = retouch.sample(pipe, ["a red circle", "blue", "green"], group_size=2, num_steps=4, size=32, batch=4, seed=1)
     assert len(made) == len(made.images) == 6
@@ -114,7 +101,7 @@ def test_sample_returns_images_states_and_log_probs_without_a_run() -> None:
     assert not pipe.vae.training
 
 
-def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path: Path) -> None:
+def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path):
     pipe = tiny_pipelines.sd3()
     options: dict[str, Any] = {"group_size": 1, "sde": None, "num_steps": 2, "size": 32}
     before = retouch.sample(pipe, "blue", **options)
@@ -136,13 +123,13 @@ def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path:
         ({"pipe": tiny_writers.module("qwen2.5"), "size": None}, "processing_class: missing"),
     ],
 )
-def test_wrong_arguments_of_sample_raise(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_sample_raise(arguments, message):
     given = {"pipe": tiny_pipelines.sd3(), "prompts": ["blue"], "size": 32, **arguments}
     with pytest.raises(ValueError, match=message):
         retouch.sample(given.pop("pipe"), given.pop("prompts"), **given)
 
 
-def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -> None:
+def test_a_run_is_loaded_with_its_pipeline_and_tables(run, folder):
     loaded = retouch.load_run(run)
     (image,) = loaded.policy.sample(["blue"], seed=1)
     assert loaded.step == 2
@@ -171,9 +158,7 @@ def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -
         retouch.load_run(run, model=fresh)
 
 
-def test_loading_a_run_with_imported_classes_requires_consent(
-    run: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_a_run_with_imported_classes_requires_consent(run, tmp_path, tmp_path_factory, monkeypatch):
     """Also for a recipe that is changed while it is opened, so that no consent is stored for it."""
     modules = tmp_path_factory.mktemp("modules")
     (modules / "stranger_of_parts.py").write_text(STRANGER)
@@ -190,7 +175,7 @@ def test_loading_a_run_with_imported_classes_requires_consent(
         retouch.load_run(copied, device="cpu")
 
 
-def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(tmp_path: Path) -> None:
+def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(tmp_path):
     pipe = tiny_pipelines.sd3()
     made = trainer(tmp_path, pipe)
     made.train()
@@ -202,7 +187,7 @@ def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(t
     assert torch.equal(drawn(again.pipeline()), expected)
 
 
-def test_a_loaded_writer_run_generates_text_and_images(tmp_path: Path) -> None:
+def test_a_loaded_writer_run_generates_text_and_images(tmp_path):
     options = {"renderer": {"model": tiny_pipelines.sd3(), "num_steps": 2, "cut_off": "draw"}, "size": 32}
     objects = {"processing_class": tiny_writers.tokenizer(), "rollout": {"kind": "tokens", "max_new_tokens": 5}}
     made = trainer(tmp_path, tiny_writers.module("qwen2.5"), **options, **objects)
@@ -218,12 +203,12 @@ def test_a_loaded_writer_run_generates_text_and_images(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
+def server():
     with retouch.serve(redness, retouch.rewards.load("compressibility"), port=0) as made:
         yield made
 
 
-def test_rewards_are_served_from_this_process(server: Any) -> None:
+def test_rewards_are_served_from_this_process(server):
     remote = retouch.rewards.load("remote", endpoints=(server.url,))
     images = [Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
     assert remote(images)["redness/redness"] == [1.0, 0.0]
@@ -249,18 +234,18 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
         ((3,), {}, "3 cannot be called"),
     ],
 )
-def test_wrong_arguments_of_serve_raise(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_serve_raise(rewards, options, message):
     with pytest.raises(ValueError, match=message):
         retouch.serve(*rewards, port=0, **options)
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("nosuch.invalid", 0)])
-def test_an_impossible_address_of_a_server_raises(host: str, port: int) -> None:
+def test_an_impossible_address_of_a_server_raises(host, port):
     with pytest.raises(ValueError, match=f"port {port} of {host}: .*; give another port, or 0 for a free one"):
         retouch.serve(redness, host=host, port=port, token="a-token-of-enough-characters")
 
 
-def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch):
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)  # as if a library's start-up failed
     with pytest.raises(RuntimeError, match="ended while it was starting"):
         retouch.serve(redness, port=0)

@@ -12,7 +12,7 @@ from warm_python import python
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def run_script(out: Path, *launcher: str) -> RunFolder:
+def run_script(out, *launcher):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -25,7 +25,7 @@ def run_script(out: Path, *launcher: str) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def single_process_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def single_process_run(tmp_path_factory):
     """The run of a single process."""
     return run_script(tmp_path_factory.mktemp("single_process_run"))
 
@@ -40,7 +40,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.slow)])
-def test_training_on_two_ranks_matches_training_on_one(launcher: str, single_process_run: RunFolder, tmp_path: Path) -> None:
+def test_training_on_two_ranks_matches_training_on_one(launcher, single_process_run, tmp_path):
     together = run_script(tmp_path / "together", "-m", *LAUNCHERS[launcher])
     one, two = single_process_run.read_metrics(), together.read_metrics()
     assert [line["step"] for line in two] == [1, 2]
@@ -48,6 +48,4 @@ def test_training_on_two_ranks_matches_training_on_one(launcher: str, single_pro
         assert mine["reward/mean"] == theirs["reward/mean"]
         assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-4)
     before, after = single_process_run.read_summary(), together.read_summary()
-    assert before is not None
-    assert after is not None
     assert before.after == pytest.approx(after.after, abs=1e-6)

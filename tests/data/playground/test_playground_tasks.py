@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import get_args
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from retouch.data.tasks import MappedTasks
-from retouch.types import SplitName, Task
+from retouch.types import SplitName
 from retouch_worlds.data import PlaygroundData, canonical, indirect, names, split_of
 from retouch_worlds.playground.rendering import render
 from retouch_worlds.playground.scenes import COLOURS, KINDS, Edit, Scene, Thing, apply
@@ -23,25 +22,25 @@ LEVELS = [1, 2, 3, 4]
 SPLITS = get_args(SplitName)
 
 
-def tasks(split: SplitName, count: int = 200, seed: int = 0, **more: object) -> Sequence[Task]:
+def tasks(split, count=200, seed=0, **more):
     """Tasks of all complexities."""
-    return PlaygroundData(seed=seed, count=count, split=split, **{"complexity": LEVELS, "filler": 0.3, **more}).tasks(in_turn=True)  # type: ignore[arg-type]
+    return PlaygroundData(seed=seed, count=count, split=split, **{"complexity": LEVELS, "filler": 0.3, **more}).tasks(in_turn=True)
 
 
-def parts(task: Task) -> tuple[Scene, list[Edit]]:
+def parts(task):
     """The scene and the edits."""
     edits = task.meta["edits"]
     assert isinstance(edits, list)
     return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
 
 
-def visible_parts(task: Task) -> tuple[str, str, bytes]:
+def visible_parts(task):
     """The id of a task, and all that a policy sees of it."""
     return task.id, task.instruction, task.images[0].tobytes()
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_source_target_and_tags_agree_with_the_scene_and_the_edits(split: SplitName) -> None:
+def test_source_target_and_tags_agree_with_the_scene_and_the_edits(split):
     for task in tasks(split):
         scene, edits = parts(task)
         assert task.target is not None
@@ -50,7 +49,7 @@ def test_source_target_and_tags_agree_with_the_scene_and_the_edits(split: SplitN
         assert task.tags == {"complexity": str(len(edits)), "kinds": "+".join(sorted(edit.kind for edit in edits))}
 
 
-def test_splits_share_no_scene_and_no_content() -> None:
+def test_splits_share_no_scene_and_no_content():
     drawn = {split: [parts(task) for seed in range(2) for task in tasks(split, 600, seed)] for split in SPLITS}
     scenes = {split: {canonical(scene) for scene, _ in drawn[split]} for split in SPLITS}
     contents = {split: {content(edits) for _, edits in drawn[split]} for split in SPLITS}
@@ -60,13 +59,13 @@ def test_splits_share_no_scene_and_no_content() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_kind_of_single_edit_is_in_every_split(split: SplitName) -> None:
+def test_every_kind_of_single_edit_is_in_every_split(split):
     kinds = Counter(task.tags["kinds"] for task in tasks(split, 250, complexity=[1]))
     assert set(kinds) == set(KINDS)
     assert min(kinds.values()) > 25
 
 
-def test_a_task_is_determined_by_seed_and_index() -> None:
+def test_a_task_is_determined_by_seed_and_index():
     long, short = tasks("train", 1000), tasks("train", 10)
     assert [visible_parts(task) for task in short] == [visible_parts(long[i]) for i in range(10)]
     assert visible_parts(long[7]) == visible_parts(long[7])
@@ -75,38 +74,37 @@ def test_a_task_is_determined_by_seed_and_index() -> None:
     assert not {visible_parts(task)[2] for task in tasks("train", 10, seed=1)} & {visible_parts(task)[2] for task in short}
 
 
-def test_ids_are_unique_also_over_seeds_splits_and_complexities() -> None:
+def test_ids_are_unique_also_over_seeds_splits_and_complexities():
     sets = [tasks("train"), tasks("train", seed=1), tasks("test"), tasks("train", complexity=[1])]
     faces = {visible_parts(task) for drawn in sets for task in drawn}
     assert len({identity for identity, _, _ in faces}) == len(faces)
     assert all(len({task.id for task in drawn}) == len(drawn) for drawn in sets)
 
 
-def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made() -> None:
+def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
     digest = hashlib.sha256()
     for split in SPLITS:
         for task in tasks(split, 12):
-            assert task.target is not None
             digest.update(task.id.encode() + task.instruction.encode() + task.images[0].tobytes() + task.target.tobytes())
     assert digest.hexdigest()[:16] == "f71500714fac43ce"
 
 
-def test_a_list_of_complexities_is_cycled_and_weights_set_their_frequencies() -> None:
+def test_a_list_of_complexities_is_cycled_and_weights_set_their_frequencies():
     assert [task.tags["complexity"] for task in tasks("train", 8)] == ["1", "2", "3", "4"] * 2
     counts = Counter(task.tags["complexity"] for task in tasks("train", 1200, complexity={1: 3, 2: 1, 4: 0}))
     assert set(counts) == {"1", "2"}
     assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
 
 
-def test_filler_has_the_requested_frequency() -> None:
-    def words(filler: float) -> float:
+def test_filler_has_the_requested_frequency():
+    def words(filler):
         return float(np.mean([len(task.instruction.split()) for task in tasks("train", 400, complexity=[1], filler=filler)]))
 
     none, half, full = words(0.0), words(0.5), words(1.0)
     assert (half - none) / (full - none) == pytest.approx(0.5, abs=0.12)
 
 
-def test_impossible_edits_are_of_absent_objects_and_have_the_requested_frequency() -> None:
+def test_impossible_edits_are_of_absent_objects_and_have_the_requested_frequency():
     counts = Counter()
     for task in tasks("train", 60, complexity=[1, 4], impossible=1.0):
         scene, edits = parts(task)
@@ -123,7 +121,7 @@ def test_impossible_edits_are_of_absent_objects_and_have_the_requested_frequency
     assert share == pytest.approx(0.5, abs=0.1)
 
 
-def test_impossible_edits_of_training_tasks_have_no_content_of_other_splits() -> None:
+def test_impossible_edits_of_training_tasks_have_no_content_of_other_splits():
     single = {meaning(edit): split_of(content([edit])) for edit in all_single_edits()}
     for task in tasks("train", 60, complexity=[1], impossible=1.0):
         assert {single[asked] for asked in read(task.instruction)} == {"train"}
@@ -142,12 +140,12 @@ def test_impossible_edits_of_training_tasks_have_no_content_of_other_splits() ->
         ({"complexity": {1: 0.0}}, "every weight is 0"),
     ],
 )
-def test_bad_settings_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_bad_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)  # type: ignore[arg-type]
+        PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)
 
 
-def test_an_index_out_of_range_raises_index_error() -> None:
+def test_an_index_out_of_range_raises_index_error():
     with pytest.raises(IndexError, match="10"):
         tasks("train", 10)[10]
 

@@ -11,7 +11,7 @@ import pytest
 
 from retouch.core.random import generator
 from retouch.recipe.recipe import load
-from retouch.types import SplitName, Task
+from retouch.types import SplitName
 from retouch_worlds.data import TextToImageData, canonical
 from retouch_worlds.playground import texts
 from retouch_worlds.playground.rendering import render
@@ -37,17 +37,17 @@ def tasks(split="train", count=200, seed=0, **more):
     return TextToImageData(**{"seed": seed, "count": count, "complexity": LEVELS, "split": split, **more}).tasks(in_turn=True)
 
 
-def read(text: str) -> tuple[list[str], list[Placed]]:
+def read(text):
     """The backgrounds and the objects that a description mentions."""
     things = [Placed(PLACES.index(place), Thing(colour, shape)) for colour, shape, place in ONE.findall(text)]
     return GROUND.findall(text), things
 
 
-def scene_of(task: Task) -> Scene:
+def scene_of(task):
     return Scene.from_json(task.meta["scene"])
 
 
-def in_order(table, text: str) -> list:
+def in_order(table, text):
     """The meanings in the table that the text mentions, in the order of the text."""
     found = [
         (match.start(), meaning)
@@ -58,7 +58,7 @@ def in_order(table, text: str) -> list:
     return [meaning for _, meaning in sorted(found)]
 
 
-def asked_for(text: str) -> tuple[set[int], set[Placed]]:
+def asked_for(text):
     """The backgrounds and the objects that a request mentions, read only from its words."""
     tables = [texts.COLOUR_WORDS, texts.SHAPE_WORDS, dict(enumerate(texts.PLACE_WORDS))]
     colours, shapes, cells = (in_order(table, text) for table in tables)

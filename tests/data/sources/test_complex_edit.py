@@ -16,11 +16,11 @@ from retouch.run.build import build_sets
 PICTURES = 12
 
 
-def step(picture: int, number: int) -> dict:
+def step(picture, number):
     return {"name": "Change Colour", "instruction": f"edit {number} of picture {picture}"}
 
 
-def edit(picture: int) -> dict:
+def edit(picture):
     """A cell of the column `edit`: the chain of edits, and 8 compound instructions, each with one edit more than the one before."""
     chain = [step(picture, number) for number in range(1, 9)]
     return {
@@ -33,13 +33,13 @@ def edit(picture: int) -> dict:
     }
 
 
-def png(number: int) -> bytes:
+def png(number):
     out = io.BytesIO()
     Image.new("RGB", (24, 16), (20 * number, 90, 200)).save(out, "PNG")
     return out.getvalue()
 
 
-def save(folder, split, numbers, edits) -> None:
+def save(folder, split, numbers, edits):
     columns = {"image": [{"bytes": png(k), "path": None} for k in numbers], "edit": edits}
     features = datasets.Dataset.from_dict({"edit": edits}).features | {"image": datasets.Image()}
     made = datasets.Dataset.from_dict(columns, features=datasets.Features(features))

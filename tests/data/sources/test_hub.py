@@ -32,13 +32,13 @@ def quiet(tmp_path, monkeypatch):
         datasets.enable_progress_bars()
 
 
-def png(colour, size=(8, 6)) -> bytes:
+def png(colour, size=(8, 6)):
     out = io.BytesIO()
     Image.new("RGB", size, colour).save(out, "PNG")
     return out.getvalue()
 
 
-def table(**more) -> datasets.Dataset:
+def table(**more):
     image = datasets.Image()
     columns = {
         "source_image": [{"bytes": png("red"), "path": "a.png"}, {"bytes": png("green"), "path": None}],
@@ -57,7 +57,7 @@ def table(**more) -> datasets.Dataset:
 COLUMNS = {"instruction": "edit_prompt", "image": "source_image", "target": "edited_image"}
 
 
-def stored(tmp_path, how) -> str:
+def stored(tmp_path, how):
     path = tmp_path / "edits"
     if how == "disk":
         table().save_to_disk(path)
@@ -203,11 +203,11 @@ FEATURES = {"prompt": Value("string"), "image": ImageFeature(), "label": ClassLa
 FEATURES |= {"n": Value("int64"), "note": Value("string"), "grid": Array2D((2, 2), "int32"), "edit": {"a": List(Value("int8"))}}
 
 
-def picture(number: int) -> Image.Image:
+def picture(number):
     return Image.fromarray(np.random.default_rng(number).integers(0, 255, (8, 8, 3), dtype=np.uint8))
 
 
-def plain(**changes) -> Dataset:
+def plain(**changes):
     """Eight rows whose values include 0, False, None and empty texts."""
     rows = [
         {"prompt": f"p{i}", "image": picture(i), "label": i % 2, "flag": i % 2 == 1, "n": i, "note": ["", None, "x"][i % 3]}

@@ -20,7 +20,7 @@ SECRET = "aws_secret_access_key"
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def given(tmp_path, monkeypatch):
     """The current folder, unpacked from an archive; its links lead to files of the user next to it."""
     private, given = tmp_path / "private", tmp_path / "given"
     for folder in (private, given, given / "data", given / "features/list"):
@@ -34,7 +34,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return given
 
 
-def link(place: str, target: str) -> str:
+def link(place, target):
     Path(place).parent.mkdir(parents=True, exist_ok=True)
     Path(place).symlink_to(target)
     return place
@@ -71,7 +71,7 @@ LINKS = {
 
 @pytest.mark.parametrize("case", LINKS)
 @pytest.mark.usefixtures("given")
-def test_point_3_7_a_link_out_of_the_data_is_refused_and_its_target_is_not_read(case: str) -> None:
+def test_point_3_7_a_link_out_of_the_data_is_refused_and_its_target_is_not_read(case):
     data: DataSource = LINKS[case]()
     with pytest.raises(ValueError, match=r"leads out of (its|the) folder") as refused:
         data.build(DataContext())
@@ -79,7 +79,7 @@ def test_point_3_7_a_link_out_of_the_data_is_refused_and_its_target_is_not_read(
 
 
 @pytest.mark.usefixtures("given")
-def test_point_3_7_every_command_refuses_a_linked_prompt_list_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_point_3_7_every_command_refuses_a_linked_prompt_list_by_its_name(capsys):
     link("prompts.txt", "../private/credentials")
     words = ['data={"kind": "prompts", "path": "prompts.txt", "held_out": 1}', "out=runs"]
     recipe = Path("recipe.jsonnet")
@@ -114,7 +114,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("case", ALLOWED)
-def test_point_3_7_links_within_the_data_and_folders_that_the_user_names_are_read(given: Path, case: str) -> None:
+def test_point_3_7_links_within_the_data_and_folders_that_the_user_names_are_read(given, case):
     Path("own.txt").write_text("a cat\na dog\n")
     Path("hub/datasets--a/blobs").mkdir(parents=True)
     Path("hub/datasets--a/blobs/1").write_text("a cat\na dog\n")
@@ -124,7 +124,7 @@ def test_point_3_7_links_within_the_data_and_folders_that_the_user_names_are_rea
     assert len(ALLOWED[case]().rows(seed=0)) > 0
 
 
-def test_point_3_7_the_user_can_allow_the_folder_of_a_link(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_point_3_7_the_user_can_allow_the_folder_of_a_link(given, monkeypatch):
     monkeypatch.setenv("RETOUCH_DATA_ROOTS", f"/nowhere:{given.parent / 'private'}")
     assert len(PromptData(path=link("rows.jsonl", "../private/rows.jsonl")).rows(seed=0)) == 9
     assert len(HubData(path=link("tables", "../private"), columns=PROMPT).rows(seed=0)) > 0

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ def earl(number=0, **changes):
     return {**made, "CoT": {"plan": "Find the cup.", "edit": "Paint it."}, **changes}
 
 
-def save(root: Path, features, *, prefix="/nowhere"):
+def save(root, features, *, prefix="/nowhere"):
     """A data set: ``feature/`` and its list."""
     (root / "feature").mkdir(parents=True)
     (root / "list").mkdir()

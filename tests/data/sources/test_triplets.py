@@ -1,7 +1,6 @@
 """Triplets: how an item is read, and every defect of an item, reported with its line."""
 
 import os
-from pathlib import Path
 
 import pytest
 from PIL import Image, ImageDraw
@@ -17,7 +16,7 @@ SIZE = (48, 32)
 BOX = (8, 8, 30, 20)
 
 
-def make(root: Path, number: int, *, size: tuple[int, int] = SIZE) -> None:
+def make(root, number, *, size=SIZE):
     mask = Image.new("L", size)
     ImageDraw.Draw(mask).rectangle(BOX, fill=255)
     source = Image.new("RGB", size, (number, 100, 50))
@@ -27,14 +26,14 @@ def make(root: Path, number: int, *, size: tuple[int, int] = SIZE) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for number in (3, 11, 17):
         make(tmp_path, number)
     (tmp_path / "self_bench.txt").write_text("3-Azir\n11-rock-n-roll\n17-  Straße \n", encoding="utf-8")
     return tmp_path
 
 
-def test_an_item_is_read_as_an_inpainting_task_with_its_text(folder: Path) -> None:
+def test_an_item_is_read_as_an_inpainting_task_with_its_text(folder):
     tasks = Tasks(TripletRows(folder, reference="own"), resize=None)
     assert [(task.text, task.instruction) for task in tasks] == [
         ("Azir", "The text is 'Azir'."),
@@ -42,9 +41,6 @@ def test_an_item_is_read_as_an_inpainting_task_with_its_text(folder: Path) -> No
         ("Straße", "The text is 'Straße'."),
     ]
     task = tasks[1]
-    assert task.mask is not None
-    assert task.reference is not None
-    assert task.target is not None
     assert task.images[0].tobytes() == task.target.tobytes()
     assert (task.mask.size, task.reference.size) == (SIZE, (BOX[2] - BOX[0], BOX[3] - BOX[1]))
     assert task.mask.getpixel((10, 10)) == 255
@@ -52,7 +48,7 @@ def test_an_item_is_read_as_an_inpainting_task_with_its_text(folder: Path) -> No
     assert task.reference.getpixel((0, 0)) == (11, 100, 50)
 
 
-def test_reference_other_draws_the_reference_of_another_item_by_the_seed(folder: Path) -> None:
+def test_reference_other_draws_the_reference_of_another_item_by_the_seed(folder):
     whose = {}
     for seed in range(12):
         tasks = Tasks(TripletRows(folder, reference="other", seed=seed), resize=None)
@@ -64,7 +60,7 @@ def test_reference_other_draws_the_reference_of_another_item_by_the_seed(folder:
     assert tuple(task.reference.getpixel((0, 0))[0] for task in again) == whose[5]
 
 
-def test_reference_other_with_a_single_item_raises(folder: Path) -> None:
+def test_reference_other_with_a_single_item_raises(folder):
     (folder / "self_bench.txt").write_text("3-Azir\n")
     with pytest.raises(ValueError, match="needs at least 2 items with a reference, and 1 have one"):
         TripletRows(folder, reference="other")
@@ -87,7 +83,7 @@ def test_reference_other_with_a_single_item_raises(folder: Path) -> None:
         (lambda root: (root / "self_bench.txt").write_bytes(b"3-Azir\n11-\xff\n"), 2, "not UTF-8"),
     ],
 )
-def test_an_invalid_item_is_reported_with_its_line(folder: Path, breaking, line: int, said: str) -> None:
+def test_an_invalid_item_is_reported_with_its_line(folder, breaking, line, said):
     breaking(folder)
     errors = [problem for problem in check(folder) if problem.severity == "error"]
     assert {problem.line for problem in errors} == {line}
@@ -98,25 +94,25 @@ def test_an_invalid_item_is_reported_with_its_line(folder: Path, breaking, line:
         accept_rows(TripletRows(folder, reference="own"), on_bad_row="refuse")
 
 
-def test_a_byte_order_mark_and_crlf_are_reported_as_notes(folder: Path) -> None:
+def test_a_byte_order_mark_and_crlf_are_reported_as_notes(folder):
     (folder / "self_bench.txt").write_bytes(b"\xef\xbb\xbf3-Azir\r\n11-b\r\n")
     rows = read_path(folder)
     assert [rows[k].text for k in range(2)] == ["Azir", "b"]
     assert [problem.severity for problem in rows.problems] == ["note", "note"]
 
 
-def test_a_missing_list_raises(tmp_path: Path) -> None:
+def test_a_missing_list_raises(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         TripletRows(tmp_path, reference="own")
 
 
-def test_a_folder_in_the_triplet_layout_is_rejected_as_a_test_set(folder: Path) -> None:
+def test_a_folder_in_the_triplet_layout_is_rejected_as_a_test_set(folder):
     with pytest.raises(ValueError, match="Calligrapher"):
         refuse_test_sets([str(folder)], split=None, allow_test_sets=False)
 
 
 @pytest.mark.skipif("RETOUCH_TRIPLETS" not in os.environ, reason="RETOUCH_TRIPLETS names no folder with the two real items")
-def test_of_two_real_items_one_is_read_and_the_incomplete_one_raises() -> None:
+def test_of_two_real_items_one_is_read_and_the_incomplete_one_raises():
     rows = TripletRows(os.environ["RETOUCH_TRIPLETS"], reference="own")
     assert rows[0].text == "Azir"
     with pytest.raises(InvalidRow, match=r":2: error: 'test17_ref.png': no such file"):

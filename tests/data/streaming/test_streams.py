@@ -109,7 +109,7 @@ def test_ranks_that_share_a_group_get_the_same_row(parquet):
         assert drawn(opened(parquet).train, range(4), count=3, places=places) == [[step[k] for k in places] for step in alone]
 
 
-def run(folder, state, *, rank, world, kill_after, steps=18) -> int:
+def run(folder, state, *, rank, world, kill_after, steps=18):
     words = [str(folder), str(state), str(rank), str(world), str(steps), str(kill_after)]
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     command = [python(), "-W", "ignore", str(SUPPORT / "stream_kills.py"), *words]

@@ -1,18 +1,24 @@
-"""Complete runs with a watch: what they log, how an alarm stops them, and that a killed run ends with the same alarms and bits."""
+"""Runs with a watch: the rules on artificial observations, the diversity of groups, and what whole runs log, stop and repeat."""
 
+import functools
+import itertools
 import json
 import math
 import shutil
 import sqlite3
 from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import tiny_watched
 from retouch.distributed.launching import rank_environments, run_ranks
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.keys import Canaries, HeldOutJudge, PaintedText, Watch
 from retouch.recipe.recipe import parse
+from retouch.records.files import write_json
 from retouch.records.folder import RunFolder
 from retouch.rewards.base import BudgetSpent
 from retouch.run import checkpoint
@@ -21,9 +27,199 @@ from retouch.run.hooks import AlarmStop
 from retouch.run.ledger import ledger_path
 from retouch.run.session import run
 from retouch.run.step import RewardFailed
-from retouch.run.watch import Watcher, read_observations
-from retouch_view.report.page import write_report
+from retouch.run.watch import (
+    Observation,
+    Watcher,
+    canary_shift,
+    diversity_ratio,
+    find_alarms,
+    group_diversity,
+    paired_change,
+    read_observations,
+    since_best,
+)
+from retouch.types import Batch, Column, Task
+from tiny_loop import run_on_threads
 from warm_python import python
+
+COLUMNS = {"score": Column(0.0, 10.0), "other": Column(-1.0, 1.0)}
+WATCH = Watch(
+    judge=HeldOutJudge(reward={"kind": "playground", "combine": {"exact": 1.0}}), canaries=Canaries(count=3), text=PaintedText()
+)
+QUIET = {"brightness": 0.5, "saturation": 0.4, "detail": 0.02, "preservation": 0.9, "text_to_judge": 0.0}
+
+
+def look(step, *, proxy=0.0, heldout=0.0, canaries=(5.0, 6.0, 7.0), **means):
+    """An observation of eight tasks whose scores scatter the same way around the given means."""
+    scatter = torch.tensor([-3.0, -2, -1, 0, 0, 1, 2, 3])
+    scores = {"proxy": proxy + scatter, "heldout": heldout + scatter.flip(0)}
+    scores |= {name: torch.full((8,), value) for name, value in (QUIET | means).items()}
+    tasks = tuple(f"task {k}" for k in range(8))
+    return Observation(step, tasks, scores, {"score": torch.tensor(canaries), "other": torch.zeros(3)}, "judge")
+
+
+def rules(*looks, watch=WATCH, diversity=()):
+    return [one.rule for one in find_alarms(watch, looks, diversity, COLUMNS)]
+
+
+def with_scatter(made, name, amount):
+    """The same observation, with a difference for each task; the mean of the differences is 0."""
+    wave = amount * torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1])
+    return Observation(made.step, made.tasks, {**made.scores, name: made.scores[name] + wave}, made.canaries)
+
+
+def test_paired_change_is_measured_in_standard_errors_of_the_differences():
+    def change(before, after, sources=()):
+        made = [Observation(0, (), {"heldout": torch.tensor(scores)}, sources=sources) for scores in (before, after)]
+        return paired_change(*made, "heldout")
+
+    before, after = [1.0, 2, 3, math.nan], [2.0, 4, 6, 9]
+    found = change(before, after)
+    assert found.mean == 2
+    assert found.sigmas == pytest.approx(2 / (1 / math.sqrt(3)))
+    assert change(before, before).sigmas == 0
+    assert change(before[:3], [score - 1 for score in before[:3]]).sigmas == -math.inf
+    assert change(before[:1], after[:1]).sigmas == 0
+    assert math.isnan(change(before[3:], after[3:]).mean)
+    assert change([1.0, 1, 2, 2], [2.0, 2, 5, 5], ("a", "a", "b", "b")).sigmas == pytest.approx(2.0)  # changes 1 and 3
+
+
+def test_unchanged_observations_raise_no_alarm():
+    assert rules(look(0)) == []
+    assert rules(look(0), look(10), diversity=[0.2] * 40) == []
+
+
+def test_judge_alarm_is_raised_if_the_held_out_judge_falls_and_the_reward_does_not():
+    start, fell = look(0), with_scatter(look(10, proxy=1, heldout=-1), "heldout", 0.5)
+    (alarm,) = find_alarms(WATCH, [start, fell], [], COLUMNS)
+    assert (alarm.rule, alarm.response) == ("judge", "note")
+    assert "since step 0" in alarm.text
+    assert "fell by 1 (" in alarm.text
+    assert "rose by 1" in alarm.text
+    assert rules(start, look(10, proxy=1, heldout=1)) == []  # both rise
+    assert rules(start, look(10, proxy=-1, heldout=-1)) == []  # both fall: the policy is worse, and the reward shows it
+    assert rules(start, look(10, heldout=-1)) == ["judge"]  # the reward does not fall
+    assert rules(start, with_scatter(look(10, proxy=1, heldout=-1), "heldout", 3)) == []  # within its noise
+
+
+def test_judge_alarm_compares_with_the_best_held_out_score():
+    looks = [look(0), look(10, proxy=1, heldout=2), look(20, proxy=2, heldout=1)]
+    assert rules(*looks) == ["judge"]
+    best, proxy, heldout = since_best(looks)
+    assert (best.step, proxy.mean, heldout.mean) == (10, 1, -1)
+    assert rules(looks[0], looks[2]) == []
+
+
+def test_missing_scores_of_the_held_out_judge_raise_no_alarm():
+    silent = look(10, proxy=1)
+    silent.scores["heldout"][:] = math.nan
+    assert rules(look(0), silent) == []
+    assert rules(silent, look(10, proxy=2)) == []
+    assert math.isnan(since_best([look(0), silent])[2].mean)
+
+
+def test_canary_alarm_is_raised_if_the_judge_scores_the_same_images_differently():
+    start = look(0)
+    assert rules(start, look(10, canaries=(5.4, 6.0, 7.0))) == []
+    assert rules(start, look(10, canaries=(5.0, 4.0, 9.0))) == ["canaries"]  # same mean, other scores of the images
+    assert canary_shift(look(10, canaries=(5.0, 4.0, 9.0)), start, COLUMNS) == ("score", pytest.approx(4 / 3 / 10))
+    assert rules(start, look(10, canaries=(math.nan, math.nan, math.nan))) == []
+    assert rules(start, look(10, canaries=(math.nan, 6.0, 9.0))) == ["canaries"]
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("brightness", 0.39, 0.61), ("saturation", 0.29, 0.51), ("detail", 0.013, 0.031), ("preservation", 0.79, None)],
+)
+def test_image_statistics_outside_their_limits_raise_an_alarm(name, low, high):
+    start = look(0)
+    assert rules(start, look(10, **{name: low})) == [name]
+    assert rules(start, look(10, **{name: high or 1.0})) == ([name] if high else [])
+    assert rules(start, look(10, **{name: 0.95 * QUIET[name]})) == []
+    assert rules(start, look(10, **{name: math.nan})) == []
+    assert rules(start, look(10, **{name: low}), watch=Watch(**{name: None})) == []
+
+
+def test_text_alarm_is_raised_if_text_to_judge_increases():
+    assert rules(look(0), look(10, text_to_judge=0.25)) == ["text"]
+    assert rules(look(0, text_to_judge=0.25), look(10, text_to_judge=0.25)) == []
+
+
+def test_diversity_alarm_is_raised_if_the_diversity_of_groups_drops():
+    shrinking = [0.2] * 10 + [0.15] * 5 + [0.09] * 10
+    assert rules(look(0), look(25), diversity=shrinking) == ["diversity"]
+    assert rules(look(0), look(25), diversity=[0.2] * 10 + [0.11] * 10) == []
+    assert rules(look(0), look(19), diversity=[0.2] * 10 + [0.0] * 9) == []  # not yet two windows
+    assert diversity_ratio([math.nan, 0.4, 0.2, 0.1], 1) == pytest.approx(0.25)
+    assert math.isnan(diversity_ratio([0.0, 0.0], 1))
+
+
+def test_observations_are_stored_and_loaded_bitwise(tmp_path):
+    assert read_observations(tmp_path, 5) == []
+    first, second = look(0, heldout=1 / 3), look(10)
+    first.scores["preservation"][:] = math.nan
+    for made in (second, first):
+        write_json(tmp_path / f"step-{made.step:06d}.json", made.to_json())
+    assert [kept.step for kept in read_observations(tmp_path, 10)] == [0, 10]
+    assert [kept.step for kept in read_observations(tmp_path, 9)] == [0]
+    kept, _ = read_observations(tmp_path, 10)
+    assert (kept.tasks, kept.judge) == (first.tasks, "judge")
+    for name, column in first.scores.items():
+        torch.testing.assert_close(kept.scores[name], column, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(kept.canaries["score"], first.canaries["score"])
+
+
+def batch(groups, slots):
+    tasks = tuple(Task(f"t{group}", "") for group in sorted(set(groups)))
+    place = {group: number for number, group in enumerate(sorted(set(groups)))}
+    return Batch(
+        seed=0,
+        step=0,
+        tasks=tasks,
+        group_ids=tuple(sorted(set(groups))),
+        group=tuple(place[group] for group in groups),
+        slot=tuple(slots),
+    )
+
+
+def picture(seed):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+
+
+GROUPS, SLOTS = (0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 0, 1, 2, 3)
+PICTURES = [picture(seed) for seed in range(7)]
+
+
+def pairs(pictures, groups):
+    """The root mean square over all pairs within groups."""
+    found = []
+    for (one, left), (other, right) in itertools.combinations(zip(groups, pictures, strict=True), 2):
+        if one == other and left is not None and right is not None:
+            apart = (np.asarray(left, dtype=float) - np.asarray(right, dtype=float)) / 255
+            found.append((apart**2).mean())
+    return math.sqrt(np.mean(found))
+
+
+def test_group_diversity_equals_the_rms_distance_of_pairs_within_groups():
+    assert group_diversity(batch(GROUPS, SLOTS), PICTURES, Ranks()) == pytest.approx(pairs(PICTURES, GROUPS), rel=1e-9)
+    holed = [None, *PICTURES[1:5], None, PICTURES[6]]
+    assert group_diversity(batch(GROUPS, SLOTS), holed, Ranks()) == pytest.approx(pairs(holed, GROUPS), rel=1e-9)
+
+
+def test_group_diversity_is_0_for_equal_images_and_nan_without_pairs():
+    assert group_diversity(batch(GROUPS, SLOTS), [PICTURES[0]] * 7, Ranks()) == pytest.approx(0, abs=1e-7)
+    assert math.isnan(group_diversity(batch(GROUPS, SLOTS), [None] * 7, Ranks()))
+    assert math.isnan(group_diversity(batch((0, 1), (0, 0)), PICTURES[:2], Ranks()))
+
+
+def test_group_diversity_of_groups_that_span_ranks_matches_one_rank():
+    def one(ranks):
+        rows = slice(0, 4) if ranks.rank == 0 else slice(4, 7)
+        return group_diversity(batch(GROUPS[rows], SLOTS[rows]), PICTURES[rows], ranks)
+
+    found = run_on_threads(2, one)
+    assert found[0] == found[1] == pytest.approx(pairs(PICTURES, GROUPS), rel=1e-9)
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +304,8 @@ def test_a_run_that_is_killed_before_it_records_the_stop_stops_at_the_next_start
 
 
 def test_roll_back_alarm_returns_the_run_to_an_earlier_checkpoint(tmp_path):
-    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="roll_back"))
+    made = functools.partial(tiny_watched.recipe, limit=1e-9)
+    recipe = parse({**made(tmp_path, on_alarm="roll_back"), "steps": 2})
     with pytest.raises(AlarmStop, match="back in the state of step 0"):
         run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)
@@ -117,21 +314,18 @@ def test_roll_back_alarm_returns_the_run_to_an_earlier_checkpoint(tmp_path):
     assert folder.read_alarm() == {"step": 2, "back_to": 0, "alarms": folder.read_alarm()["alarms"]}
     with pytest.raises(AlarmStop, match="back in the state of step 0"):
         run(recipe, fresh=False)
-    noted = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="note"))
+    noted = parse({**made(tmp_path, on_alarm="note"), "steps": 2})
     assert run(noted, fresh=False) == 0
     assert folder.read_alarm() is None
-    alone = parse(tiny_watched.recipe(tmp_path / "alone", limit=1e-9, on_alarm="note"))
+    alone = parse({**made(tmp_path / "alone", on_alarm="note"), "steps": 2})
     assert run(alone, fresh=False) == 0
     assert folder.metrics.read_bytes() == RunFolder(alone.folder).metrics.read_bytes()
-    assert all("watch/alarm/brightness" in line for line in folder.read_metrics() if line["step"] % 2 == 0)
+    assert "watch/alarm/brightness" in folder.read_metrics()[1]
 
 
-@pytest.mark.parametrize(("response", "kept", "back_to"), [("stop", 2, None), ("roll_back", 0, 0)])
 @pytest.mark.parametrize("kind", [BudgetSpent, pytest.param(RewardFailed, marks=pytest.mark.slow)])
-def test_observation_skipped_by_a_failing_judge_raises_its_alarms_at_the_next_start(
-    tmp_path, monkeypatch, kind, response, kept, back_to
-):
-    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm=response))
+def test_observation_skipped_by_a_failing_judge_raises_its_alarms_at_the_next_start(watched, tmp_path, monkeypatch, kind):
+    recipe = parse({**tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="roll_back"), "steps": 2})
     observe, failing = Watcher._observe, {2}
 
     def observe_unless_failing(self, step):
@@ -143,31 +337,15 @@ def test_observation_skipped_by_a_failing_judge_raises_its_alarms_at_the_next_st
     with pytest.raises(kind):
         run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)
-    assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
     assert folder.read_alarm() is None
+    known = [line.get("watch/diversity") for line in folder.read_metrics()]
+    assert known == [line["watch/diversity"] for line in watched[1].read_metrics()], "the images of the step are measured"
     failing.clear()
     with pytest.raises(AlarmStop, match=r"after step 2:\n  watch\.brightness"):
         run(recipe, fresh=False)
-    assert (folder.read_alarm()["step"], folder.read_alarm()["back_to"]) == (2, back_to)
+    assert (folder.read_alarm()["step"], folder.read_alarm()["back_to"]) == (2, 0)
     assert [line["step"] for line in folder.read_metrics()] == [1, 2]
-    assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
-
-
-def test_diversity_is_logged_even_if_the_budget_is_spent_in_the_observation(watched, tmp_path, monkeypatch):
-    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
-    observe = Watcher._observe
-
-    def observe_within_budget(self, step):
-        if step:
-            raise BudgetSpent("the budget of the held-out judge is spent")
-        return observe(self, step)
-
-    monkeypatch.setattr(Watcher, "_observe", observe_within_budget)
-    with pytest.raises(BudgetSpent):
-        run(recipe, fresh=False)
-    _, alone, _ = watched
-    known = [line.get("watch/diversity") for line in RunFolder(recipe.folder).read_metrics()]
-    assert known == [line["watch/diversity"] for line in alone.read_metrics()]
+    assert checkpoint.latest(folder.checkpoints).name == "step-000000"
 
 
 @pytest.mark.parametrize("gamed", [True, False])
@@ -277,12 +455,3 @@ def test_document_of_a_recipe_without_a_watch_has_no_watch_key(tmp_path):
     assert "watch" not in parse(document).document()
     assert "watch" in parse({**document, "watch": {}}).document()
     assert math.isclose(parse({**document, "watch": {}}).watch.brightness.limit, 0.1)
-
-
-def test_report_of_a_run_without_a_watch_has_no_watched_section(tmp_path):
-    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
-    del document["watch"]
-    recipe = parse(document)
-    folder = RunFolder(recipe.folder)
-    folder.write_recipe(recipe.document())
-    assert "Watched" not in write_report(folder.root).read_text()
