@@ -9,7 +9,7 @@ from PIL import Image
 
 from retouch.cli.parser import main
 from retouch.data.base import DataContext
-from retouch.data.images import Exact, off_centre, removed_by_fit
+from retouch.data.images import Exact
 from retouch.data.sources.folder import FolderData
 from retouch.data.sources.hub import TableData
 from retouch.data.sources.stream import IterableData
@@ -78,12 +78,6 @@ def test_a_crop_lies_in_its_image_and_has_a_pixel(size):
         assert 1 <= made.height <= size[1]
         assert made.getcolors() == [(made.width * made.height, (1, 2, 3))]  # no black border
     assert Crop(left=0.0, top=0.0, size=1.0).of(image).size == size
-
-
-def test_one_version_is_the_default_and_not_written_into_the_recipe(tmp_path):
-    data = FolderData(path=str(gradient(tmp_path)), held_out=1)
-    assert "crops" not in data.model_dump()
-    assert len(data.build(DataContext()).train) == 3
 
 
 WIDE, SQUARE = (192, 48), (48, 48)
@@ -168,8 +162,3 @@ def test_point_1_7_the_check_of_a_recipe_reports_what_its_size_crops_away(tmp_pa
     recipe.write_text(load("recipes/photos.jsonnet", [f"data.path={tmp_path}", "data.size=[48,48]"]).model_dump_json())
     assert main(["data", "check", str(recipe)]) == 1
     assert "removes the whole mask" in capsys.readouterr().out
-
-
-def test_a_region_on_both_sides_of_the_centre_is_never_removed():
-    for size in ((1, 100), (100, 1), (7, 7)):
-        assert not removed_by_fit("mask", off_centre(mask((90, 20, 100, 30))), WIDE, size=size)

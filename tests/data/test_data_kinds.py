@@ -132,8 +132,3 @@ def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones():
     ):
         with pytest.raises(AssertionError, match=message):
             check_data_source(source)
-
-
-def test_check_data_source_accepts_an_own_class_without_retouch_allow_imports(monkeypatch):
-    monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
-    check_data_source(Numbers())

@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
+from retouch.data.sources.hub import encoded_image
+from retouch_serve.requests import Limits, decode_images
+from retouch_serve.wire import PictureHead
 from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -88,16 +91,8 @@ def test_exif_rotation_is_undone(orientation, format):
     upright.paste(RED, (0, 0, 24, 16))
     upright.paste(GREEN, (24, 0, 48, 16))
     upright.paste(BLUE, (0, 16, 24, 32))
-    inverse = {
-        2: 0,
-        3: 3,
-        4: 1,
-        5: 5,
-        6: 2,
-        7: 6,
-        8: 4,
-    }  # the Transpose of Pillow that is the inverse of each EXIF orientation
-    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation]))
+    inverse = (0, 3, 1, 5, 2, 6, 4)  # the Transpose of Pillow that is the inverse of each EXIF orientation from 2
+    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation - 2]))
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(stored, format, exif=exif, **({"quality": 95, "subsampling": 0} if format == "JPEG" else {"lossless": True}))
@@ -176,12 +171,6 @@ def test_a_png_with_a_decompression_bomb_in_a_text_chunk_raises():
     bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(b"a" * 8_000_000))
     with pytest.raises(ValueError, match="damaged"):
         load_image(EncodedImage("bomb", png(1, 1, depth=8, colour=0, raw=b"\0\0", extra=bomb)))
-
-
-def test_missing_files_and_folders_raise(tmp_path):
-    for path in (tmp_path / "none.png", tmp_path):
-        with pytest.raises(ValueError, match="no such file"):
-            load_image(path)
 
 
 def test_masks_are_loaded_as_greyscale_and_transparent_masks_raise(tmp_path):
@@ -266,9 +255,6 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_point_1_7_a_mask_is_the_region_that_it_shows_or_is_refused_in_files_rows_and_on_the_server(name):
-    from retouch.data.sources.hub import encoded_image
-    from retouch_serve.requests import Limits, decode_images
-    from retouch_serve.wire import PictureHead
 
     mask, readable = MASKS[name]
     data = encoded(mask, "PNG")
@@ -303,13 +289,10 @@ def display_p3():
     return bytes(out)
 
 
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "rotated"])
+@pytest.mark.parametrize(
+    ("format", "mode"), [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("JPEG", "rotated"), ("WEBP", "rotated"), ("JPEG", "RGB")]
+)
 def test_point_1_7_colours_of_a_wide_profile_are_read_as_srgb(format, mode):
-    from retouch.data.sources.hub import encoded_image
-
-    if format != "PNG" and mode in ("P", "RGBA"):
-        pytest.skip("the format has no such mode")
     colour, profile, exif = (60, 160, 60), display_p3(), Image.Exif()
     if mode == "rotated":
         exif[0x0112] = 6

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import datasets
 import pytest
 from PIL import Image
 
@@ -58,33 +59,24 @@ def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path, capsys):
     own, other = folder(tmp_path, "own"), folder(tmp_path, "geneval-like")
     file = photos_recipe(tmp_path, own)
     assert evaluated(capsys, str(file), "--set", "data.held_out=all")["table"]["all"]["n"] == ROWS
-    few = ["--set", "data.held_out=all", "--set", "eval.tasks=2"]
-    assert evaluated(capsys, str(file), *few)["table"]["all"]["n"] == 2
     document = json.loads(file.read_text())
     limited = tmp_path / "limited.json"
     limited.write_text(json.dumps({**document, "data": {**document["data"], "held_out": "all"}, "eval": {"tasks": 2}}))
-    assert evaluated(capsys, str(limited))["table"]["all"]["n"] == ROWS
+    assert evaluated(capsys, str(limited))["table"]["all"]["n"] == ROWS, "the key of training does not limit it"
+    assert evaluated(capsys, str(limited), "--set", "eval.tasks=2")["table"]["all"]["n"] == 2
     assert evaluated(capsys, str(file), "--data", str(other))["table"]["all"]["n"] == ROWS
     assert main(["train", str(file), "--set", "data.held_out=all"]) == 2
     assert 'data.held_out: "all" leaves nothing to train on' in capsys.readouterr().err
-    for nothing in ("0", "1.0", str(ROWS)):
-        assert main(["eval", str(file), "--set", f"data.held_out={nothing}"]) == 2
-        assert "'all'" in capsys.readouterr().err
+    assert main(["eval", str(file), "--set", "data.held_out=0"]) == 2
+    assert "'all'" in capsys.readouterr().err
     assert main(["eval", str(file), "--data", str(tmp_path / "nothing")]) == 2
     assert "no such file or folder" in capsys.readouterr().err
 
 
 def test_fault_2_data_of_another_layout_can_be_evaluated(tmp_path, capsys):
-    found = evaluated(
-        capsys,
-        "recipes/quickstart.jsonnet",
-        "--data",
-        str(folder(tmp_path, "own")),
-        "--set",
-        'reward={"kind": "share", "channel": "red", "combine": {"share": 1.0}}',
-        "--set",
-        "eval.column=null",
-    )
+    words = ["--data", str(folder(tmp_path, "own")), "--set", "eval.column=null"]
+    words += ["--set", 'reward={"kind": "share", "channel": "red", "combine": {"share": 1.0}}']
+    found = evaluated(capsys, "recipes/quickstart.jsonnet", *words)
     assert found["table"]["all"]["n"] == ROWS
     assert found["step"] == 0
 
@@ -134,8 +126,6 @@ def test_fault_4_a_row_without_a_value_for_a_tag_raises(tmp_path):
 
 
 def test_fault_4_a_hub_data_set_has_tags(tmp_path):
-    import datasets
-
     rows = [{"instruction": "redder", "kind": "colour"}, {"instruction": "bluer", "kind": "style"}]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "hub"))
     section = HubData(path=str(tmp_path / "hub"), columns={}, tags=("kind",), held_out="all")

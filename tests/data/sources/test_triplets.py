@@ -1,14 +1,10 @@
 """Triplets: how an item is read, and every defect of an item, reported with its line."""
 
-import os
-
 import pytest
 from PIL import Image, ImageDraw
 
 from retouch.data.checks import accept_rows
-from retouch.data.guard import refuse_test_sets
 from retouch.data.kinds import check, read_path
-from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
 
@@ -99,21 +95,3 @@ def test_a_byte_order_mark_and_crlf_are_reported_as_notes(folder):
     rows = read_path(folder)
     assert [rows[k].text for k in range(2)] == ["Azir", "b"]
     assert [problem.severity for problem in rows.problems] == ["note", "note"]
-
-
-def test_a_missing_list_raises(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
-        TripletRows(tmp_path, reference="own")
-
-
-def test_a_folder_in_the_triplet_layout_is_rejected_as_a_test_set(folder):
-    with pytest.raises(ValueError, match="Calligrapher"):
-        refuse_test_sets([str(folder)], split=None, allow_test_sets=False)
-
-
-@pytest.mark.skipif("RETOUCH_TRIPLETS" not in os.environ, reason="RETOUCH_TRIPLETS names no folder with the two real items")
-def test_of_two_real_items_one_is_read_and_the_incomplete_one_raises():
-    rows = TripletRows(os.environ["RETOUCH_TRIPLETS"], reference="own")
-    assert rows[0].text == "Azir"
-    with pytest.raises(InvalidRow, match=r":2: error: 'test17_ref.png': no such file"):
-        rows[1]
