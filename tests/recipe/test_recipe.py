@@ -79,21 +79,14 @@ def test_every_key_is_documented():
         ({**FOLDER, "data__pathh": "x"}, "data.pathh: unknown key; did you mean data.path?"),
         ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
         ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
-        (
-            {"advantage": {"kind": "group", "max_missing": 1}},
-            "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing",
-        ),
+        ({"advantage": {"kind": "group", "max_missing": 1}},
+         "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'"),
-        (
-            {"rollout__window__stride": 2},
-            "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'",
-        ),
+        ({"rollout__window__stride": 2},
+         "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'"),
         ({"policy__train__rnk": 2}, "policy.train.rnk: unknown key; did you mean policy.train.rank?"),
-        (
-            {"phases": [{"name": "a", "step": 3}], "steps": None},
-            "phases.0.step: unknown key; did you mean phases.0.steps?",
-        ),
+        ({"phases": [{"name": "a", "step": 3}], "steps": None}, "phases.0.step: unknown key; did you mean phases.0.steps?"),
         (
             {"objective__kind": "nfl"},
             "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'dpo', 'supervised', 'sft', "
@@ -120,17 +113,15 @@ def test_every_key_is_documented():
         ({"data__complexity": [1, 5]}, "data.complexity.5: should be less than or equal to 4, not '5'"),
         ({"rollout__transition__noise_level": 1.5}, "rollout.transition.noise_level: should be less than or equal to 1, not 1.5"),
         ({**FOLDER, "data__held_out": 1.5}, "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 1.5"),
-        (
-            {**FOLDER, "data__held_out": "al"},
-            "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 'al'",
-        ),
+        ({**FOLDER, "data__held_out": "al"},
+         "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 'al'"),
         ({"phases": {"0": {"steps": 3}}}, "phases: should be a valid array, not {'0': {'steps': 3}}"),
         ({**FOLDER, "data__tags": "kind"}, "data.tags: should be a valid array, not 'kind'; write [\"kind\"]"),
         ({"trackers": "wandb, trackio"}, 'trackers: should be a valid array, not \'wandb, trackio\'; write ["wandb", "trackio"]'),
         ({"eval__headline": {"kind": "add"}}, "eval.headline.kind: should be a valid array, not 'add'; write [\"add\"]"),
         ({"policy__model__size": "24"}, "policy.model.size: should be a valid array, not '24'"),
     ],
-)
+)  # fmt: skip
 def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line):
     assert line in raised(**changes)
 
@@ -179,14 +170,8 @@ ODE = {"kind": "ode"}
         ({"group_size": 1, "tasks_per_step": 1, "advantage": {"kind": "batch"}}, "tasks_per_step"),
         ({"advantage": {"kind": "gae"}, "objective__surrogate": "gspo"}, "objective.surrogate"),
         ({"advantage": {"kind": "gae", "head": {"coefficient": 0.1}}}, "advantage.head.coefficient"),
-        (
-            {
-                "advantage": {"kind": "gae"},
-                "objective": {"kind": "nft"},
-                "rollout": {"num_steps": 4, "transition": {"kind": "ode"}},
-            },
-            "objective.kind",
-        ),
+        ({"advantage": {"kind": "gae"}, "objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}}},
+         "objective.kind"),
         ({"rollout__transition": {"kind": "ode"}}, "rollout.transition.kind"),
         ({"rollout__transition__noise_level": 0}, "rollout.transition.noise_level"),
         ({"rollout__window__high": 6}, "rollout.window.high"),
@@ -204,10 +189,8 @@ ODE = {"kind": "ode"}
         ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce", "ratio_norm": True}}, "objective.ratio_norm"),
         ({"objective__surrogate": "cispo", "objective__dual": 3.0}, "objective.dual"),
         ({"policy__train__dropout": 0.1}, "policy.train.dropout"),
-        (
-            {"objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}, "shared_noise": True}},
-            "rollout.shared_noise",
-        ),
+        ({"objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}, "shared_noise": True}},
+         "rollout.shared_noise"),
         ({"objective": {"kind": "nft"}, "rollout__transition": ODE, "rollout__shared_noise": False}, "rollout.window"),
         ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps"),
         ({"optimizer": {"final_share": 0.1}}, "optimizer.final_share"),
@@ -232,7 +215,7 @@ ODE = {"kind": "ode"}
         ({"minibatches": 7}, "minibatches"),
         ({"samples": {"tokens": True}}, "samples.tokens"),
     ],
-)
+)  # fmt: skip
 def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
     found = [line for line in raised(**changes) if line.startswith(f"{key}: ")]
     assert found
@@ -246,11 +229,8 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
         {"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 3}], "optimizer": {"warmup_steps": 2}},
         {"group_size": 1, "advantage": {"kind": "batch"}},
         {"group_size": 1, "advantage": {"kind": "gae", "gamma": 0.99, "lam": 0.95, "head": {"clip": None}}},
-        {
-            "advantage": {"kind": "gae"},
-            "steps": None,
-            "phases": [{"name": "a", "steps": 2, "objective": {"kind": "supervised"}}, {"name": "b", "steps": 2}],
-        },
+        {"advantage": {"kind": "gae"}, "steps": None,
+         "phases": [{"name": "a", "steps": 2, "objective": {"kind": "supervised"}}, {"name": "b", "steps": 2}]},
         {"group_size": 1, "objective": {"kind": "supervised"}},
         {"objective": {"kind": "nft"}, "rollout": {"num_steps": 1, "transition": {"kind": "ode"}}},
         {"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "policy__train__dropout": 0.1},
@@ -265,7 +245,7 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
         {**TRIPLETS, "policy__model": {"kind": "flux-kontext", "path": "x", "guidance": 2.5}},
         {**FOLDER, "policy__model": {"kind": "flux-fill", "path": "x", "size": [64, 64], "guidance": 30.0}},
     ],
-)
+)  # fmt: skip
 def test_compatible_values_are_accepted(changes):
     assert parse(changed(**changes)).name == "try"
 

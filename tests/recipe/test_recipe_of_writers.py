@@ -73,16 +73,12 @@ def test_documents_of_recipes_without_a_writer_contain_no_renderer(name):
         ({"rollout__num_steps": 3}, "rollout.num_steps: unknown key; there is renderer.num_steps or eval.num_steps"),
         ({"rollout__top_p": 1.5}, "rollout.top_p: should be less than or equal to 1, not 1.5"),
         ({"rollout__max_new_token": 3}, "rollout.max_new_token: unknown key; did you mean rollout.max_new_tokens?"),
-        (
-            {"policy__model__attention": "flash"},
-            "policy.model.attention: 'flash' is not 'sdpa', 'flash_attention_2', 'flash_attention_3' or 'eager'",
-        ),
-        (
-            {"rollout": {**CHAIN, "temperature": 0.7}},
-            "rollout.temperature: unknown key; only 'tokens' has it, and this has no kind",
-        ),
+        ({"policy__model__attention": "flash"},
+         "policy.model.attention: 'flash' is not 'sdpa', 'flash_attention_2', 'flash_attention_3' or 'eager'"),
+        ({"rollout": {**CHAIN, "temperature": 0.7}},
+         "rollout.temperature: unknown key; only 'tokens' has it, and this has no kind"),
     ],
-)
+)  # fmt: skip
 def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line):
     assert any(found.startswith(line) for found in raised(**changes)), raised(**changes)
 
@@ -120,17 +116,15 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line
         ({"group_size": 1}, "group_size"),
         ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
         ({"policy": DENOISING, "renderer": None, "devices": {"renderer": "cuda:1"}}, "devices.renderer"),
-        (
-            {"policy__model": {"kind": "janus", "path": "x"}, "renderer": {"kind": "codes"}, "devices": {"offload": True}},
-            "devices.offload",
-        ),
+        ({"policy__model": {"kind": "janus", "path": "x"}, "renderer": {"kind": "codes"}, "devices": {"offload": True}},
+         "devices.offload"),
         ({"policy__train": {"kind": "lora"}, "devices": {"reference": "cpu"}}, "devices.reference"),
         ({"policy__train": {"kind": "full"}, "devices": {"reference": "cpu"}, "sharding": "fsdp2"}, "devices.reference"),
         ({"devices": {"weights": "cpu"}}, "devices.weights"),
         ({"devices": {"weights": "cpu"}, "sharding": "zero2"}, "devices.weights"),
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
-)
+)  # fmt: skip
 def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
     found = [line for line in raised(**changes) if line.startswith(f"{key}: ")]
     assert found, raised(**changes)

@@ -61,14 +61,15 @@ def _own(monkeypatch):
     monkeypatch.setattr(Brightness, "calls", 0)
 
 
-def recipe(out, *, column=None, **changes):
+def recipe(out, *, column=None, best_of_k=0, **changes):
     document = six_step_recipe(out, "mine").document()
     document["reward"] = {"kind": "import", "class": "test_starting_again:Own", "combine": {"bright": 1}}
-    return parse({**document, "steps": 1, "eval": {**document["eval"], "column": column, "best_of_k": 2}, **changes})
+    evaluation = {**document["eval"], "tasks": 2, "column": column, "best_of_k": best_of_k}
+    return parse({**document, "steps": 1, "eval": evaluation, **changes})
 
 
 def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path):
-    wrong, right = recipe(tmp_path, column="overall"), recipe(tmp_path)
+    wrong, right = recipe(tmp_path, column="overall", best_of_k=2), recipe(tmp_path, best_of_k=2)
     folder = RunFolder(wrong.folder)
     with pytest.raises(ValueError, match=r"no column 'overall', only bright; name one of them, or give null for the combined"):
         run(wrong, fresh=False)
@@ -128,7 +129,7 @@ def test_fault_9_name_of_a_run_with_a_missing_data_file_can_be_reused(tmp_path):
 
 
 def test_fault_13_a_run_that_was_stopped_has_a_report(tmp_path, capsys):
-    made = recipe(tmp_path, steps=2)
+    made = recipe(tmp_path, steps=4)
     folder = RunFolder(made.folder)
     with open_session(made, fresh=False) as session:
         for _ in session.steps():

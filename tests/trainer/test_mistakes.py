@@ -4,7 +4,6 @@ messages say what to do."""
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import datasets
@@ -58,103 +57,70 @@ def llama():
     return LlamaForCausalLM(config)
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model": None}, "model: NoneType cannot be trained; give a diffusers pipeline, a transformers model, a folder"),
-    "a module as model": ({"model": torch.nn.Linear(1, 1)}, "model: Linear cannot be trained; give a diffusers pipeline"),
-    "a folder that is not there": ({"model": "/no/such/folder"}, "model: there is no folder /no/such/folder"),
-    "no reward": ({"reward_funcs": []}, "reward_funcs: empty; give at least one reward"),
-    "no reward for samples": ({"reward_funcs": None}, "reward: there is none, and policy_gradient learns from the rewards"),
-    "a number as reward": ({"reward_funcs": 3}, "reward_funcs: 3 cannot be called; give a function"),
-    "a reward's name mistyped": ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'photos'"),
-    "a lambda": ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; define the function with `def`"),
-    "two rewards of one name": ({"reward_funcs": [red, red]}, "two rewards are called 'red'; rename one of the functions"),
-    "a positional argument": ({"reward_funcs": positional}, "reward function positional: arguments are given by keyword"),
-    "too many weights": ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 rewards; give one for each"),
-    "a weight of no column": (
-        {"reward_weights": {"blue": 1.0}},
-        "names the column 'blue', but the reward has no such column",
-    ),
-    "half a formula": ({"reward_weights": "red +"}, "reward.combine: 'red +': the formula ends"),
-    "weights of 0": ({"reward_weights": [0.0]}, "reward.combine: all weights are 0"),
-    "several columns": ({"reward_funcs": "clip"}, "reward_weights: clip has the columns cosine, clip_score, similarity"),
-    "no data": ({"train_dataset": None}, "train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder"),
-    "empty data": ({"train_dataset": []}, "train_dataset: no rows"),
-    "rows of text": ({"train_dataset": ["a", "b"]}, "train_dataset: a row is str; each row is a dictionary with a `prompt`"),
-    "no prompts": (
-        {"train_dataset": [{"caption": "a"}]},
-        "train_dataset: no column with the prompts; it has caption.",
-    ),
-    "a DataFrame": (
-        {"train_dataset": pd.DataFrame(ROWS)},
-        "train_dataset: a DataFrame is read as a list of its rows; give df.to_dict(",
-    ),
-    "all splits": ({"train_dataset": {"train": ROWS}}, "train_dataset: a dictionary; give one split of it"),
-    "no such data folder": ({"train_dataset": "/no/such"}, "train_dataset: no folder and no .txt or .jsonl file /no/such"),
-    "a shuffled stream": (
-        {"train_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=0)},
-        "train_dataset: the buffer of .shuffle() is lost when a run resumes",
-    ),
-    "a stream for evaluation": (
-        {"train_dataset": ROWS, "eval_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()},
-        "eval_dataset: a streaming data set has no length; load it without streaming=True",
-    ),
-    "a table for evaluation beside a data source": (
-        {"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "eval_dataset": ROWS},
-        "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset",
-    ),
-    "a table for evaluation beside a folder": (
-        {"train_dataset": "photos", "eval_dataset": ROWS},
-        "eval_dataset: needs a table or a stream as train_dataset",
-    ),
-    "columns beside a data source": (
-        {"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "columns": {"instruction": "level"}},
-        "columns: train_dataset is a PlaygroundData; give the columns to it, if it has such a key",
-    ),
-    "columns of a prompt list": (
-        {"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
-        "columns: the columns of a prompt list have fixed names; give the rows of",
-    ),
-    "a column that is not there": ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
-    "an unknown field": ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),
-    "a negative learning rate": ({"learning_rate": -1.0}, "learning_rate: should be greater than 0, not -1.0"),
-    "a learning rate of text": ({"learning_rate": "1e-4"}, "learning_rate: should be a valid number, not '1e-4'"),
-    "a mistyped argument": ({"learning_rat": 1e-4}, "learning_rat: unknown key; did you mean learning_rate?"),
-    "a recipe's section": ({"policy": {}}, "policy: give model and peft_config instead"),
-    "groups of one": ({"group_size": 1}, "group_size: 1 gives every sample the advantage 0; use 2 or more"),
-    "a size of text": ({"size": "512"}, "size: '512'; give (height, width) in pixels"),
-    "a LoRA as dictionary": (
-        {"peft_config": {"r": 8}},
-        "peft_config: dict; give retouch.Lora(rank=32), a peft.LoraConfig",
-    ),
-    "a pattern of layers": (
-        {"peft_config": LoraConfig(target_modules="all-linear")},
-        "peft_config.target_modules: 'all-linear' is a pattern; give a list of endings of layer names, such as ['to_q', 'to_v']",
-    ),
-    "another kind of LoRA": (
-        {"peft_config": LoraConfig(use_dora=True)},
-        "peft_config.use_dora: True is not supported; leave it at False. Retouch uses r, lora_alpha, lora_dropout, target_modules",
-    ),
-    "a LoRA with biases": ({"peft_config": LoraConfig(bias="all")}, "peft_config.bias: 'all' is not supported; leave it at 'none'"),
-    "a LoRA with another scale and other ranks": (
-        {"peft_config": LoraConfig(use_rslora=True, rank_pattern={"to_q": 4})},
-        "peft_config.use_rslora: True is not supported; leave it at False",
-    ),
-    "a LoRA that starts elsewhere": (
-        {"peft_config": LoraConfig(init_lora_weights="olora")},
-        "peft_config.init_lora_weights: 'olora' is not supported; leave it at True",
-    ),
-    "an objective's name": ({"objective": "grpo"}, "objective: 'grpo'; give an object: retouch.GRPO(clip=1e-4)"),
-    "a clip range that never clips": ({"objective": retouch.GRPO(clip=0.2)}, "would never clip; use 1e-6 to 1e-4"),
-    "a renderer of an image model": ({"renderer": "x"}, "renderer: this model makes images itself"),
-    "imitation without targets": ({"objective": retouch.Supervised()}, "have no targets, and supervised needs them"),
-    "a mistyped rollout": ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
-    "a run's name with a slash": ({"run_name": "a/b"}, "name: 'a/b' does not match"),
-    "a function as callback": ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
-    "no length": ({"steps": None}, "steps: missing: set the length of the run, in steps or in passes"),
-    "two lengths": ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
-    "an unknown optimizer key": ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
-    "a device that does not exist": ({"device": "gpu"}, "device: "),
-    "a renderer that is a language model": (
+MISTAKES = [
+    ({"model": None}, "model: NoneType cannot be trained; give a diffusers pipeline, a transformers model, a folder"),
+    ({"model": torch.nn.Linear(1, 1)}, "model: Linear cannot be trained; give a diffusers pipeline"),
+    ({"model": "/no/such/folder"}, "model: there is no folder /no/such/folder"),
+    ({"reward_funcs": []}, "reward_funcs: empty; give at least one reward"),
+    ({"reward_funcs": None}, "reward: there is none, and policy_gradient learns from the rewards"),
+    ({"reward_funcs": 3}, "reward_funcs: 3 cannot be called; give a function"),
+    ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'photos'"),
+    ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; define the function with `def`"),
+    ({"reward_funcs": [red, red]}, "two rewards are called 'red'; rename one of the functions"),
+    ({"reward_funcs": positional}, "reward function positional: arguments are given by keyword"),
+    ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 rewards; give one for each"),
+    ({"reward_weights": {"blue": 1.0}}, "names the column 'blue', but the reward has no such column"),
+    ({"reward_weights": "red +"}, "reward.combine: 'red +': the formula ends"),
+    ({"reward_weights": [0.0]}, "reward.combine: all weights are 0"),
+    ({"reward_funcs": "clip"}, "reward_weights: clip has the columns cosine, clip_score, similarity"),
+    ({"train_dataset": None}, "train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder"),
+    ({"train_dataset": []}, "train_dataset: no rows"),
+    ({"train_dataset": ["a", "b"]}, "train_dataset: a row is str; each row is a dictionary with a `prompt`"),
+    ({"train_dataset": [{"caption": "a"}]}, "train_dataset: no column with the prompts; it has caption."),
+    ({"train_dataset": pd.DataFrame(ROWS)}, "train_dataset: a DataFrame is read as a list of its rows; give df.to_dict("),
+    ({"train_dataset": {"train": ROWS}}, "train_dataset: a dictionary; give one split of it"),
+    ({"train_dataset": "/no/such"}, "train_dataset: no folder and no .txt or .jsonl file /no/such"),
+    ({"train_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=0)},
+     "train_dataset: the buffer of .shuffle() is lost when a run resumes"),
+    ({"train_dataset": ROWS, "eval_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()},
+     "eval_dataset: a streaming data set has no length; load it without streaming=True"),
+    ({"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "eval_dataset": ROWS},
+     "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset"),
+    ({"train_dataset": "photos", "eval_dataset": ROWS}, "eval_dataset: needs a table or a stream as train_dataset"),
+    ({"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "columns": {"instruction": "level"}},
+     "columns: train_dataset is a PlaygroundData; give the columns to it, if it has such a key"),
+    ({"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
+     "columns: the columns of a prompt list have fixed names; give the rows of"),
+    ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
+    ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),
+    ({"learning_rate": -1.0}, "learning_rate: should be greater than 0, not -1.0"),
+    ({"learning_rate": "1e-4"}, "learning_rate: should be a valid number, not '1e-4'"),
+    ({"learning_rat": 1e-4}, "learning_rat: unknown key; did you mean learning_rate?"),
+    ({"policy": {}}, "policy: give model and peft_config instead"),
+    ({"group_size": 1}, "group_size: 1 gives every sample the advantage 0; use 2 or more"),
+    ({"size": "512"}, "size: '512'; give (height, width) in pixels"),
+    ({"peft_config": {"r": 8}}, "peft_config: dict; give retouch.Lora(rank=32), a peft.LoraConfig"),
+    ({"peft_config": LoraConfig(target_modules="all-linear")},
+     "peft_config.target_modules: 'all-linear' is a pattern; give a list of endings of layer names, such as ['to_q', 'to_v']"),
+    ({"peft_config": LoraConfig(use_dora=True)},
+     "peft_config.use_dora: True is not supported; leave it at False. Retouch uses r, lora_alpha, lora_dropout, target_modules"),
+    ({"peft_config": LoraConfig(bias="all")}, "peft_config.bias: 'all' is not supported; leave it at 'none'"),
+    ({"peft_config": LoraConfig(use_rslora=True, rank_pattern={"to_q": 4})},
+     "peft_config.use_rslora: True is not supported; leave it at False"),
+    ({"peft_config": LoraConfig(init_lora_weights="olora")},
+     "peft_config.init_lora_weights: 'olora' is not supported; leave it at True"),
+    ({"objective": "grpo"}, "objective: 'grpo'; give an object: retouch.GRPO(clip=1e-4)"),
+    ({"objective": retouch.GRPO(clip=0.2)}, "would never clip; use 1e-6 to 1e-4"),
+    ({"renderer": "x"}, "renderer: this model makes images itself"),
+    ({"objective": retouch.Supervised()}, "have no targets, and supervised needs them"),
+    ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
+    ({"run_name": "a/b"}, "name: 'a/b' does not match"),
+    ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
+    ({"steps": None}, "steps: missing: set the length of the run, in steps or in passes"),
+    ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
+    ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
+    ({"device": "gpu"}, "device: "),
+    (
         {
             "model": partial(tiny_writers.module, "qwen2.5"),
             "processing_class": partial(tiny_writers.tokenizer),
@@ -162,50 +128,29 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "renderer: there is no folder /models/llama, and no such repository",
     ),
-    "a writer without a renderer": (
-        {"model": partial(tiny_writers.module, "qwen2.5"), "processing_class": partial(tiny_writers.tokenizer)},
-        "renderer: missing; a language-model policy needs one",
-    ),
-    "a writer without a tokenizer": (
-        {"model": partial(tiny_writers.module, "qwen2.5")},
-        "processing_class: missing; give the tokenizer",
-    ),
-    "a writer that sees, with a tokenizer": (
-        {"model": partial(tiny_writers.module, "qwen2.5-vl"), "processing_class": partial(tiny_writers.tokenizer)},
-        "processing_class: a Qwen2Tokenizer reads no images; give AutoProcessor.from_pretrained(...) of the model",
-    ),
-    "a language model of another family": (
-        {"model": partial(llama), "processing_class": partial(tiny_writers.tokenizer)},
-        "model: LlamaForCausalLM is a 'llama' model, which is not supported; supported are qwen2, qwen3, qwen2_vl",
-    ),
-    "a tokenizer of a pipeline": (
-        {"processing_class": partial(tiny_writers.tokenizer)},
-        "processing_class: it belongs to a loaded language model; omit it",
-    ),
-    "a pipeline of another family": ({"model": partial(another_pipeline)}, "model: DDPMPipeline is not supported;"),
-    "a pipeline of a dtype that cannot train": (
-        {"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to(torch.float64))},
-        "model.transformer: weights of the dtype float64 cannot be trained; load the model in float32, bfloat16, float16",
-    ),
-    "a pipeline on the meta device": (
-        {"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to("meta"))},
-        "model.transformer: weights of this SD3Transformer2DModel are on the meta device; load them first",
-    ),
-    "a pipeline that is offloaded": (
-        {"model": partial(changed_pipeline, lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")))},
-        "model.text_encoder: this CLIPTextModelWithProjection is offloaded (enable_model_cpu_offload or device_map)",
-    ),
-    "a quantized pipeline": (
-        {"model": partial(changed_pipeline, lambda pipe: setattr(pipe.transformer, "is_quantized", True))},
-        "model.transformer: this SD3Transformer2DModel is quantized, which cannot be trained; load it in bfloat16 or float32",
-    ),
-    "a wrong number of minibatches": ({"minibatches": 5}, "minibatches: "),
-}
+    ({"model": partial(tiny_writers.module, "qwen2.5"), "processing_class": partial(tiny_writers.tokenizer)},
+     "renderer: missing; a language-model policy needs one"),
+    ({"model": partial(tiny_writers.module, "qwen2.5")}, "processing_class: missing; give the tokenizer"),
+    ({"model": partial(tiny_writers.module, "qwen2.5-vl"), "processing_class": partial(tiny_writers.tokenizer)},
+     "processing_class: a Qwen2Tokenizer reads no images; give AutoProcessor.from_pretrained(...) of the model"),
+    ({"model": partial(llama), "processing_class": partial(tiny_writers.tokenizer)},
+     "model: LlamaForCausalLM is a 'llama' model, which is not supported; supported are qwen2, qwen3, qwen2_vl"),
+    ({"processing_class": partial(tiny_writers.tokenizer)}, "processing_class: it belongs to a loaded language model; omit it"),
+    ({"model": partial(another_pipeline)}, "model: DDPMPipeline is not supported;"),
+    ({"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to(torch.float64))},
+     "model.transformer: weights of the dtype float64 cannot be trained; load the model in float32, bfloat16, float16"),
+    ({"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to("meta"))},
+     "model.transformer: weights of this SD3Transformer2DModel are on the meta device; load them first"),
+    ({"model": partial(changed_pipeline, lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")))},
+     "model.text_encoder: this CLIPTextModelWithProjection is offloaded (enable_model_cpu_offload or device_map)"),
+    ({"model": partial(changed_pipeline, lambda pipe: setattr(pipe.transformer, "is_quantized", True))},
+     "model.transformer: this SD3Transformer2DModel is quantized, which cannot be trained; load it in bfloat16 or float32"),
+    ({"minibatches": 5}, "minibatches: "),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_wrong_trainer_arguments_raise_with_a_specific_message(mistake, pipe):
-    changes, message = MISTAKES[mistake]
+@pytest.mark.parametrize(("changes", "message"), MISTAKES)
+def test_wrong_trainer_arguments_raise_with_a_specific_message(changes, message, pipe):
     changes = {key: value() if isinstance(value, partial) else value for key, value in changes.items()}
     lora = retouch.Lora(rank=2, alpha=2)
     arguments = {"model": pipe, "reward_funcs": red, "train_dataset": ROWS, "peft_config": lora, **changes}
@@ -288,20 +233,13 @@ def outside(images):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        (
-            {"train_dataset": ROWS},
-            "argument 'caption', but train_dataset has no such column; its columns are level, and",
-        ),
-        (
-            {"train_dataset": [{**row, "caption": "red"} for row in ROWS], "eval_dataset": ROWS},
-            "argument 'caption', but eval_dataset has no such column; its columns are level, and",
-        ),
-        (
-            {"train_dataset": ROWS, "columns": {"instruction": "prompt", "text": "level"}},
-            "argument 'caption', but train_dataset has no such column; its columns are (none), and",
-        ),
+        ({"train_dataset": ROWS}, "argument 'caption', but train_dataset has no such column; its columns are level, and"),
+        ({"train_dataset": [{**row, "caption": "red"} for row in ROWS], "eval_dataset": ROWS},
+         "argument 'caption', but eval_dataset has no such column; its columns are level, and"),
+        ({"train_dataset": ROWS, "columns": {"instruction": "prompt", "text": "level"}},
+         "argument 'caption', but train_dataset has no such column; its columns are (none), and"),
     ],
-)
+)  # fmt: skip
 def test_an_argument_of_a_reward_function_that_no_table_has_is_refused_by_the_constructor(pipe, tables, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         retouch.Trainer(model=pipe, reward_funcs=[red, unknown], **tables)

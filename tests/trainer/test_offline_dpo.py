@@ -202,10 +202,8 @@ def test_training_on_two_ranks_matches_training_on_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"train_dataset": [{"prompt": "red"}, {"prompt": "blue"}]},
-            "data: table has no columns `chosen` and `rejected`, which objective.pairs 'data' compares; name them in columns",
-        ),
+        ({"train_dataset": [{"prompt": "red"}, {"prompt": "blue"}]},
+         "data: table has no columns `chosen` and `rejected`, which objective.pairs 'data' compares; name them in columns"),
         ({"group_size": 4}, "group_size: 4, and a pair of the data has 2 images; set 2"),
         ({"minibatches": 4}, "tasks_per_step: 2 pairs do not divide over 4 minibatches on 1 ranks"),
         ({"objective": retouch.DPO()}, "give retouch.DPO(pairs='data') to learn from the images, or remove these columns"),
@@ -213,18 +211,14 @@ def test_training_on_two_ranks_matches_training_on_one(tmp_path):
         ({"eval": {"column": "share"}}, "eval.column: without a reward, evaluation gives only pairs/preferred and pairs/margin"),
         ({"eval": {"best_of_k": 4}}, "eval.best_of_k: it needs a reward, and there is none; remove it, or give a reward"),
         ({"watch": {"every": 2}}, "watch: it needs a reward, and there is none; remove it, or give a reward"),
-        (
-            {"objective": retouch.GRPO(clip=1e-4), "group_size": 2},
-            "reward: there is none, and policy_gradient learns from the rewards of its samples; give a reward (reward_funcs of a",
-        ),
-        (
-            {"objective": retouch.Supervised(), "train_dataset": [{"prompt": "a", "target": flat((1, 2, 3))}] * 2},
-            "reward: there is none, and this run can only be evaluated by a reward; give a reward (reward_funcs of a Trainer)",
-        ),
+        ({"objective": retouch.GRPO(clip=1e-4), "group_size": 2},
+         "reward: there is none, and policy_gradient learns from the rewards of its samples; give a reward (reward_funcs of a"),
+        ({"objective": retouch.Supervised(), "train_dataset": [{"prompt": "a", "target": flat((1, 2, 3))}] * 2},
+         "reward: there is none, and this run can only be evaluated by a reward; give a reward (reward_funcs of a Trainer)"),
         ({"columns": {"chosen": "best"}}, "'chosen' should be read from 'best'"),
         ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_raise_in_the_constructor(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, **changes)

@@ -254,26 +254,19 @@ def test_point_1_5_a_run_sees_the_values_that_the_rows_of_a_data_set_give(case):
 REFUSED = {
     "random changes at each access": (
         lambda: plain().with_transform(lambda rows: {"prompt": rows["prompt"], "n": [np.random.rand() for _ in rows["prompt"]]}),
-        "has a transform .* apply it once with dataset.map",
-    ),
+        "has a transform .* apply it once with dataset.map"),
     "set_transform": (lambda: (data := plain(), data.set_transform(lambda rows: {"prompt": rows["prompt"]}))[0], "has a transform"),
     "images in another mode": (lambda: plain(image=ImageFeature(mode="L")), "converts its images to mode 'L'"),
-    "the class 0 as the prompt": (
-        lambda: plain().remove_columns("prompt").rename_column("label", "prompt"),
-        "'prompt' has the numbers of classes, such as 0",
-    ),
+    "the class 0 as the prompt": (lambda: plain().remove_columns("prompt").rename_column("label", "prompt"),
+        "'prompt' has the numbers of classes, such as 0"),
     "a class as the text to show": (lambda: plain().rename_column("label", "text"), "'text' has the numbers of classes"),
-    "the number 0 as the prompt": (
-        lambda: plain().remove_columns("prompt").rename_column("n", "prompt"),
-        "'prompt': the instruction should be text, not 0",
-    ),
+    "the number 0 as the prompt": (lambda: plain().remove_columns("prompt").rename_column("n", "prompt"),
+        "'prompt': the instruction should be text, not 0"),
     "a mapping of splits": (lambda: {"train": plain()}, "give one split of it"),
     "a generator": (lambda: ({"prompt": str(n)} for n in range(3)), "not a table|IterableDataset"),
-    "a stream of images in another mode": (
-        lambda: plain(image=ImageFeature(mode="L")).to_iterable_dataset(),
-        "converts its images to mode 'L'",
-    ),
-}
+    "a stream of images in another mode": (lambda: plain(image=ImageFeature(mode="L")).to_iterable_dataset(),
+        "converts its images to mode 'L'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
