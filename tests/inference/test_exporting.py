@@ -28,7 +28,6 @@ from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 
 FULL = {"train": {"kind": "full"}, "ema": {"decay": 0.9}}
-NO_AVERAGE = {"ema": None}
 
 
 def trained(tmp_path, **policy):
@@ -64,9 +63,19 @@ def base():
     return QwenImageTransformer2DModel.from_pretrained(playground_weights() / "transformer", torch_dtype=torch.float32)
 
 
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("full"), **FULL, attention="native")
+
+
 @pytest.mark.parametrize("which", ["average", "current"])
-def test_peft_and_diffusers_load_an_adapter(tmp_path, which):
-    folder = trained(tmp_path)
+def test_peft_and_diffusers_load_an_adapter(tmp_path, adapter, which):
+    folder = adapter
     written = export_target(str(folder), to=tmp_path / "out", which=which)
     assert {path.name for path in written} == {
         "adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "comfyui_lora.safetensors",
@@ -81,9 +90,9 @@ def test_peft_and_diffusers_load_an_adapter(tmp_path, which):
     assert torch.equal(qwen_output(pipeline.transformer), wanted)
 
 
-@pytest.mark.parametrize("settings", [{}, FULL])
-def test_other_users_may_read_exported_weights_if_the_umask_allows_it(tmp_path, settings):
-    folder = trained(tmp_path, **settings)
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_other_users_may_read_exported_weights_if_the_umask_allows_it(tmp_path, kind, request):
+    folder = request.getfixturevalue(kind)
     before = os.umask(0o027)
     try:
         written = export_target(str(folder), to=tmp_path / "out")
@@ -93,8 +102,8 @@ def test_other_users_may_read_exported_weights_if_the_umask_allows_it(tmp_path, 
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == {path.name: "0o640" for path in written}
 
 
-def test_diffusers_loads_full_weights(tmp_path):
-    folder = trained(tmp_path, **FULL, attention="native")
+def test_diffusers_loads_full_weights(tmp_path, full):
+    folder = full
     assert cli.main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0
     wanted = expected(folder, "average")
     assert not torch.equal(wanted, expected(folder, "current"))
@@ -128,14 +137,14 @@ def test_a_stable_diffusion_3_pipeline_loads_an_adapter(tmp_path):
 
 
 def test_the_same_weights_are_exported_as_the_same_bytes(tmp_path):
-    """Ten exports, since safetensors writes the entries of its metadata in random order."""
+    """Several exports, since safetensors writes the entries of its metadata in random order."""
     module: SD3Transformer2DModel = tiny_models.sd3_transformer()
     module.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_out.0", "to_k", "to_v"]))
-    for number in range(10):
+    for number in range(5):
         write_lora(module, tmp_path / str(number), pipeline="StableDiffusion3Pipeline")
     files = {path.name: path.read_bytes() for path in (tmp_path / "0").iterdir()}
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors"]
-    for number in range(1, 10):
+    for number in range(1, 5):
         assert {path.name: path.read_bytes() for path in (tmp_path / str(number)).iterdir()} == files
     written = tmp_path / "0" / "pytorch_lora_weights.safetensors"
     with safe_open(written, "pt") as opened:
@@ -170,7 +179,7 @@ def test_a_run_with_a_function_as_reward_is_exported_without_its_script(tmp_path
 
 
 def test_invalid_exports_raise_and_write_nothing(tmp_path):
-    folder = trained(tmp_path, **NO_AVERAGE)
+    folder = trained(tmp_path, ema=None)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(ValueError, match="not empty"):

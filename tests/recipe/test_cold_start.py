@@ -60,6 +60,7 @@ def first_step(shape, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_the_first_step_runs_at_most_60_modules_outside_its_model_family_and_data(shape, first_step):
     own = {"own family": 2, "own data": 5}
     families = [shape._family(name) for name in first_step["functions"]]
@@ -72,23 +73,19 @@ def test_the_first_step_runs_at_most_60_modules_outside_its_model_family_and_dat
     assert sum(ran.values()) <= 336
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        *("retouch_bench", "retouch_judge", "retouch_plan", "retouch_serve", "retouch_view"),
-        *("retouch_worlds.pretraining", "retouch_worlds.testing", "inference", "integrations", "run.watch"),
-        *("rewards.scorers", "rewards.text"),
-        *("data.sources", "models.sd3", "models.z_image", "models.qwen_image_2", "models.emu3", "models.lora"),
-        *("distributed.fsdp", "distributed.zero", "policies.autoregressive"),
-        *("records.trackers", "recipe.derived_facts", "renderers.prompts", "renderers.responses", "config.errors"),
-    ],
-)
-def test_the_first_step_does_not_import_unused_packages(first_step, package):
-    name = package if package.startswith("retouch_") else f"retouch.{package}"
-    assert importlib.util.find_spec(name) is not None
-    assert [module for module in first_step["modules"] if module == name or module.startswith(f"{name}.")] == []
+UNUSED = """
+retouch_bench retouch_judge retouch_plan retouch_serve retouch_view retouch_worlds.pretraining retouch_worlds.testing
+retouch.inference retouch.integrations retouch.run.watch retouch.rewards.scorers retouch.rewards.text retouch.data.sources
+retouch.models.sd3 retouch.models.z_image retouch.models.qwen_image_2 retouch.models.emu3 retouch.models.lora
+retouch.distributed.fsdp retouch.distributed.zero retouch.policies.autoregressive retouch.records.trackers
+retouch.recipe.derived_facts retouch.renderers.prompts retouch.renderers.responses retouch.config.errors
+""".split()
 
 
-def test_the_first_step_imports_no_library_that_its_recipe_does_not_need(first_step):
+@pytest.mark.slow
+def test_the_first_step_imports_no_package_and_no_library_that_its_recipe_does_not_need(first_step):
+    assert [name for name in UNUSED if importlib.util.find_spec(name) is None] == []
+    loaded = [module for module in first_step["modules"] for name in UNUSED if module == name or module.startswith(f"{name}.")]
+    assert loaded == []
     assert not {"datasets", "deepspeed", "fastapi", "openai", "tensorboard", "trl", "wandb"} & set(first_step["packages"])
     assert len(first_step["modules"]) <= 165

@@ -1,9 +1,6 @@
-"""The wheel: which files it contains, and that it works outside of the checkout.
+"""What is installed: the wheel outside of the checkout, the core without the libraries of extras, and the slow tests file by file."""
 
-The environment of these tests has only the wheel in its own folder; other libraries come from the environment that runs the tests.
-``test_the_quickstart_trains_after_an_install_with_all_dependencies`` installs those as well.
-"""
-
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import slow
+
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 30_000_000
@@ -74,6 +74,7 @@ def run(environment, words, folder, *, code=0):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(wheel):
     assert wheel.stat().st_size <= MOST_BYTES
     with zipfile.ZipFile(wheel) as archive:
@@ -89,23 +90,21 @@ def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(whe
     assert {name for name in names if ".dist-info/" not in name} == data | recipes
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_imported_and_not_the_checkout(installed, tmp_path):
     found = run(installed, ["python", "-c", "import retouch; print(retouch.__file__)"], tmp_path)
     assert Path(found.strip()).is_relative_to(installed)
     assert str(ROOT) not in run(installed, ["retouch", "recipes"], tmp_path)
 
 
-def test_the_quickstart_trains_in_an_empty_folder(installed, tmp_path):
-    changes = [word for change in FEW for word in ("--set", change)]
-    printed = run(installed, ["retouch", "train", "quickstart", *changes], tmp_path)
-    assert "step 2/2" in printed
-    assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
-
-
+@pytest.mark.parametrize(
+    ("recipe", "changes", "last"), [("quickstart", FEW, "2/2"), ("tiny-sd3", ["steps=1", "trackers=[]"], "1/1")]
+)
 @pytest.mark.slow
-def test_the_recipe_tiny_sd3_trains_outside_of_the_checkout(installed, tmp_path):
-    changes = [word for change in ("steps=1", "trackers=[]") for word in ("--set", change)]
-    assert "step 1/1" in run(installed, ["retouch", "train", "tiny-sd3", *changes], tmp_path)
+def test_a_recipe_trains_in_an_empty_folder(recipe, changes, last, installed, tmp_path):
+    changes = [word for change in changes for word in ("--set", change)]
+    assert f"step {last}" in run(installed, ["retouch", "train", recipe, *changes], tmp_path)
+    assert (tmp_path / "runs" / recipe / "report.html").is_file()
 
 
 @pytest.mark.slow
@@ -137,3 +136,74 @@ def test_the_quickstart_trains_after_an_install_with_all_dependencies(wheel, tmp
     changes = [word for change in FEW for word in ("--set", change)]
     assert "step 2/2" in run(tmp_path / "environment", ["retouch", "train", "quickstart", *changes], folder)
     assert "\nready\n" in run(tmp_path / "environment", ["retouch", "doctor"], folder)
+
+
+EXTRAS = ("fastapi", "uvicorn", "httpx", "openai", "prometheus_client", "tensorboard", "rapidocr", "onnxruntime", "trl")
+TRAIN = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS!r})  # so that an import of one of them fails
+from importlib import util
+found = util.find_spec
+util.find_spec = lambda name, *more: None if name in {EXTRAS!r} else found(name, *more)
+from retouch.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def train(*words):
+    return subprocess.run([python(), "-c", TRAIN, "quickstart", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp_path):
+    changes = ["steps=1", "tasks_per_step=2", "group_size=2", "microbatch=4", "rollout.chunk=4", "eval.tasks=3", "eval.best_of_k=0"]
+    changes += ["samples.tasks=1", 'reward={"kind":"share","combine":{"share":1.0}}', "eval.column=share", f"out={tmp_path}"]
+    words = [word for change in changes for word in ("--set", change)]
+    done = train(*words)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "quickstart"
+    assert json.loads((run / "metrics.jsonl").read_text())["step"] == 1
+    assert (run / "report.html").is_file()
+    assert not (run / "tensorboard").exists()
+    assert "no curves for TensorBoard" in (run / "train.log").read_text()
+
+
+def test_a_recipe_with_a_judge_says_which_extra_it_needs(tmp_path):
+    judge = '{"kind":"endpoint","model":"m","base_url":"http://127.0.0.1:9/v1","key":null}'
+    words = ["--set", f'reward={{"kind":"yes","judge":{judge},"combine":{{"yes":1.0}}}}', "--set", "eval.column=yes"]
+    words += ["--set", f"out={tmp_path}"]
+    done = train(*words)
+    assert done.returncode == 2, done.stderr
+    assert "asking a judge needs the openai package: pip install 'retouch[judge]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("code", ["pass", "raise AssertionError"])
+def test_files_that_were_run_are_not_run_again(code, tmp_path, monkeypatch, capsys):
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers =\n  slow\n  engines\n")
+    for name in ("one", "two"):
+        (tmp_path / f"test_small_{name}.py").write_text(
+            "from pathlib import Path\nimport pytest\n"
+            "@pytest.mark.slow\ndef test_slowly():\n"
+            f"    with Path('calls').open('a') as file: file.write({name!r})\n"
+            f"    {code if name == 'two' else 'pass'}\n"
+            "def test_quickly():\n    raise AssertionError\n"
+        )
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slow, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # pytest starts faster
+
+    def call(*words):
+        Path("calls").write_text("")
+        return slow.main([*words, "."]), Path("calls").read_text()
+
+    expected = int(code != "pass")
+    assert slow.main(["test_small_one.py"]) == 0
+    assert call("--jobs", "2") == (expected, "two")
+    assert call() == (expected, "")
+    assert call("--repeat-failed") == (expected, "two" * expected)
+    assert "2 slow tests in 2 files; 2 files are done" in capsys.readouterr().out
+    with Path("test_small_one.py").open("a") as file:
+        file.write("# changed\n")
+    assert call() == (expected, "onetwo")
