@@ -5,7 +5,6 @@ Each test begins without consent. The modules in them are written to disk, and w
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -350,20 +349,6 @@ def test_a_package_in_the_current_folder_does_not_count_as_installed(project, mo
     monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
     assert [entry.value for entry in consent.plugins() if entry.name == "reward.innocent"] == ["stranger:Zero"]
     assert isinstance(parse_reward(project.section("stranger:Zero")), ImportedReward)
-
-
-@pytest.mark.slow
-def test_modules_in_the_current_folder_are_not_imported_in_place_of_packages(project):
-    """Neither in a command nor in a rank of the launcher."""
-    for name in ("torch", "wandb", "pydantic", "trackio"):
-        (project.folder / f"{name}.py").write_text(REWARD)
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    command = [sys.executable, "-P", "-m", "retouch.cli"]
-    told = ["doctor", "recipes/quickstart.jsonnet", "--set", 'trackers=["wandb", "trackio"]', "--device", "cpu"]
-    for words in (told, ["launch", "--nproc", "1", *told]):
-        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
-        assert f"torch         {torch.__version__}" in done.stdout, done.stderr
-    assert not list(project.folder.glob("*.ran"))
 
 
 def test_locate_finds_a_module_without_importing_it(project):

@@ -18,6 +18,7 @@ TEXT_TO_IMAGE = "recipes/qwen-image/writer-grpo-published.jsonnet"
 CURRICULUM = "recipes/qwen-image/writer-grpo-published-mmmg.jsonnet"
 PUBLISHED_ENHANCER = "recipes/sd3/prompt-enhancer-published.jsonnet"
 OCR = "recipes/sd3/ocr-grpo.jsonnet"
+FLOW_GRPO = f"{EDITOR}flow-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
 
 
@@ -56,6 +57,9 @@ SOURCES: dict[str, str] = {
         learning_rate=1e-5 steps=50 epochs=3 tasks_per_step=2 objective.clip_low=0.2 objective.clip_high=0.2 objective.kl.kind=k3
         objective.kl.weight=0.05 objective.entropy_bonus=0.02 renderer.num_steps=28 renderer.guidance_scale=7.0
     """,
+    FLOW_GRPO: """
+        policy.train.rank=64 policy.train.alpha=128.0 group_size=16 tasks_per_step=32
+    """,
     OCR: """
         policy.model.kind=sd3 policy.model.path=stabilityai/stable-diffusion-3.5-medium policy.model.size=[512,512]
         policy.train.rank=32 policy.train.alpha=64.0 policy.ema.decay=0.9 policy.ema.every=8 rollout.num_steps=10
@@ -79,7 +83,7 @@ def test_a_recipe_has_the_values_of_its_source(name):
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [*((name, (8,)) for name in (WRITERS[0], PUBLISHED_LORA, PUBLISHED_FULL, TEXT_TO_IMAGE)), (OCR, (8, 16, 24, 32))],
+    [*((name, (8,)) for name in (WRITERS[0], PUBLISHED_LORA, PUBLISHED_FULL, TEXT_TO_IMAGE, FLOW_GRPO)), (OCR, (8, 16, 24, 32))],
 )
 def test_the_rows_of_a_recipe_divide_over_the_ranks_of_its_source(name, ranks):
     for number in ranks:

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import changed_recipes
 import tiny_models
 from retouch.config.errors import alternatives, keys_of
-from retouch.core.windows import random_window, sliding_window
 from retouch.distributed.ranks import find_device, init_distributed_from_recipe, scoring_device
 from retouch.models.sd3 import SD3Model
 from retouch.recipe.derived_facts import differences
@@ -248,42 +245,6 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
 )  # fmt: skip
 def test_compatible_values_are_accepted(changes):
     assert parse(changed(**changes)).name == "try"
-
-
-@pytest.mark.slow
-@given(num_steps=st.integers(1, 8), size=st.integers(1, 8), low=st.integers(0, 8), high=st.integers(1, 8) | st.none())
-def test_a_random_window_is_accepted_if_and_only_if_it_can_be_drawn(num_steps, size, low, high):
-    def draws():
-        try:
-            random_window(num_steps, size, low=low, high=num_steps - 1 if high is None else high, generator=torch.Generator())
-        except ValueError:
-            return False
-        return True
-
-    window = {"mode": "window", "size": size, "low": low, "high": high}
-    assert _taken(rollout__num_steps=num_steps, rollout__window=window) == draws()
-
-
-@pytest.mark.slow
-@given(num_steps=st.integers(1, 8), size=st.integers(1, 8), stride=st.integers(1, 8))
-def test_a_sliding_window_is_accepted_if_and_only_if_it_can_slide(num_steps, size, stride):
-    def slides():
-        try:
-            sliding_window(num_steps, size, step=0, every=1, stride=stride)
-        except ValueError:
-            return False
-        return True
-
-    window = {"mode": "sliding", "size": size, "stride": stride, "every": 1}
-    assert _taken(rollout__num_steps=num_steps, rollout__window=window) == slides()
-
-
-def _taken(**changes):
-    try:
-        parse(changed(**changes))
-    except ValueError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(("schedule", "half"), [("cosine", 0.55), ("linear", 0.55)])

@@ -104,11 +104,6 @@ def test_truncate_removes_later_steps_from_all_files_and_keeps_earlier_ones(tmp_
     assert not folder.samples(3).exists()
 
 
-def test_truncate_of_a_new_folder_does_nothing(tmp_path):
-    RunFolder(tmp_path / "none").truncate_after(0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_complete_line_that_is_not_a_json_object_raises(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1}\n{"step": \n[3]\n')
@@ -266,10 +261,6 @@ def test_set_aside_never_writes_over_an_earlier_one(tmp_path):
     assert len(set(places)) == 3
     assert re.fullmatch(r"run\.old-\d{8}-\d{6}", places[0].name)
     assert [RunFolder(place).read_recipe()["recipe"]["count"] for place in places] == [0, 1, 2]
-
-
-def test_each_rank_has_its_own_log_file(tmp_path):
-    assert [RunFolder(tmp_path).log(rank).name for rank in (0, 1)] == ["train.log", "train.rank1.log"]
 
 
 WRITER = """

@@ -64,12 +64,6 @@ def test_a_killed_owner_owns_nothing(tmp_path):
             assert current_owner(tmp_path) is not None
 
 
-def test_the_folder_is_free_after_its_owner_has_closed_it(tmp_path):
-    Owner(tmp_path).close()
-    assert current_owner(tmp_path) is None
-    Owner(tmp_path).close()
-
-
 def _delete(folder):
     (folder / ownership.FILE).unlink()
 
@@ -213,12 +207,6 @@ def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path, monkeyp
         other.wait()
         with closing(Owner(tmp_path)) as owner:
             owner.require()
-
-
-def test_fresh_does_not_rename_the_folder_of_a_living_run(tmp_path):
-    with owned_elsewhere(tmp_path / "run"), pytest.raises(NotOwner):
-        own(tmp_path / "run", fresh=True, environment={})
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_fresh_renames_an_existing_folder_and_owns_the_new_one(tmp_path):

@@ -1,20 +1,26 @@
-"""Runs from Python: a loaded pipeline, plain functions and a list of dictionaries, with the same bits as the command."""
+"""Runs from Python: a loaded pipeline, plain functions, lists, tables and streams, with the same bits as the command."""
 
 import json
 import logging
+import os
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from PIL import Image
 
 import retouch
 import tiny_pipelines
+from retouch.data.sources.stream import IterableData
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.rewards.function import ImportedReward
 from retouch.run.session import run
 from small_trainer import SMALL, assert_same, redness, run_results
+from warm_python import python
 
 
 def prompts(count=12):
@@ -246,3 +252,84 @@ def test_datasets_objects_are_used_for_training_and_evaluation(tmp_path):
     made = trainer(tmp_path, train_dataset=train, eval_dataset=evaluation, steps=1)
     assert made.train() is not None
     assert made.evaluate()["all"]["n"] == 3
+
+
+def stream(count=8):
+    rows = [{"prompt": f"a red circle {number}", "id": str(number)} for number in range(count)]
+    return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
+
+
+def stream_trainer(out, **changes):
+    data = IterableData.of(stream(), held_out=2, check=2, shuffle=3, ahead=changes.pop("ahead", 1))
+    options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": data, **SMALL, "steps": 4, **changes}
+    return retouch.Trainer(**options, output_dir=out, run_name="run")
+
+
+def test_a_resumed_run_on_a_stream_is_bitwise_equal_to_an_uninterrupted_run(tmp_path):
+    whole = stream_trainer(tmp_path / "whole")
+    whole.train()
+    for step in stream_trainer(tmp_path / "parts"):
+        if step.step == 3:
+            break
+    newest = max((tmp_path / "parts" / "run" / "checkpoints").glob("step-*"))
+    (stored,) = json.loads((newest / "state.json").read_text())["numbers"]["streams"]
+    assert stored["shards"] == 2
+    assert stored["cursor"]["position"] == 3  # of 6 rows; the three steps drew rows 0 to 5
+    rest = stream_trainer(tmp_path / "parts", ahead=0)
+    assert rest.train() is not None
+    assert_same(run_results(whole.folder), run_results(rest.folder))
+
+
+def test_a_stream_trains_and_is_evaluated_on_a_table(tmp_path):
+    given: dict[str, Any] = {"train_dataset": stream(), "eval_dataset": [{"prompt": "a red circle"}], "steps": 1}
+    made = stream_trainer(tmp_path, **given)
+    assert made.recipe.data.label == "iterable"
+    assert made.train() is not None
+    assert made.evaluate()["all"]["n"] == 1
+
+
+def test_passes_over_a_stream_raise(tmp_path):
+    with pytest.raises(ValueError, match="passes: the number of rows of a stream is not known; give `steps` instead"):
+        stream_trainer(tmp_path, steps=None, passes=1.0)  # before anything is read
+
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def run_script(out, *launcher):
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [python(), "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return RunFolder(out / "run")
+
+
+@pytest.fixture(scope="module")
+def single_process_run(tmp_path_factory):
+    """The run of a single process."""
+    return run_script(tmp_path_factory.mktemp("single_process_run"))
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate launch": [
+        *("accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.slow)])
+def test_training_on_two_ranks_matches_training_on_one(launcher, single_process_run, tmp_path):
+    together = run_script(tmp_path / "together", "-m", *LAUNCHERS[launcher])
+    one, two = single_process_run.read_metrics(), together.read_metrics()
+    assert [line["step"] for line in two] == [1, 2]
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine["reward/mean"] == theirs["reward/mean"]
+        assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-4)
+    before, after = single_process_run.read_summary(), together.read_summary()
+    assert before.after == pytest.approx(after.after, abs=1e-6)

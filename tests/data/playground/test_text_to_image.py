@@ -125,13 +125,6 @@ def test_incomplete_completions_are_truncated_and_nothing_else_changes():
     assert kept[4, 3] == 0
 
 
-def test_a_task_is_determined_by_seed_and_index():
-    long, short = tasks(count=1000), tasks(count=10)
-    assert [task.id for task in short] == [long[i].id for i in range(10)] == [task.id for task in long[:10]]
-    assert long[-1].id == long[999].id
-    assert {task.id for task in short}.isdisjoint(task.id for task in tasks(count=10, seed=1))
-
-
 def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
     digest = hashlib.sha256()
     for split in SPLITS:
@@ -139,12 +132,6 @@ def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
             digest.update(task.id.encode() + task.instruction.encode() + task.meta["completion"].encode())
             digest.update(free_description(scene_of(task), generator("test", task.id)).encode())
     assert digest.hexdigest()[:16] == "c3009ae5abf84913"
-
-
-def test_weights_of_complexities_set_their_frequencies():
-    counts = Counter(task.tags["complexity"] for task in tasks(count=1200, complexity={1: 3, 2: 1, 4: 0}))
-    assert set(counts) == {"1", "2"}
-    assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
 
 
 def test_a_plain_description_is_the_background_followed_by_the_objects():
@@ -166,11 +153,6 @@ def test_a_plain_description_is_the_background_followed_by_the_objects():
 def test_bad_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         tasks(**wrong)
-
-
-def test_an_index_out_of_range_raises_index_error():
-    with pytest.raises(IndexError, match="10"):
-        tasks(count=10)[10]
 
 
 def test_fault_7_with_known_words_the_prompts_are_the_completions():

@@ -98,12 +98,6 @@ def test_style_from_reference_removes_the_targets_colours_from_the_source_image(
     assert papers == set(words.PAPERS)
 
 
-def test_style_from_reference_does_not_change_the_wrong_letters_of_the_target():
-    wrong, apart = tasks(count=100, wrong_letters=0.5), tasks(count=100, wrong_letters=0.5, style_from_reference=True)
-    for a, b in zip(wrong, apart, strict=True):
-        assert a.target.crop(a.mask.getbbox()).tobytes() == b.target.crop(b.mask.getbbox()).tobytes()
-
-
 @pytest.fixture(scope="module")
 def read():
     return OcrReward(where="box", line_width=160)
@@ -125,18 +119,6 @@ def test_correctness_drops_by_the_share_of_wrong_letters_and_is_0_without_text(r
     wanted = torch.tensor([1 - 1 / len(task.text) for task in chosen])
     assert (correctness(read, wrong) - wanted).abs().mean() <= 0.05
     assert correctness(read, [(task, task.images[0]) for task in chosen]).max() == 0.0
-
-
-def test_the_rate_of_wrong_letters_sets_the_mean_correctness(read):
-    scores = correctness(read, [(task, task.target) for task in tasks("train", 60, wrong_letters=0.4)])
-    assert 0.5 < scores.mean() < 0.7
-
-
-def test_a_line_width_of_160_gives_the_same_correctness_as_the_full_width():
-    chosen = tasks("test", 24)
-    wide, narrow = (OcrReward(where="box", line_width=width) for width in (None, 160))
-    made = [(task, task.target) for task in chosen]
-    assert torch.equal(correctness(wide, made), correctness(narrow, made))
 
 
 def with_word(task, word):
