@@ -8,10 +8,8 @@ import sqlite3
 import subprocess
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import torch
 
 import retouch
 import tiny_pipelines
@@ -20,8 +18,6 @@ from retouch import cli
 from retouch.records import files
 from retouch.records.folder import RunFolder, keep_until
 from retouch.rewards.ledger.database import Database
-from retouch.rewards.scoring import scores_of
-from retouch.types import Column, Sample, Task
 from small_trainer import SMALL, redness
 from warm_python import python
 
@@ -51,14 +47,6 @@ def test_resuming_a_damaged_run_folder_has_the_expected_outcome_for_each_fault()
 
 
 # Reports about damaged lines, lost checkpoints and ledgers
-
-
-def test_repair_keeps_ordered_metrics_lines_byte_for_byte(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1,  "a": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    assert keep_until(path, 2, every_step=True) == []
-    assert path.read_text() == '{"step": 1,  "a": 1}\n{"step": 2}\n'
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_repair_reports_each_problem_of_a_metrics_file_and_keeps_a_copy(tmp_path):
@@ -141,11 +129,6 @@ def test_failed_append_on_a_full_disk_leaves_no_partial_line(tmp_path):
     assert files.read_lines(path) == [{"step": 1}]
 
 
-def test_full_disk_error_contains_the_path_of_the_file(tmp_path):
-    with files_of_at_most(20), pytest.raises(OSError, match=re.escape(str(tmp_path / "a.json"))):
-        files.write_json(tmp_path / "a.json", ["x" * 100])
-
-
 class LibraryFails(retouch.Callback):
     """A library that cannot write its file, and does not name it."""
 
@@ -210,20 +193,3 @@ def test_point_3_8_recipe_that_exceeds_recursion_or_memory_limits_exits_with_2(t
     (tmp_path / "endless.jsonnet").write_text(text)
     assert cli.main(["train", str(tmp_path / "endless.jsonnet")]) == 2
     assert says in capsys.readouterr().err
-
-
-class WithGradient:
-    """A reward that forgot to detach its scores."""
-
-    columns: ClassVar[dict[str, Column]] = {"score": Column(0.0, 1.0)}
-
-    def __call__(self, samples):
-        return {"score": torch.full((len(samples),), 0.5, requires_grad=True) * 1.0}
-
-
-def test_scores_with_a_gradient_are_detached():
-    from PIL import Image
-
-    scores = scores_of(WithGradient(), [Sample(Task("a", "b"), Image.new("RGB", (4, 4)))])
-    assert not scores["score"].requires_grad
-    assert scores["score"].tolist() == [0.5]

@@ -7,8 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,25 +153,6 @@ def test_run_folder_with_a_recipe_of_another_version_raises_and_is_not_changed(t
     with pytest.raises(ValueError, match=r"(?s)mine contains a run whose recipe this version cannot read:.*data.vain.*--fresh"):
         run(made, fresh=False)
     assert folder.recipe.read_bytes() == before
-
-
-def test_columns_of_the_held_out_table_are_aligned_and_separated():
-    def line(step, lum):
-        cells = {"n": 3, "edges": 0.25, "lum": lum}
-        return {"step": step, "table": {"all": cells, "kinds=move+recolour+reshape": cells}}
-
-    evaluations = SimpleNamespace(
-        folder=SimpleNamespace(read_evals=lambda: [line(0, 123.25), line(9, 122.5)]),
-        parts=SimpleNamespace(judge=SimpleNamespace(combination=SimpleNamespace(columns=("edges",)))),
-        **{"_column": "edges", "_split_label": "held-out", "_first_step": lambda step: 0},
-    )
-    title, head, *rows = RunEvaluations.format_table(cast("RunEvaluations", evaluations), 9)
-    assert title == "held-out tasks after step 9 (before -> after)"
-    assert head.split() == ["n", "edges", "lum"]
-    assert [row.split() for row in rows] == [
-        [name, "3", "0.25", "->", "0.25", "123.25", "->", "122.50"] for name in ("all", "kinds=move+recolour+reshape")
-    ]
-    assert len({len(row) for row in (head, *rows)}) == 1
 
 
 # More steps, and errors in later steps

@@ -128,16 +128,6 @@ def test_requests_from_before_the_start_are_refused(tmp_path):
     assert [each.answer for each in read_requests(folder).values()] == ["the run was not training", "the run ended"]
 
 
-def test_control_requests_in_quick_succession_are_all_detected(tmp_path):
-    folder = folder_of_a_run(tmp_path)
-    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
-    for step in range(1, 30):
-        name = make_request(folder, "checkpoint", via="test")
-        assert steering.wanted(stop=False, last=False).checkpoint
-        steering.answer(step, last=False)
-        assert read_requests(folder)[name].step == step
-
-
 def test_a_step_without_requests_costs_one_stat(tmp_path, monkeypatch):
     folder = folder_of_a_run(tmp_path)
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)

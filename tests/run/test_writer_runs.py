@@ -25,22 +25,18 @@ def trained(tmp_path_factory, writer):
     return RunFolder(recipe.folder)
 
 
-def test_preflight_of_a_writer_passes_with_the_ratio_limit_of_tokens(trained):
+def test_preflight_metrics_samples_and_report_of_a_writer_are_those_of_completions(trained):
     checks = {check["name"]: check for check in trained.read_preflight()}
     assert all(check["ok"] for check in checks.values())
     assert checks["ratio_before"]["limit"] == 1e-5
     assert checks["kl_gradient"]["value"] > 0
 
-
-def test_metrics_report_length_cut_off_fraction_and_entropy_of_completions(trained):
     for line in trained.read_metrics():
         assert 1 <= line["completion/length"] <= 5
         assert 0 <= line["completion/cut_off_fraction"] <= 1
         assert 0 < line["policy/entropy"] < 7
         assert line["policy/ratio_max_first"] <= 1e-5
 
-
-def test_stored_samples_and_report_contain_the_completion_text(trained):
     for step in (0, 1, 2):
         lines = trained.read_samples(step)
         assert lines
@@ -167,12 +163,6 @@ def test_writer_whose_tokenizer_differs_from_the_editor_raises(make, tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ValueError, match="its tokenizer differs from the editor"):
         assemble(parse(make(policy__model__path=str(tmp_path / "other"))), Ranks())
-
-
-def test_full_training_makes_all_parameters_trainable_and_keeps_a_reference(make):
-    parts = assemble(parse(make(policy__train={"kind": "full"})), Ranks())
-    assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
-    assert "reference" in parts.copies.copies
 
 
 @pytest.mark.slow

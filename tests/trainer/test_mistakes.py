@@ -20,7 +20,6 @@ import retouch
 import tiny_pipelines
 import tiny_writers
 from retouch.data.sources.hub import read_table
-from retouch.data.tasks import Tasks
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample, Task
@@ -158,11 +157,6 @@ def test_wrong_trainer_arguments_raise_with_a_specific_message(changes, message,
         retouch.Trainer(**arguments)
 
 
-def test_a_mistyped_argument_is_found_before_the_model_is_looked_for():
-    with pytest.raises(ValueError, match=r"^stepz: unknown key; did you mean steps\?$"):
-        retouch.Trainer(model="no-such-owner/no-such-model", reward_funcs="share:red", train_dataset="nowhere", stepz=3)
-
-
 def test_the_supported_settings_of_a_lora_config_are_used(pipe):
     given = LoraConfig(
         **{"r": 4, "lora_alpha": 6, "target_modules": ["to_v", "to_q"]},
@@ -171,25 +165,6 @@ def test_the_supported_settings_of_a_lora_config_are_used(pipe):
     made = retouch.Trainer(pipe, red, ROWS, peft_config=given)
     assert made.recipe.policy.train == retouch.Lora(rank=4, alpha=6.0, targets=("to_q", "to_v"))
     assert retouch.Trainer(pipe, red, ROWS, peft_config=LoraConfig()).recipe.policy.train == retouch.Lora(rank=8, alpha=8.0)
-
-
-STEPS_TO_MODE = {"I;16": ["L", "I;16"], "La": ["LA", "La"], "RGBa": ["RGBA", "RGBa"]}
-
-
-@pytest.mark.parametrize("mode", ["P", "RGBA", "1", "L", "I;16", "CMYK", "YCbCr", "RGBX", "La", "PA", "RGBa"])
-def test_images_of_supported_modes_are_converted_to_rgb_and_modes_of_unknown_range_raise(mode):
-    image = Image.new("RGB", (16, 16), "red")
-    for step in STEPS_TO_MODE.get(mode, [mode]):
-        image = image.convert(step)
-    rows = read_table([{"prompt": "a", "image": image}], columns={}, name="train_dataset")
-    (task,) = Tasks(rows, resize=None)
-    assert task.images[0].mode == "RGB"
-    if mode in ("RGBX", "PA", "RGBa"):
-        assert task.images[0].getpixel((0, 0)) == (255, 0, 0)
-    for unknown_range in ("F", "I"):
-        said = f"an image of mode {unknown_range}, whose range is not known; give image.convert('RGB')"
-        with pytest.raises(ValueError, match=re.escape(said)):
-            read_table([{"prompt": "a", "image": Image.new(unknown_range, (16, 16))}], columns={}, name="train_dataset")[0]
 
 
 @pytest.mark.parametrize("value", [np.zeros((4, 4, 3)), [np.zeros((4, 4, 3))]])
@@ -245,11 +220,6 @@ def test_an_argument_of_a_reward_function_that_no_table_has_is_refused_by_the_co
         retouch.Trainer(model=pipe, reward_funcs=[red, unknown], **tables)
 
 
-def test_an_argument_of_a_reward_function_that_is_a_column_of_the_table_is_accepted(pipe, tmp_path):
-    rows = [{**row, "caption": "red"} for row in ROWS]
-    retouch.Trainer(model=pipe, reward_funcs=[red, unknown], train_dataset=rows, output_dir=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -288,24 +258,6 @@ def test_partial_reward_functions_keep_the_function_name_and_have_distinct_hashe
     assert FunctionReward.of(partial(above, level=object())).source == FunctionReward.of(partial(above, level=object())).source
     with pytest.raises(ValueError, match="a lambda has no name"):
         FunctionReward.of(partial(lambda images, level: [level] * len(images), level=1.0))
-
-
-def test_bound_arguments_are_not_replaced_by_columns_or_images():
-    def everything(images, *, level, masks, **rest):
-        assert masks == "bound"
-        assert {"level", "masks"}.isdisjoint(rest)
-        assert "texts" in rest
-        return [level] * len(images)
-
-    def completed(images, *, completions):
-        return [float(completions == "bound")] * len(images)
-
-    samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
-    for function in (partial(above, level=0.5), partial(everything, level=0.5, masks="bound")):
-        assert [each.tolist() for each in scores_of(FunctionReward.of(function), samples).values()] == [[0.5, 0.5]]
-    reward = FunctionReward.of(partial(completed, completions="bound"))
-    assert not reward.reads_completions
-    assert scores_of(reward, samples)["completed"].tolist() == [1.0, 1.0]
 
 
 def test_reward_functions_can_return_tensors_and_generators_with_none():

@@ -294,24 +294,6 @@ def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(m
         assert np.array_equal(image, expected)
 
 
-def test_a_single_prompt_takes_a_single_image_or_path(tmp_path, received):
-    path = saved(tmp_path / "a.png", "RGB")
-    for images in (Image.open(path), path, str(path)):
-        LoadedPolicy(None).sample("blue", images=images)
-    assert [(task.instruction, len(task.images)) for task in received] == [("blue", 1)] * 3
-
-
-def test_masks_and_references_become_those_of_the_tasks(tmp_path, received):
-    path = saved(tmp_path / "a.png", "RGB")
-    mask = Image.new("L", (4, 6), 255)
-    LoadedPolicy(None).sample(["blue", "red"], images=[path, path], masks=[mask, None], references=[None, path])
-    assert [(task.mask is None, task.reference is None) for task in received] == [(False, True), (True, False)]
-    assert received[0].mask is not None
-    assert received[0].mask.mode == "L"
-    assert np.array_equal(received[0].mask, mask)
-    assert np.array_equal(received[1].reference, load_image(path))
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
