@@ -100,6 +100,7 @@ def test_point_3_2_recipes_and_guardians_import_nothing_from_the_current_folder(
     assert not hostile.exists()
 
 
+@pytest.mark.slow
 def test_point_3_2_a_tried_checkpoint_imports_nothing_from_the_current_folder(hostile):
     async def connected():
         return {"type": "http.request"}
@@ -116,6 +117,6 @@ def test_point_3_2_a_tried_checkpoint_imports_nothing_from_the_current_folder(ho
 def test_point_3_2_a_command_imports_nothing_from_the_current_folder(start, hostile):
     (hostile.parent / "retouch.py").unlink()  # with -m, Python itself looks for it here
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for words in (["recipes"], ["report", "missing"], ["doctor", "quickstart", "--no-rehearsal", "--set", "steps=0"]):
-        subprocess.run([sys.executable, *start, *words], env=environment, capture_output=True, check=False)
+    words = ["doctor", "quickstart", "--no-rehearsal", "--set", "steps=0"]
+    subprocess.run([sys.executable, *start, *words], env=environment, capture_output=True, check=False)
     assert not hostile.exists(), hostile.read_text()

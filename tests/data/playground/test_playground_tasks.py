@@ -11,11 +11,10 @@ import pytest
 
 from retouch.data.tasks import MappedTasks
 from retouch.types import SplitName
-from retouch_worlds.data import PlaygroundData, canonical, indirect, names, split_of
+from retouch_worlds.data import PlaygroundData, canonical, indirect
 from retouch_worlds.playground.rendering import render
-from retouch_worlds.playground.scenes import COLOURS, Edit, Scene, Thing, apply
-from retouch_worlds.playground.texts import JOINS, PHRASES, completion, content, phrase, vocabulary
-from scene_reader import all_single_edits, meaning, read
+from retouch_worlds.playground.scenes import Edit, Scene, apply
+from retouch_worlds.playground.texts import content
 
 LEVELS = [1, 2, 3, 4]
 
@@ -75,34 +74,21 @@ def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
     assert digest.hexdigest()[:16] == "f71500714fac43ce"
 
 
+def test_indirect_and_impossible_requests_have_the_same_digest_as_when_their_meaning_was_checked():
+    """Then each meant one edit with its image and several without it, and no impossible edit had an object of its scene."""
+    digest = hashlib.sha256()
+    for task in MappedTasks(TASKS, partial(indirect, incomplete=0.6)):
+        digest.update(task.instruction.encode() + task.meta["completion"].encode())
+    for task in tasks("train", 60, complexity=[1, 4], impossible=0.5):
+        digest.update(task.instruction.encode())
+    assert digest.hexdigest()[:16] == "66bda9473afdc781"
+
+
 def test_a_list_of_complexities_is_cycled_and_weights_set_their_frequencies():
     assert [task.tags["complexity"] for task in tasks("train", 8)] == ["1", "2", "3", "4"] * 2
     counts = Counter(task.tags["complexity"] for task in tasks("train", 1200, complexity={1: 3, 2: 1, 4: 0}))
     assert set(counts) == {"1", "2"}
     assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
-
-
-def test_impossible_edits_are_of_absent_objects_and_have_the_requested_frequency():
-    counts = Counter()
-    for task in tasks("train", 60, complexity=[1, 4], impossible=1.0):
-        scene, edits = parts(task)
-        asked = read(task.instruction)
-        impossible = asked - {meaning(edit) for edit in edits}
-        counts[len(edits), len(impossible)] += 1
-        assert asked >= {meaning(edit) for edit in edits}
-        for kind, colour, shape, *_ in impossible:
-            assert kind != "add"
-            assert Thing(colour, shape) not in {*scene.objects.values(), *(edit.creates for edit in edits)}
-        assert task.target == render(apply(scene, edits))
-    assert set(counts) == {(1, 1), (1, 2), (4, 0)}
-    share = np.mean([len(read(task.instruction)) > 1 for task in tasks("train", 300, complexity=[1], impossible=0.5)])
-    assert share == pytest.approx(0.5, abs=0.1)
-
-
-def test_impossible_edits_of_training_tasks_have_no_content_of_other_splits():
-    single = {meaning(edit): split_of(content([edit])) for edit in all_single_edits()}
-    for task in tasks("train", 60, complexity=[1], impossible=1.0):
-        assert {single[asked] for asked in read(task.instruction)} == {"train"}
 
 
 @pytest.mark.parametrize(
@@ -142,64 +128,3 @@ def test_indirect_instructions_keep_the_scene_the_edits_and_the_target():
         assert other.target.tobytes() == task.target.tobytes()
         assert sorted(other.meta["completion"].split("; ")) == content(edits_of(task)).split(" + ")
         assert indirect(task).instruction == other.instruction
-
-
-def test_indirect_instructions_use_only_the_vocabulary_of_the_editor():
-    known = set(vocabulary())
-    for task in MappedTasks(TASKS, indirect):
-        assert set(task.instruction.replace(",", " ,").replace(";", " ;").split()) <= known
-
-
-def test_names_are_short_and_identify_one_object_of_the_scene():
-    things = (Thing("red", "circle"), Thing("red", "square"), Thing("blue", "circle"), Thing("pink", "triangle"))
-    scene = Scene(0, (*things, *[None] * 5))
-    assert names(Thing("red", "circle"), scene) == ("red circle",)
-    assert names(Thing("red", "square"), scene) == ("square",)
-    assert names(Thing("blue", "circle"), scene) == ("blue one",)
-    assert names(Thing("pink", "triangle"), scene) == ("pink one", "triangle")
-
-
-def clauses(edit, scene):
-    """Every clause that can express the edit."""
-    called = [" ".join(edit.thing)] if edit.kind == "add" else names(edit.thing, scene)
-    return {phrase(edit, pattern.replace("{thing}", name)) for pattern in PHRASES[edit.kind] for name in called}
-
-
-def all_edits(scene):
-    for cell, thing in scene.objects.items():
-        yield Edit("remove", cell, thing, cell, None)
-        yield from (Edit("move", cell, thing, to, thing) for to in scene.empty)
-        yield from (Edit("recolour", cell, thing, cell, Thing(c, thing.shape)) for c in COLOURS if c != thing.colour)
-        yield from (
-            Edit("reshape", cell, thing, cell, Thing(thing.colour, s)) for s in ("circle", "square", "triangle") if s != thing.shape
-        )
-    for cell in scene.empty:
-        yield from (Edit("add", cell, Thing(c, s), cell, Thing(c, s)) for c in COLOURS for s in ("circle", "square", "triangle"))
-
-
-def test_a_clause_means_one_edit_with_the_image_and_several_without_it():
-    by_clause = {}
-    for task in TASKS[:60]:
-        scene, meant = Scene.from_json(task.meta["scene"]), {}
-        for edit in all_edits(scene):
-            for clause in clauses(edit, scene):
-                assert meant.setdefault(clause, edit) == edit
-                by_clause.setdefault(clause, set()).add(completion([edit]))
-        edits = edits_of(task)
-        said = [[clause for clause in clauses(edit, scene) if clause in indirect(task).instruction] for edit in edits]
-        assert all(said)
-        wholes = {pattern.format(*(max(found, key=len) for found in said)) for pattern in JOINS[len(edits)]}
-        assert indirect(task).instruction in wholes
-    assert max(len(completions) for completions in by_clause.values()) > 5
-
-
-def test_incomplete_completions_are_empty_and_only_for_tasks_with_several_edits():
-    incomplete, whole = MappedTasks(TASKS, partial(indirect, incomplete=0.6)), MappedTasks(TASKS, indirect)
-    cut = 0
-    for task, other in zip(incomplete, whole, strict=True):
-        assert task.instruction == other.instruction
-        assert task.meta["completion"] in ("", other.meta["completion"])
-        assert task.meta["completion"] or len(edits_of(task)) > 1
-        cut += task.meta["completion"] != other.meta["completion"]
-    compounds = sum(len(edits_of(task)) > 1 for task in TASKS)
-    assert 0.45 < cut / compounds < 0.75

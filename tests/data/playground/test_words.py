@@ -1,11 +1,11 @@
 """Tasks of the word world: splits with disjoint words, deterministic by seed, and read correctly by the real OCR model."""
 
+import hashlib
 import itertools
 from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 from PIL import ImageChops
 
 from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
@@ -33,6 +33,14 @@ def test_the_splits_share_no_word_and_all_have_all_letters():
         assert {len(word) for word in these} == {3, 4, 5, 6}
     every = {"".join(word) for word in itertools.product(CONSONANTS, VOWELS, CONSONANTS)}
     assert 0.75 < sum(split_of_word(word) == "train" for word in every) / len(every) < 0.85
+
+
+def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
+    digest = hashlib.sha256()
+    for more in ({}, {"wrong_letters": 0.5}, {"wrong_letters": 0.5, "style_from_reference": True}):
+        for task in tasks(count=12, **more):
+            digest.update(task.id.encode() + task.text.encode() + task.target.tobytes() + task.images[0].tobytes())
+    assert digest.hexdigest()[:16] == "ffa1c7b9e00b980d"
 
 
 def test_tasks_are_deterministic_by_seed_and_differ_between_seeds():
@@ -111,18 +119,3 @@ def test_the_ocr_model_reads_correct_targets_correctly(read):
     scores = correctness(read, [(task, task.target) for task in tasks("test", 60)])
     assert scores.mean() >= 0.99
     assert (scores == 1).float().mean() >= 0.97
-
-
-def test_correctness_drops_by_the_share_of_wrong_letters_and_is_0_without_text(read):
-    chosen = tasks("test", 12)
-    wrong = [(task, with_word(task, "S" + task.text[1:] if task.text[0] != "S" else "K" + task.text[1:])) for task in chosen]
-    wanted = torch.tensor([1 - 1 / len(task.text) for task in chosen])
-    assert (correctness(read, wrong) - wanted).abs().mean() <= 0.05
-    assert correctness(read, [(task, task.images[0]) for task in chosen]).max() == 0.0
-
-
-def with_word(task, word):
-    """The task's image with another word."""
-    picture = task.images[0].copy()
-    words.write(picture, task.mask.getbbox(), word, words.Style((0, 0, 0), (255, 255, 255), 11))
-    return picture
