@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from retouch import cli
-from retouch.cli.arguments import run_folder
 from retouch.config.packaged import available, near_names, short_name, summaries
 from retouch.data.base import DataContext
 from retouch.distributed.launching import launch
@@ -202,16 +201,6 @@ def test_wrong_sizes_and_shards_of_tokenize_are_refused(words, says, capsys):
     assert says in refusal(capsys, "data", "tokenize", "photos", "--model", "playground", "--out", "codes", *words)
 
 
-def test_a_run_is_found_by_its_name_in_the_folder_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert run_folder("mine") == Path("runs/mine")
-    assert run_folder("runs/mine") == Path("runs/mine")
-    assert run_folder("no-such-run") == Path("no-such-run")
-    (tmp_path / "mine").mkdir()
-    assert run_folder("mine") == Path("mine")
-
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -381,14 +370,3 @@ def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys):
     assert "complete -c retouch -n '__fish_seen_subcommand_from train' -l fresh" in script
     assert "95 % intervals" in script
     assert "%%" not in script
-
-
-@pytest.mark.parametrize("out", ["/proc/nowhere", "{tmp}/file", "{tmp}/file/below"])
-def test_fault_13_an_unwritable_output_folder_is_reported(out, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    place = out.format(tmp=tmp_path)
-    said = failure(capsys, "train", "quickstart", "--set", f"out={place}")
-    assert "Traceback" not in said
-    assert place in said
-    assert "choose another folder" in said
-    assert (f"out: the folder {place}/quickstart cannot be created" in said) == place.startswith("/proc")

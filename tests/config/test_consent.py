@@ -14,7 +14,6 @@ from PIL import Image
 
 from retouch import cli
 from retouch.config import consent
-from retouch.config.imports import locate
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.base import ImportedLanguageModel
 from retouch.recipe.document import apply, evaluate
@@ -349,13 +348,3 @@ def test_a_package_in_the_current_folder_does_not_count_as_installed(project, mo
     monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
     assert [entry.value for entry in consent.plugins() if entry.name == "reward.innocent"] == ["stranger:Zero"]
     assert isinstance(parse_reward(project.section("stranger:Zero")), ImportedReward)
-
-
-def test_locate_finds_a_module_without_importing_it(project):
-    (project.folder / "package").mkdir()
-    (project.folder / "package" / "__init__.py").write_text(REWARD)
-    assert locate("stranger") == str(project.folder / "stranger.py")
-    assert locate("package.inner.most") == str(project.folder / "package")
-    assert locate("no_such_thing") is None
-    assert not project.ran
-    assert "package" not in sys.modules

@@ -10,14 +10,13 @@ from typing import Annotated, Literal
 
 import pytest
 import rjsonnet
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 import retouch
 from retouch.config import consent
 from retouch.config.consent import GROUP
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.section import Count, Kinds, Section, expected
-from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
 from retouch.recipe.recipe import load
 from retouch.rewards import Remote
@@ -68,14 +67,6 @@ def test_the_kind_selects_the_class_in_single_list_and_optional_fields():
     drawing = read({"shape": {"kind": "disc", "radius": 2, "centre": [1, 2]}, "more": [imported("Custom", side=3)], "under": None})
     assert drawing.shape == Circle(kind="disc", radius=2, centre=(1, 2))
     assert drawing.more == (Custom(side=3),)
-
-
-def test_a_document_with_kinds_parses_to_the_same_section():
-    drawing = read({"shape": {"kind": "circle", "radius": 2}, "more": [imported("Custom", side=3)], "under": imported("Custom")})
-    document = drawing.model_dump(mode="json")
-    assert document["more"] == [imported("Custom", side=3)]
-    assert read(document) == drawing
-    assert SHAPES.document(Custom(side=3)) == imported("Custom", side=3)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +137,6 @@ def test_a_class_path_without_a_colon_is_refused_with_the_right_form():
         ValueError, match=r"shape\.class: 'my_module\.Circle' is not the path of a class; write package\.module:Class"
     ):
         read({"shape": {"kind": "import", "class": "my_module.Circle"}})
-
-
-def test_an_algorithm_name_as_kind_raises_with_the_settings_to_use_instead():
-    for name in OBJECTIVES.other_names:
-        with pytest.raises(ValidationError) as caught:
-            TypeAdapter(Annotated[Objective, OBJECTIVES]).validate_python({"kind": name.upper().replace("_", "-")})
-        (message,) = re.findall(r"is not a kind; write (.*?)(?: \[type|$)", str(caught.value), re.MULTILINE)
-        assert message == OBJECTIVES.other_names[name]
 
 
 @pytest.mark.parametrize(

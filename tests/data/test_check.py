@@ -115,15 +115,6 @@ def test_every_defect_is_reported_with_file_and_line(photos, tmp_path):
     assert {problem.file for problem in check(photos)} == {file}
 
 
-def test_several_problems_of_one_row_are_all_reported(photos):
-    write(
-        photos,
-        row(instruction="", file_name="gone.png", mask="../x.png"),
-        row(file_name="mask.png", mask="gone.png", target="gone.png"),
-    )
-    assert [line for line, _ in errors(check(photos))] == [1, 1, 1, 2, 2]
-
-
 def test_harmless_irregularities_are_reported_as_notes(photos):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -171,15 +162,6 @@ def test_invalid_csv_records_are_reported_with_their_first_line(photos):
         "not CSV",
         "not CSV",
     ]
-
-
-def test_an_invalid_csv_header_is_reported(photos):
-    (photos / "metadata.csv").write_text('"file"name,instruction\na.png,x\n')
-    (problem,) = check(photos)
-    assert (problem.severity, problem.what.split("metadata.csv")[1]) == (
-        "error",
-        ":1: the header is not CSV: ',' expected after '\"'",
-    )
 
 
 def test_a_missing_path_is_reported_as_a_problem(tmp_path):

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.cli.parser import main
 from retouch.data.base import DataContext
 from retouch.data.images import Exact
 from retouch.data.sources.folder import FolderData
 from retouch.data.sources.hub import TableData
 from retouch.data.sources.stream import IterableData
 from retouch.data.tasks import SMALLEST, Crop, load_task, random_crop
-from retouch.recipe.recipe import load
 
 SIDE = 40
 
@@ -149,16 +147,3 @@ def test_point_1_7_crops_of_more_than_half_and_of_what_the_target_changes_are_no
         assert len(sets.problems) == 4
         assert all(what in str(problem) for problem in sets.problems)
         assert "4 of 4 rows are cropped to less than half, or lose what they change" in caplog.text
-
-
-def test_point_1_7_the_check_of_a_recipe_reports_what_its_size_crops_away(tmp_path, capsys):
-
-    for number in range(2):
-        Image.new("RGB", WIDE, (number, 9, 9)).save(tmp_path / f"{number}.png")
-    mask((0, 10, 30, 40)).save(tmp_path / "m.png")
-    lines = [{"file_name": f"{n}.png", "instruction": f"edit {n}", "mask": "m.png"} for n in range(2)]
-    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = tmp_path / "recipe.jsonnet"
-    recipe.write_text(load("recipes/photos.jsonnet", [f"data.path={tmp_path}", "data.size=[48,48]"]).model_dump_json())
-    assert main(["data", "check", str(recipe)]) == 1
-    assert "removes the whole mask" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """The kinds of data sources: what their classes import, user-defined classes, and `check_data_source`."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import ClassVar
 
@@ -11,7 +9,6 @@ from PIL import Image
 from retouch.config.packaged import packaged_recipes
 from retouch.data.base import DataSets, DataSource
 from retouch.data.images import EncodedImage
-from retouch.data.kinds import DATA
 from retouch.data.rows import Row
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import evaluate
@@ -82,23 +79,6 @@ def imported(name, **args):
 
 def photos(**data):
     return {**evaluate(packaged_recipes() / "photos.jsonnet"), "data": data}
-
-
-def test_loading_the_data_source_classes_imports_neither_torch_nor_datasets():
-    code = (
-        "import sys; from retouch.data.kinds import DATA; DATA.classes(); "
-        "print([name for name in ('torch', 'numpy', 'datasets', 'pyarrow', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_each_kind_in_the_table_loads_a_data_source_class_with_that_kind():
-    for kind in DATA:
-        if kind != "import":
-            found = DATA.load(kind)
-            assert issubclass(found, DataSource)
-            assert found.model_fields["kind"].default == kind
 
 
 def test_a_user_defined_data_source_is_parsed_stored_and_compared_like_a_built_in_one():

@@ -186,18 +186,6 @@ def test_row_requirements_of_a_run_are_checked_without_decoding_again(tmp_path, 
     assert decoded == []
 
 
-def test_the_requirement_of_pairs_is_checked_equally_with_a_stored_result(tmp_path):
-    folder = photos(tmp_path / "photos", chosen="0.png", rejected="1.png")
-    required = RowRequirements(pairs=True)
-    for _ in range(2):
-        assert accept_rows(read_folder(folder), on_bad_row="refuse", required=required).indices == (0, 1, 2, 3)
-    plain = photos(tmp_path / "plain")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
-            accept_rows(read_folder(plain), on_bad_row="refuse", required=required)
-        assert "no chosen and rejected image" in str(refused.value)
-
-
 def test_a_reward_that_compares_with_a_target_refuses_rows_without_one_before_training(tmp_path):
     photos(tmp_path / "plain")
     reward = 'reward={"kind": "target", "combine": {"closeness": 1}}'
@@ -248,12 +236,6 @@ def test_checks_of_in_memory_tables_are_stored_by_content(tmp_path, cache, decod
         TableData.of(table, held_out=0).build(DataContext(eval_split="train"))
         assert len(decoded) == 5
     assert len(list(cache.glob("*.json"))) == 2
-
-
-def test_checks_of_prompt_lists_are_not_stored(tmp_path):
-    (tmp_path / "a.txt").write_text("a cat\na dog\n")
-    assert check(tmp_path / "a.txt") == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
 
 
 def test_checking_with_processes_gives_the_same_reports_as_with_threads(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import datasets
 import pytest
 from PIL import Image
 
@@ -18,7 +17,6 @@ from retouch.data.sources.stream import StreamData
 from retouch.inference.opening import whole_data
 from retouch.inference.tokenizing import read_tasks
 from retouch.recipe.recipe import parse
-from retouch.run.build import build_sets
 from retouch.types import Codes
 from small_runs import photos_recipe
 
@@ -125,13 +123,6 @@ def test_fault_4_a_row_without_a_value_for_a_tag_raises(tmp_path):
         section.build(DataContext())
 
 
-def test_fault_4_a_hub_data_set_has_tags(tmp_path):
-    rows = [{"instruction": "redder", "kind": "colour"}, {"instruction": "bluer", "kind": "style"}]
-    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "hub"))
-    section = HubData(path=str(tmp_path / "hub"), columns={}, tags=("kind",), held_out="all")
-    assert [dict(task.tags) for task in section.build(DataContext(trains=False)).heldout] == [{"kind": "colour"}, {"kind": "style"}]
-
-
 THOUGHT = {"plan": "find the sky", "colour": "blue", "check": {"edges": "sharp"}}
 
 
@@ -166,14 +157,6 @@ def test_fault_5_invalid_chains_of_thought_raise(tmp_path, value, keys, message)
     own = folder(tmp_path, "own", why=lambda row: value)
     with pytest.raises(ValueError, match=message):
         FolderData(path=str(own), columns={"thought": "why"}, thought_keys=keys, held_out=1).build(DataContext())
-
-
-def test_default_tags_and_thought_keys_are_not_written_into_the_recipe(tmp_path):
-    document = parse(json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())).document()
-    assert not {"tags", "thought_keys"} & document["data"].keys()
-    recipe = parse(document, ["data.held_out=all"])
-    with pytest.raises(ValueError, match='"all" leaves nothing'):
-        build_sets(recipe, recipe.data, size=None)
 
 
 def test_a_whole_data_set_that_eval_tasks_limits_is_said(caplog, tmp_path):

@@ -154,6 +154,7 @@ def train(*words):
     return subprocess.run([python(), "-c", TRAIN, "quickstart", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_local_reward_trains_without_the_libraries_of_extras(tmp_path):
     changes = ["steps=1", "tasks_per_step=2", "group_size=2", "microbatch=4", "rollout.chunk=4", "eval.tasks=3", "eval.best_of_k=0"]
     changes += ["samples.tasks=1", 'reward={"kind":"share","combine":{"share":1.0}}', "eval.column=share", f"out={tmp_path}"]
@@ -177,6 +178,7 @@ def test_a_recipe_with_a_judge_says_which_extra_it_needs(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow  # it starts pytest many times
 @pytest.mark.parametrize("code", ["pass", "raise AssertionError"])
 def test_files_that_were_run_are_not_run_again(code, tmp_path, monkeypatch, capsys):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers =\n  slow\n  engines\n")

@@ -119,10 +119,6 @@ def test_variants_of_a_recipe_differ_only_in_what_they_are_about(one, other, cha
     assert {".".join(path.split(".")[:parts]) for path in differing_paths(one, other)} == set(changed.split())
 
 
-def test_the_identity_recipe_combines_the_identity():
-    assert "identity" in values(load(WRITERS[2]).document())["reward.combine"]
-
-
 def test_lora_targets_of_writer_recipes_are_the_four_attention_projections():
     for name in (*WRITERS, ENHANCER):
         policy = load(name).policy
@@ -191,18 +187,6 @@ def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full, twin):
         "optimizer",
     }
     assert not {path for path in differing_paths(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
-
-
-@pytest.mark.parametrize(
-    "name", [*WRITERS, PUBLISHED_LORA, PUBLISHED_FULL, TEXT_TO_IMAGE, CURRICULUM, ENHANCER, PUBLISHED_ENHANCER, OCR]
-)
-def test_the_header_comment_describes_a_healthy_run(name):
-    head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
-    said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
-    assert "A healthy run" in said
-    assert "retouch " in said
-    if name in (WRITERS[0], ENHANCER, OCR):
-        assert "Claims of the source, none of them measured here" in said
 
 
 TOY_REWARDS = {"photos", "grade", "share"}

@@ -75,14 +75,6 @@ def test_an_unknown_recipe_name_raises_with_a_similar_name():
         find("recipes/quickstrt.jsonnet")
 
 
-@pytest.mark.parametrize("name", [".", "..", "", "/"])
-def test_a_folder_instead_of_a_recipe_raises_that_it_is_a_folder(name):
-    with pytest.raises(
-        ValueError, match=r"^[./]*: is a folder, not a recipe, and no packaged recipe has this name; `retouch recipes`"
-    ):
-        find(name)
-
-
 def test_a_local_recipe_takes_precedence_over_a_packaged_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("recipes/quickstart.jsonnet") == packaged_recipes() / "quickstart.jsonnet"
@@ -194,12 +186,6 @@ def test_other_errors_contain_no_suggestion(text, tmp_path):
     with pytest.raises(ValueError, match=r"mine\.jsonnet") as caught:
         evaluate(str(file))
     assert "perhaps" not in str(caught.value)
-
-
-def test_a_byte_order_mark_is_ignored(tmp_path):
-    for name, text in (("mine.jsonnet", "{a: 1} + import 'part.libsonnet'"), ("part.libsonnet", "{b: 2}")):
-        (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    assert evaluate(tmp_path / "mine.jsonnet") == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("broken", ["mine.jsonnet", "part.libsonnet"])

@@ -101,14 +101,6 @@ def test_every_memory_key_exists_and_can_be_lowered_when_a_run_resumes(tmp_path)
     assert set(suggestions(writer, "render")) == {"renderer.batch=4", "renderer.encoder_batch=4", "rollout.chunk=32"}
 
 
-def test_the_chunk_of_a_phase_can_be_lowered_when_a_run_resumes():
-    def chunks(of):
-        rollout = {**SMALL["rollout"], "chunk": of}
-        return parse(apply(SMALL, ["steps=null", f"phases={json.dumps([{'name': 'a', 'steps': 2, 'rollout': rollout}])}"]))
-
-    assert differences(chunks(4), chunks(2)) == []
-
-
 def test_out_of_memory_errors_say_if_no_setting_can_be_lowered():
     recipe = parse(apply(SMALL, ["microbatch=1", "policy.gradient_checkpointing=true"]))
     for stage, says in (

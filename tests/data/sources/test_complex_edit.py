@@ -97,13 +97,6 @@ def test_each_task_is_one_image_at_one_complexity_level(folder):
     assert single.id != whole.id
 
 
-def test_split_selects_the_rows_of_that_split(folder):
-    assert [read_complex_edit(folder, complexity="8", split=split)[0].instruction for split in ("test_real", "test_syn")] == [
-        "picture 0: edits 1 to 8",
-        f"picture {PICTURES}: edits 1 to 8",
-    ]
-
-
 def test_all_levels_of_an_image_are_in_the_same_split(folder):
     rows = read_complex_edit(folder, complexity="1-8")
     parts = split_by_source(sources(rows, range(len(rows))), held_out=0.4, seed=0)
@@ -161,8 +154,3 @@ def test_allow_test_sets_permits_training_on_complex_edit_and_is_recorded(folder
     assert len(sets.train) + len(sets.heldout) > len(sets.heldout) > 0
     pictures = [{tuple(task.images[0].getpixel((0, 0))) for task in side} for side in (sets.train, sets.heldout)]
     assert not pictures[0] & pictures[1]
-
-
-def test_an_unknown_level_raises_when_the_recipe_is_parsed():
-    with pytest.raises(ValueError, match=r"data\.complexity: complexity '9': levels go from 1 to 8"):
-        recipe(complexity="9")

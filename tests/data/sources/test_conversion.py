@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from retouch.cli import main
-from retouch.data.guard import find_test_sets
 from retouch.data.sources.conversion import DIFFICULTY, TRAIN, convert, write_curriculum
 from retouch.data.sources.folder import read_folder, read_prompts
 from retouch.data.tasks import Tasks
@@ -109,18 +108,6 @@ def test_a_converted_data_set_is_read_as_tasks(name, tmp_path, capsys):
         assert tasks[k].target is not None
         assert tasks[k].target.getpixel((0, 0)) == BLUE
     assert main(["data", "check", str(out)]) == 0
-
-
-def test_turns_of_one_image_have_one_source(tmp_path):
-    magicbrush(tmp_path / "downloaded")
-    rows = read_folder(convert("magicbrush", tmp_path / "downloaded", out=tmp_path / "made").folder)
-    assert {rows[k].source for k in range(2)} == {"77"}
-
-
-def test_images_of_parquet_files_keep_their_bytes(tmp_path):
-    omniedit(tmp_path / "downloaded")
-    convert("omniedit", tmp_path / "downloaded", out=tmp_path / "made")
-    assert [file.read_bytes() for file in (tmp_path / "made" / "images").iterdir()] == [png(RED)]
 
 
 def test_invalid_inputs_and_options_of_convert_raise(tmp_path):
@@ -238,11 +225,6 @@ def test_invalid_stages_outputs_and_files_raise(downloaded, tmp_path):
             write_curriculum(downloaded, out=tmp_path / "other")
     with pytest.raises(ValueError, match="download MMMGBench/MMMG_Train"):
         write_curriculum(tmp_path, out=tmp_path / "other")
-
-
-def test_mmmg_is_recognised_as_a_test_set_and_mmmg_train_is_not():
-    assert [found.name for found in find_test_sets(["MMMGBench/MMMG"])] == ["MMMG"]
-    assert find_test_sets(["MMMGBench/MMMG_Train", "data/MMMG_Train/train.json"]) == ()
 
 
 def test_the_shipped_curriculum_reads_the_converted_lists(downloaded, tmp_path, monkeypatch):

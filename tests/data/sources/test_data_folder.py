@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from retouch.data.images import Area, Exact
-from retouch.data.kinds import check, read_path
+from retouch.data.kinds import check
 from retouch.data.rows import quoted, sources
 from retouch.data.sources.folder import path_under, read_folder, read_prompts
 from retouch.data.tasks import Tasks
@@ -112,12 +112,6 @@ def test_images_mask_and_target_of_a_task_are_resized(photos):
     assert [image.size for image in (*area.images, area.mask, area.target)] == [(4, 3), (6, 2), (4, 3), (4, 3)]
 
 
-def test_a_mask_whose_size_differs_from_the_image_raises(photos):
-    picture(photos / "mask.png", mode="L", colour=255, size=(6, 8))
-    with pytest.raises(ValueError, match=r"metadata\.jsonl:1: the mask is 6x8 but its image 8x6"):
-        Tasks(read_folder(photos), resize=Exact(4, 4))[0]
-
-
 def test_columns_map_other_key_names_to_fields_and_unknown_names_raise(photos):
     write(photos, [{"src": "images/a.png", "words": ["first", "second"], "info": {"cut": [{"out": "out/a.png"}]}}])
     columns = {"image": "src", "instruction": "words", "target": "info.cut.0.out"}
@@ -131,13 +125,6 @@ def test_columns_map_other_key_names_to_fields_and_unknown_names_raise(photos):
         read_folder(photos, columns={"instrution": "words"})
     with pytest.raises(ValueError, match=r"'target' should be read from 'after', but .* has only src, words, info"):
         read_folder(photos, columns={**columns, "target": "after"})
-
-
-def test_the_keys_prompt_and_image_are_read_without_a_column_map(tmp_path):
-    picture(tmp_path / "set/images/a.png")
-    write(tmp_path / "set", [{"prompt": "do it", "image": "images/a.png", "requirement": "r"}])
-    task = Tasks(read_folder(tmp_path / "set"), resize=None)[0]
-    assert (task.instruction, len(task.images), task.meta) == ("do it", 1, {"requirement": "r"})
 
 
 def test_two_keys_for_one_field_raise_unless_columns_selects_one(photos):
@@ -257,12 +244,6 @@ def test_the_metadata_file_of_an_image_folder_is_not_read_as_a_prompt_list(tmp_p
             read(tmp_path / name)
     (problem,) = check(tmp_path / name)
     assert message in str(problem)
-
-
-def test_a_prompt_list_is_recognised_by_the_endings_of_its_file_types(tmp_path):
-    for name, content in (("a.txt", "a cat\n"), ("a.csv", "prompt\na cat\n"), ("metadata.jsonl", '{"prompt": "a cat"}\n')):
-        (tmp_path / name).write_text(content)
-        assert [row.instruction for row in read_path(tmp_path / name)] == ["a cat"]
 
 
 def test_rows_of_one_prompt_have_one_source(tmp_path):

@@ -117,13 +117,6 @@ def test_an_imagefolder_is_read_from_its_own_files(tmp_path):
     assert np.asarray(task.images[0]).tolist() == [[[255, 0, 0]] * 8] * 6
 
 
-def test_a_folder_named_like_a_file_format_is_read(tmp_path, monkeypatch):
-    (tmp_path / "json").mkdir()
-    table().to_parquet(tmp_path / "json/train.parquet")
-    monkeypatch.chdir(tmp_path)
-    assert read_hub("json", columns=COLUMNS)[0].instruction == "make it blue"
-
-
 def test_image_paths_that_point_outside_the_data_set_are_reported(tmp_path, monkeypatch):
     (tmp_path / "secret.png").write_bytes(png("red"))
     for path in (str(tmp_path / "secret.png"), str(tmp_path / "edits/../secret.png"), "zip://a.png::https://example.com/a.zip"):

@@ -9,7 +9,6 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets.distributed import split_dataset_by_node
-from PIL import Image
 
 import stream_files
 from retouch.config.section import live_objects
@@ -85,17 +84,6 @@ def test_a_stored_iterable_is_found_by_its_name_and_raises_if_it_is_absent():
         first = [task.instruction for task in drawn(built(stored))]
     assert first == [task.instruction for task in drawn(built(data))]
     assert len(set(first)) == 12
-
-
-def test_images_from_a_map_function_and_renamed_columns_are_read():
-    def add(row):
-        return {"photo": Image.new("RGB", (8, 6), (row["n"], 0, 0)), "words": f"w{row['n']}"}
-
-    stream = datasets.Dataset.from_list([{"n": number} for number in range(12)]).to_iterable_dataset().map(add)
-    sets = built(IterableData.of(stream, columns={"instruction": "words", "image": "photo"}, **KEYS))
-    assert {task.images[0].getpixel((0, 0))[0] for task in drawn(sets, steps=2)} == {
-        int(task.instruction[1:]) for task in drawn(sets, steps=2)
-    }
 
 
 def numbered(shards=3):

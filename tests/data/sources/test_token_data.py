@@ -14,7 +14,7 @@ from PIL.Image import new
 from retouch.data.base import DataContext
 from retouch.data.checks import accept_rows
 from retouch.data.kinds import check, read_path
-from retouch.data.rows import LONGEST_THOUGHT, RowRequirements, thought_of
+from retouch.data.rows import LONGEST_THOUGHT, thought_of
 from retouch.data.sources.features import Feature, read_feature
 from retouch.data.sources.tokens import TokenData, TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
@@ -247,21 +247,3 @@ def test_evaluation_on_other_token_data_uses_all_rows_and_no_coefficients(tmp_pa
     other = TokenData.model_validate_json(json.dumps(keys))
     assert list(other.problems("data", eval_split="test")) == []
     assert ids(other.build(DataContext(trains=False)).heldout) == [f"other/edit/{k}" for k in range(3)]
-
-
-def test_a_run_can_be_evaluated_on_its_training_rows(tmp_path):
-    save(tmp_path / "d", [feature(k) for k in range(4)])
-    section = TokenData(lists=(str(tmp_path / "d"),), coefficients=(2,), held_out=0)
-    sets = section.build(DataContext(eval_split="train"))
-    assert len(sets.train) == 8
-    assert ids(sets.heldout) == [f"d/edit/{k}" for k in range(4)]
-
-
-def test_rows_without_required_fields_raise_or_are_skipped(tmp_path):
-    save(tmp_path / "d", [feature(0, task={"text": "SALE"}), feature(1), feature(2, task={"text": "OPEN"})])
-    context = DataContext(required=RowRequirements(images=(1, 1), text=True))
-    section = TokenData(lists=(str(tmp_path / "d"),), held_out=1)
-    with pytest.raises(ValueError, match=r"1 of 3 rows cannot be used:\n.*1\.safetensors: error: no text for the reward"):
-        section.build(context)
-    sets = section.model_copy(update={"on_bad_row": "skip"}).build(context)
-    assert ids([*sets.train, *sets.heldout]) == ["d/edit/0", "d/edit/2"]

@@ -101,14 +101,6 @@ def test_ranks_share_the_rows_of_a_step(parquet, world):
     assert [[row for rank in ranks for row in rank[step]] for step in range(10)] == alone
 
 
-def test_ranks_that_share_a_group_get_the_same_row(parquet):
-    alone = drawn(opened(parquet).train, range(4), count=3)
-    both = [places_in_step(count=3, group_size=2, minibatches=1, rank=rank, world=2) for rank in (0, 1)]
-    assert both == [[0, 1], [1, 2]]
-    for places in both:
-        assert drawn(opened(parquet).train, range(4), count=3, places=places) == [[step[k] for k in places] for step in alone]
-
-
 def run(folder, state, *, rank, world, kill_after, steps=18):
     words = [str(folder), str(state), str(rank), str(world), str(steps), str(kill_after)]
     path = os.pathsep.join([str(SUPPORT), *sys.path])
