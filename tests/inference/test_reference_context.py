@@ -177,19 +177,6 @@ def test_python_and_lists_make_the_image_of_the_command(world, tmp_path):
     assert made[1].image.size == (48, 32)
 
 
-def test_the_result_depends_on_the_reference_without_an_adapter_too(world, tmp_path):
-    document = recipe_of(world, world / "triplets")
-    document["policy"]["train"] = {"kind": "lora", "rank": 2, "alpha": 2}
-    file = tmp_path / "lora.json"
-    file.write_text(json.dumps(document))
-    first = sample_target(str(file), **files(world), context="reference", out=tmp_path / "a.png")
-    other = {**files(world), "reference": world / "triplets" / "test3_mask.png"}
-    second = sample_target(str(file), **other, context="reference", out=tmp_path / "b.png")
-    assert ImageChops.difference(first.image, second.image).getbbox() is not None
-    with pytest.raises(ValueError, match="--reference: only an IP-Adapter reads a reference image"):
-        sample_target(str(file), **files(world), out=tmp_path / "c.png")
-
-
 @pytest.mark.parametrize(
     ("without", "message"),
     [

@@ -1,4 +1,4 @@
-"""What is installed: the wheel outside of the checkout, the core without the libraries of extras, and the slow tests file by file."""
+"""What is installed: the wheel outside of the checkout, the core without the libraries of extras, and the slow tests by file."""
 
 import json
 import os

@@ -272,11 +272,6 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them():
     assert line == "optimizer.warmup_steps: give a whole number of steps, or a share of the phase's steps below 1"
 
 
-def test_a_recipe_without_phases_has_one_phase_with_its_top_level_values():
-    (phase,) = parse(BASE).resolved_phases()
-    assert (phase.name, phase.steps, phase.rows, phase.total_steps(100)) == ("main", 10, 24, 10)
-
-
 def test_a_phase_overrides_top_level_values():
     warm_up = {
         "name": "warm-up",

@@ -150,16 +150,6 @@ def test_samples_written_again_replace_only_samples_of_the_same_set(tmp_path):
     assert Image.open(folder.samples(4) / lines[0]["source"]).getpixel((0, 0)) == (1, 2, 3)
 
 
-def test_a_sample_without_images_and_scores_is_stored_with_none(tmp_path):
-    folder = RunFolder(tmp_path)
-    nothing = SampleRecord(
-        sample=Sample(Task(id="t", instruction="a cat"), None), group=0, slot=0, scores={}, reward=math.nan, advantage=0.0
-    )
-    folder.write_samples(1, "group", [nothing])
-    (line,) = folder.read_samples(1)
-    assert (line["image"], line["source"], line["target"], line["reward"], line["advantage"]) == (None, None, None, None, 0.0)
-
-
 def test_the_recipe_is_stored_with_library_versions(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.write_recipe({"name": "run", "seed": 3})

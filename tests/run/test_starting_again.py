@@ -15,8 +15,6 @@ from PIL import ImageStat
 from safetensors import safe_open
 
 import retouch
-import tiny_watched
-from failing_reward import Brightness
 from folder_faults import six_step_recipe
 from kill_places import recipe as four_step_recipe
 from retouch import cli
@@ -36,10 +34,12 @@ SHARE = {"kind": "share", "channel": "red", "combine": {"share": 1}}
 
 
 class Own:
-    """A reward whose columns are known only when it is built, and whose calls fail while ``broken``; ``version`` is its code."""
+    """A reward with columns that are known when it is built. It fails while ``broken``, and in one call; ``version`` is its code."""
 
     columns: ClassVar[dict[str, Column]] = {"bright": Column(0.0, 1.0)}
     broken: ClassVar[bool] = False
+    calls: ClassVar[int] = 0
+    fails_at: ClassVar[int] = 0
     version: ClassVar[str] = "1"
 
     @property
@@ -47,17 +47,19 @@ class Own:
         return self.version
 
     def __call__(self, samples):
+        Own.calls += 1
         if Own.broken:
             raise ValueError("the reward is broken")
+        if Own.calls == Own.fails_at:
+            raise KeyError("size")
         return {"bright": torch.tensor([ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples])}
 
 
 @pytest.fixture(autouse=True)
 def _own(monkeypatch):
-    monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "test_starting_again,failing_reward")
-    monkeypatch.setattr(Own, "broken", False)
-    monkeypatch.setattr(Own, "version", "1")
-    monkeypatch.setattr(Brightness, "calls", 0)
+    monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "test_starting_again")
+    for name, value in {"broken": False, "calls": 0, "fails_at": 0, "version": "1"}.items():
+        monkeypatch.setattr(Own, name, value)
 
 
 def recipe(out, *, column=None, best_of_k=0, **changes):
@@ -180,24 +182,16 @@ def test_an_extended_run_that_failed_in_its_last_evaluation_makes_it_at_the_next
 
 
 def test_steps_before_a_failing_reward_are_saved_and_the_corrected_run_repeats_the_uninterrupted_one(tmp_path, monkeypatch):
-    def of(out):
-        document = tiny_watched.recipe(out, limit=None, on_alarm="note")
-        del document["watch"]
-        reward = {"kind": "import", "class": "failing_reward:Brightness", "combine": {"light": 1}}
-        evaluation = {"tasks": 4, "complexity": [1, 2], "every": 0, "best_of_k": 0}
-        return parse({**document, "steps": 2, "reward": reward, "checkpoints": {"every": 100}, "eval": evaluation})
-
-    whole, broken = of(tmp_path / "whole"), of(tmp_path / "broken")
+    whole, broken = (recipe(tmp_path / name, steps=2, checkpoints={"every": 100}) for name in ("whole", "broken"))
     assert run(whole, fresh=False) == 0
-    monkeypatch.setenv("BROKEN_FROM", str(Brightness.calls - 1))  # the last calls are step 2 and the last evaluation
-    monkeypatch.setattr(Brightness, "calls", 0)
-    with pytest.raises(ValueError, match=r"failing_reward:Brightness .* raised KeyError: 'size'"):
+    monkeypatch.setattr(Own, "fails_at", Own.calls - 1)  # the last calls are step 2 and the last evaluation
+    monkeypatch.setattr(Own, "calls", 0)
+    with pytest.raises(ValueError, match=r"test_starting_again:Own .* raised KeyError: 'size'"):
         run(broken, fresh=False)
     folder = RunFolder(broken.folder)
     assert [line["step"] for line in folder.read_metrics()] == [1]
     assert checkpoint.latest(folder.checkpoints).name == "step-000001"
     assert "stopped after step 1, which is saved" in folder.log(0).read_text()
-    monkeypatch.delenv("BROKEN_FROM")
     assert run(broken, fresh=False) == 0
     assert folder.metrics.read_bytes() == RunFolder(whole.folder).metrics.read_bytes()
     assert [line["step"] for line in folder.read_evals()] == [line["step"] for line in RunFolder(whole.folder).read_evals()]

@@ -170,21 +170,6 @@ def results(recipe):
     return [(line["step"], line["table"]) for line in RunFolder(recipe.folder).read_suites()]
 
 
-@pytest.mark.slow
-def test_run_resumed_after_a_spent_budget_computes_the_missing_suite_result(tmp_path, double):
-    """Six images with two questions each: the budget covers two of three results. The next start first computes the third."""
-    recipe, plain = small(tmp_path, judged(double.url, calls=30)), small(tmp_path / "plain", judged(double.url))
-    with pytest.raises(BudgetSpent, match="budget of 30 calls"):
-        run(recipe, fresh=False)
-    assert [step for step, _ in results(recipe)] == [0, 1]
-    assert [line["step"] for line in RunFolder(recipe.folder).read_metrics()] == [1, 2]
-    assert run(recipe, fresh=False) == 0
-    assert set(double.seen.values()) == {1}, "nothing is asked twice"
-    assert run(plain, fresh=False) == 0
-    assert results(recipe) == results(plain)
-    assert RunFolder(recipe.folder).read_summary() is not None
-
-
 def test_an_alarm_of_the_watch_stops_the_run_although_a_budget_is_spent_in_the_same_step(tmp_path, double):
     watch = {"every": 2, "tasks": 3, "brightness": {"limit": 1e-9, "on_alarm": "roll_back"}}
     recipe = small(tmp_path, judged(double.url, calls=30), watch=watch, checkpoints={"every": 0})

@@ -348,8 +348,7 @@ def test_observation_skipped_by_a_failing_judge_raises_its_alarms_at_the_next_st
     assert checkpoint.latest(folder.checkpoints).name == "step-000000"
 
 
-@pytest.mark.parametrize("gamed", [True, False])
-def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed, monkeypatch):
+def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, monkeypatch):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:PanelJudge")
     held = {"kind": "import", "class": "tiny_watched:FallingJudge", "combine": {"fidelity": 1}}
     document["watch"] |= {"judge": {"reward": held, "on_alarm": "stop"}, "canaries": None}
@@ -363,19 +362,16 @@ def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed,
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        if gamed:
-            patch.setattr(checkpoint, "save", then_part)  # the first is saved after the observation of step 2
-            with pytest.raises(AlarmStop, match=r"watch.judge: the reward and the held-out judge diverge: since step \d"):
-                run(recipe, fresh=False)
-        else:
-            assert run(recipe, fresh=False) == 0
+        patch.setattr(checkpoint, "save", then_part)  # the first is saved after the observation of step 2
+        with pytest.raises(AlarmStop, match=r"watch.judge: the reward and the held-out judge diverge: since step \d"):
+            run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)
     last = folder.read_metrics()[-1]
     assert last["step"] == 4
-    assert ("watch/alarm/judge" in last) == gamed
-    assert (last["watch/heldout_sigmas"] < -3) == gamed
-    assert (folder.read_alarm() is not None) == gamed
-    assert ("Stopped by an alarm after step 4" in folder.report.read_text()) == gamed
+    assert "watch/alarm/judge" in last
+    assert last["watch/heldout_sigmas"] < -3
+    assert folder.read_alarm() is not None
+    assert "Stopped by an alarm after step 4" in folder.report.read_text()
     with closing(sqlite3.connect(ledger_path(recipe.folder, 0))) as ledger:
         told = ledger.execute("SELECT DISTINCT split, scores LIKE '%fidelity%', scores LIKE '%tone%' FROM samples").fetchall()
     assert {split for split, fidelity, _ in told if fidelity} == {"watch"}, "the held-out judge is called only for observations"
@@ -447,11 +443,3 @@ def test_invalid_watch_settings_raise_when_the_recipe_is_parsed(tmp_path, watch,
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
     with pytest.raises(ValueError, match=told):
         parse({**document, "watch": watch})
-
-
-def test_document_of_a_recipe_without_a_watch_has_no_watch_key(tmp_path):
-    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
-    del document["watch"]
-    assert "watch" not in parse(document).document()
-    assert "watch" in parse({**document, "watch": {}}).document()
-    assert math.isclose(parse({**document, "watch": {}}).watch.brightness.limit, 0.1)

@@ -163,19 +163,3 @@ def test_writer_whose_tokenizer_differs_from_the_editor_raises(make, tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ValueError, match="its tokenizer differs from the editor"):
         assemble(parse(make(policy__model__path=str(tmp_path / "other"))), Ranks())
-
-
-@pytest.mark.slow
-def test_text_rewards_score_completions_without_changing_the_image_reward(make):
-    """They are combined with an image reward, whose scores stay the same."""
-    rewards = {"think": {"kind": "thinking"}, "prompt": {"kind": "prompt_quality"}, "exact": {"kind": "playground"}}
-    several = {"kind": "several", "rewards": rewards, "combine": "exact/overall + think/think_format"}
-    recipe = parse(make(reward=several, name="texts"))
-    assert run(recipe, fresh=False) == 0
-    alone = parse(make(name="alone"))
-    assert run(alone, fresh=False) == 0
-    (first, *_), (same, *_) = (RunFolder(each.folder).read_metrics() for each in (recipe, alone))
-    assert first["reward/think/think_format"] == 0
-    assert 0 <= first["reward/prompt/total"] <= 5
-    assert first["missing/prompt/total"] == 0
-    assert first["reward/exact/overall"] == same["reward/overall"]
