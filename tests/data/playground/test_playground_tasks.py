@@ -109,11 +109,6 @@ def test_bad_settings_are_refused(wrong, message):
         PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)
 
 
-def test_an_index_out_of_range_raises_index_error():
-    with pytest.raises(IndexError, match="10"):
-        tasks("train", 10)[10]
-
-
 TASKS = PlaygroundData(seed=2, count=150, complexity=[1, 2, 3]).tasks(in_turn=True)[:]
 
 

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 from retouch.data.kinds import check
-from retouch.data.rows import sources
 from retouch.data.sources.complex_edit import levels, read_complex_edit
-from retouch.data.tasks import Tasks, split_by_source
+from retouch.data.tasks import Tasks
 from retouch.recipe.recipe import parse, problems
 from retouch.run.build import build_sets
 
@@ -95,17 +94,6 @@ def test_each_task_is_one_image_at_one_complexity_level(folder):
     assert single.meta == {"operations": ["edit 1 of picture 2"]}
     assert whole.meta == {"operations": [f"edit {number} of picture 2" for number in range(1, 9)]}
     assert single.id != whole.id
-
-
-def test_all_levels_of_an_image_are_in_the_same_split(folder):
-    rows = read_complex_edit(folder, complexity="1-8")
-    parts = split_by_source(sources(rows, range(len(rows))), held_out=0.4, seed=0)
-    sides = [{row // 8 for row in side} for side in (parts.train, parts.held_out)]
-    assert not sides[0] & sides[1]
-    assert len(parts.train) == 8 * len(sides[0])
-    alone = read_complex_edit(folder, complexity="8")
-    again = split_by_source(sources(alone, range(len(alone))), held_out=0.4, seed=0)
-    assert set(again.held_out) == sides[1]  # more levels move no image to the other side
 
 
 def test_an_incomplete_chain_of_edits_is_reported_with_its_row(folder):

@@ -138,14 +138,6 @@ def test_invalid_inputs_and_options_of_convert_raise(tmp_path):
         convert("aurora", tmp_path / "aurora")
 
 
-def test_out_can_be_the_input_folder_given_by_another_path(tmp_path, monkeypatch):
-    aurora(tmp_path / "aurora")
-    monkeypatch.chdir(tmp_path)
-    assert convert("aurora", "aurora", out=tmp_path / "aurora").rows == 2
-    lines = map(json.loads, (tmp_path / "aurora" / "metadata.jsonl").read_text().splitlines())
-    assert [line["file_name"] for line in lines] == [f"data/{name}/images/1_left.png" for name in ("ag", "kubric")]
-
-
 def test_an_image_path_outside_the_folder_raises(tmp_path):
     aurora(tmp_path / "aurora")
     put(tmp_path / "secret.png", png(RED))

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from retouch.data.images import Area, Exact
-from retouch.data.kinds import check
-from retouch.data.rows import quoted, sources
+from retouch.data.kinds import check, read_path
+from retouch.data.rows import quoted
 from retouch.data.sources.folder import path_under, read_folder, read_prompts
 from retouch.data.tasks import Tasks
 
@@ -155,12 +155,6 @@ def test_folders_without_usable_metadata_raise(tmp_path, photos):
         read_folder(write(tmp_path / "words", [{"instruction": "x"}]))
 
 
-def test_rows_with_a_target_need_no_source_image(photos):
-    write(photos, [{"instruction": "a red square", "target": "images/a.png"}])
-    task = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
-    assert (task.images, task.target.size) == ((), (4, 4))
-
-
 ESCAPES = [
     "../secret.png",
     "images/../../secret.png",
@@ -201,13 +195,6 @@ def test_unsafe_or_invalid_file_names_raise(photos, tmp_path, name):
             path_under(photos, name)
 
 
-def test_a_link_inside_the_folder_is_followed_and_has_the_source_of_its_target(photos):
-    (photos / "again.png").symlink_to(photos / "images/a.png")
-    write(photos, [{"file_name": "again.png", "instruction": "x"}, {"file_name": "images/a.png", "instruction": "y"}])
-    rows = read_folder(photos)
-    assert sources(rows, [0, 1]) == ["images/a.png", "images/a.png"]
-
-
 def test_a_plain_prompt_list_is_read(tmp_path):
     path = tmp_path / "signs.txt"
     path.write_bytes(
@@ -222,18 +209,6 @@ def test_a_plain_prompt_list_is_read(tmp_path):
     assert tasks[0].images == ()
 
 
-def test_a_prompt_list_with_metadata_is_read(tmp_path):
-    path = tmp_path / "geneval.jsonl"
-    path.write_text(
-        '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}\n'
-        '{"tag": "text", "prompt": "the word \\"no\\"", "text": "yes", "id": "x"}\n'
-    )
-    first, second = Tasks(read_prompts(path, tag_keys=("tag",)), resize=None)
-    assert (first.id, first.instruction, dict(first.tags)) == ("geneval/1", "two cups", {"tag": "counting"})
-    assert first.meta["include"] == [{"class": "cup", "count": 2}]
-    assert (second.id, second.text) == ("x", "yes")
-
-
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
 def test_the_metadata_file_of_an_image_folder_is_not_read_as_a_prompt_list(tmp_path, name):
     csv = name.endswith("csv")
@@ -244,6 +219,12 @@ def test_the_metadata_file_of_an_image_folder_is_not_read_as_a_prompt_list(tmp_p
             read(tmp_path / name)
     (problem,) = check(tmp_path / name)
     assert message in str(problem)
+
+
+def test_a_prompt_list_is_recognised_by_the_endings_of_its_file_types(tmp_path):
+    for name, content in (("a.txt", "a cat\n"), ("a.csv", "prompt\na cat\n"), ("metadata.jsonl", '{"prompt": "a cat"}\n')):
+        (tmp_path / name).write_text(content)
+        assert [row.instruction for row in read_path(tmp_path / name)] == ["a cat"]
 
 
 def test_rows_of_one_prompt_have_one_source(tmp_path):

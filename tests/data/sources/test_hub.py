@@ -14,7 +14,6 @@ from PIL import Image
 
 from retouch.data.base import DataContext
 from retouch.data.kinds import check, read_path
-from retouch.data.rows import sources
 from retouch.data.sources.hub import TableData, read_hub
 from retouch.data.sources.stream import IterableData
 from retouch.data.tasks import Tasks
@@ -128,14 +127,6 @@ def test_image_paths_that_point_outside_the_data_set_are_reported(tmp_path, monk
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / path.replace("/", "_")[-40:])
         problems = check(read_hub(tmp_path / "edits"))
         assert ["is outside the data set" in problem.what for problem in problems] == [True]
-
-
-def test_the_source_is_a_hash_of_the_image_or_the_value_of_a_source_column(tmp_path):
-    table(img_id=["1", "1"]).save_to_disk(tmp_path / "edits")
-    plain = sources(read_hub(tmp_path / "edits", columns=COLUMNS), [0, 1])
-    assert len(set(plain)) == 2
-    assert all(len(source) == 64 for source in plain)
-    assert sources(read_hub(tmp_path / "edits", columns={**COLUMNS, "source": "img_id"}), [0, 1]) == ["1", "1"]
 
 
 def test_a_missing_split_column_revision_or_file_raises(tmp_path):

@@ -65,15 +65,6 @@ def test_a_stream_passes_check_data_source(tmp_path):
     check_data_source(StreamData(path=str(stream_files.parquet(tmp_path / "edits")), **KEYS), context=DataContext(size=(16, 16)))
 
 
-def test_rows_that_share_a_source_with_held_out_rows_are_not_trained_on(tmp_path):
-    rows = [{"prompt": f"p{number // 3}", "level": number} for number in range(30)]
-    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
-    sets = built(IterableData.of(stream, **{**KEYS, "held_out": 4}))
-    assert [task.instruction for task in sets.heldout] == ["p0", "p0", "p0", "p1"]
-    levels = [task.meta["level"] for task in drawn(sets, steps=8)]
-    assert sorted(levels) == list(range(6, 30))  # one pass
-
-
 def test_a_stored_iterable_is_found_by_its_name_and_raises_if_it_is_absent():
     stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"p{number}"} for number in range(20)))
     data = IterableData.of(stream, **KEYS)
