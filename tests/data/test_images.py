@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
+from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
 from retouch.data.sources.hub import encoded_image
 from retouch_serve.requests import Limits, decode_images
 from retouch_serve.wire import PictureHead
-from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 

@@ -34,7 +34,7 @@ SHARE = {"kind": "share", "channel": "red", "combine": {"share": 1}}
 
 
 class Own:
-    """A reward with columns that are known when it is built. It fails while ``broken``, and in one call; ``version`` is its code."""
+    """A reward whose columns are known when it is built. It fails while ``broken``, and in one call. ``version``: its code."""
 
     columns: ClassVar[dict[str, Column]] = {"bright": Column(0.0, 1.0)}
     broken: ClassVar[bool] = False
