@@ -24,7 +24,7 @@ from retouch.cli import main
 main(['recipes', 'quickstart'])
 print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))
 """
-    for set_by_user, expected in ({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"):
+    for set_by_user, expected in ({}, "2000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"):
         inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
         done = subprocess.run(
             [sys.executable, "-c", code], env={**inherited, **set_by_user}, capture_output=True, text=True, check=True
@@ -41,19 +41,6 @@ def test_every_command_has_help(command, capsys):
         cli.main([*command, "--help"])
     assert end.value.code == 0
     assert "usage: retouch " + command[0] in capsys.readouterr().out
-
-
-def test_a_user_error_prints_one_message_and_exits_with_code_2():
-    done = subprocess.run(
-        [sys.executable, "-m", "retouch.cli", "train", "recipes/quickstart.jsonnet", "--set", "steqs=3"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert lines[-1] == "steqs: unknown key; did you mean steps?"
-    assert "Traceback" not in done.stderr
 
 
 def test_an_internal_exception_is_raised_and_not_reported_as_a_user_error(monkeypatch):
@@ -173,6 +160,7 @@ SET = "keys of the recipe are changed with: --set"
         ([*LAUNCH, "recipes/quickstart.jsonnet", "--set", "group_size=1"], "group_size: 1 gives every sample the advantage 0"),
         (LAUNCH, "nothing to launch"),
         (["recipes", "quikstart"], "did you mean quickstart?"),
+        (["train", "recipes/quickstart.jsonnet", "--set", "steqs=3"], "\nsteqs: unknown key; did you mean steps?\n"),
         (["data", "check", "none"], "no such file or folder"),
         (["train", "quickstart", "--steps", "5"], f"{SET} steps=5\n"),
         (["train", "quickstart", "--learning-rate=1e-4", "--group_size", "4"], f"{SET} learning_rate=1e-4 --set group_size=4\n"),
@@ -180,7 +168,9 @@ SET = "keys of the recipe are changed with: --set"
     ],
 )
 def test_fault_13_a_wrong_command_ends_with_2_and_says_what_is_wrong(words, says, capsys):
-    assert says in failure(capsys, *words)
+    said = failure(capsys, *words)
+    assert says in said
+    assert "Traceback" not in said
 
 
 ROOT = Path(__file__).parents[2]

@@ -39,15 +39,8 @@ def starts(call):
     name = ast.unparse(call.func)
     process = ("subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_", "asyncio.create_sub")
     system = (
-        "os.exec",
-        "os.spawn",
-        "os.posix_spawn",
-        "os.system",
-        "os.popen",
-        "pty.",
-        "multiprocessing.get_context",
-        "get_context",
-    )
+        "os.exec", "os.spawn", "os.posix_spawn", "os.system", "os.popen", "pty.", "multiprocessing.get_context", "get_context",
+    )  # fmt: skip
     return name.startswith((*process, *system)) or name in ("multiprocessing.Process", "multiprocessing.Pool", "Popen", "Process")
 
 

@@ -162,13 +162,10 @@ def test_the_engine_key_is_sent_only_to_this_machine_and_bound_addresses(monkeyp
         "https://api.openai.com.evil.example/v1",
         "https://evil.example/api.openai.com",
         "https://evil.example#@api.openai.com",
-        "https://api.openai.com:8443/v1",
-        "http://api.openai.com/v1",
-        "https://openai.com/v1",
-        "https://xapi.openai.com/v1",
+        "https://api.openai.com:8443/v1", "http://api.openai.com/v1", "https://openai.com/v1", "https://xapi.openai.com/v1",
         "https://127.0.0.1.evil.example",
     ],
-)
+)  # fmt: skip
 def test_addresses_similar_to_a_bound_address_do_not_receive_the_key(url):
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not sent to"):
         keys.require_bound("OPENAI_API_KEY", url)
@@ -254,32 +251,24 @@ def test_the_doctor_shows_which_key_goes_where(monkeypatch):
 KEY = "jk-Xy7/Qw91zLm+4TtRbV0n3Kd8"
 PROXY = "Tr0ub4dor-and-3"
 FORMS = {
-    "verbatim": KEY,
-    "upper case": KEY.upper(),
-    "reversed": KEY[::-1],
-    "the first 16 characters": KEY[:16],
-    "the last 14 characters": KEY[-14:],
-    "masked in the middle": f"{KEY[:6]}********{KEY[-4:]}",
-    "masked by dots": f"{KEY[:5]}...{KEY[-5:]}",
-    "base64": base64.b64encode(KEY.encode()).decode(),
+    "verbatim": KEY, "upper case": KEY.upper(), "reversed": KEY[::-1], "the first 16 characters": KEY[:16],
+    "the last 14 characters": KEY[-14:], "masked in the middle": f"{KEY[:6]}********{KEY[-4:]}",
+    "masked by dots": f"{KEY[:5]}...{KEY[-5:]}", "base64": base64.b64encode(KEY.encode()).decode(),
     "base64 of user and password": base64.b64encode(f"me:{KEY}".encode()).decode(),
     "base64 in a bearer token": base64.urlsafe_b64encode(f"Bearer {KEY}".encode()).decode(),
     "hexadecimal": KEY.encode().hex(),
     "percent-encoded": quote(KEY, safe=""),
     "percent-encoded as a whole": "".join(f"%{code:02X}" for code in KEY.encode()),
     "escaped as JSON": "".join(f"\\u{code:04x}" for code in KEY.encode()),
-    "repr of bytes": str(list(KEY.encode())),
-    "one character per line": "\n".join(KEY),
-    "separated by spaces": " ".join(KEY),
-    "split by zero-width spaces": "\u200b".join(KEY),
-    "in a header": f"Authorization: Bearer {KEY}",
+    "repr of bytes": str(list(KEY.encode())), "one character per line": "\n".join(KEY), "separated by spaces": " ".join(KEY),
+    "split by zero-width spaces": "\u200b".join(KEY), "in a header": f"Authorization: Bearer {KEY}",
     "another bearer": "authorization: bearer eyJhbGciOiJIUzI1NiJ9.e30.abc",
     "in a query": f"https://judge.example/v1?api_key={KEY}&n=1",
     "another query": "GET https://judge.example/v1?n=1&access_token=abc-def",
     "a password in a URL": "http://me:letmein@judge.example/v1",
     "the password of a proxy": f"proxy refused {PROXY}",
     "a token of the Hub": "hf_" + "aB3" * 11,
-}
+}  # fmt: skip
 HIDDEN = (KEY, KEY[-5:], PROXY, "letmein", "eyJhbGci", "abc-def", "aB3aB3", *FORMS.values())
 
 

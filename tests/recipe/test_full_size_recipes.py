@@ -178,14 +178,8 @@ def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch, tmp_path
 def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full, twin):
     same = {"policy.kind", "policy.train", "policy.entropy", "policy.mask_truncated", "rollout.kind", "rollout.top", "epochs"}
     same |= {
-        "renderer.kind",
-        "renderer.encoder",
-        "renderer.shared_noise",
-        "renderer.cut_off",
-        "advantage",
-        "objective",
-        "optimizer",
-    }
+        "renderer.kind", "renderer.encoder", "renderer.shared_noise", "renderer.cut_off", "advantage", "objective", "optimizer",
+    }  # fmt: skip
     assert not {path for path in differing_paths(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
 
 

@@ -101,13 +101,9 @@ def test_recipes_are_found_inside_an_installed_package(tmp_path):
     (package / "recipes" / "lib" / "x.libsonnet").write_text("{}")
     code = "from retouch.config.packaged import *; print(available(), find('recipes/mine.jsonnet'))"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(package.parent)},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(package.parent)}, capture_output=True, text=True,
         check=True,
-    )
+    )  # fmt: skip
     assert done.stdout.strip() == f"['recipes/mine.jsonnet'] {package / 'recipes' / 'mine.jsonnet'}"
 
 

@@ -21,17 +21,13 @@ from tiny_recipes import SMALL
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
 BASE: dict[str, Any] = {
-    "name": "try",
-    "steps": 10,
-    "tasks_per_step": 4,
-    "group_size": 6,
-    "learning_rate": 1e-4,
+    "name": "try", "steps": 10, "tasks_per_step": 4, "group_size": 6, "learning_rate": 1e-4,
     "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "lora", "rank": 8, "alpha": 16}},
     "rollout": {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}},
     "data": {"kind": "playground", "complexity": [2, 3], "count": 100},
     "reward": {"kind": "playground", "combine": {"overall": 1}},
     "objective": GRPO,
-}
+}  # fmt: skip
 FOLDER = {"data": {"kind": "folder", "path": "photos"}, "reward": {"kind": "photos", "colour": [1, 2, 3], "combine": {"colour": 1}}}
 
 SHARE = {"kind": "share", "combine": {"share": 1}}
@@ -152,11 +148,8 @@ ODE = {"kind": "ode"}
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"passes": 2.0}, "steps"),
-        ({"steps": None}, "steps"),
-        ({"phases": []}, "phases"),
-        ({"phases": [{"name": "a", "steps": 2}]}, "steps"),
-        ({"steps": None, "phases": [{"name": "a"}]}, "phases.0.steps"),
+        ({"passes": 2.0}, "steps"), ({"steps": None}, "steps"), ({"phases": []}, "phases"),
+        ({"phases": [{"name": "a", "steps": 2}]}, "steps"), ({"steps": None, "phases": [{"name": "a"}]}, "phases.0.steps"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2}, {"name": "a", "steps": 3}]}, "phases.1.name"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "keep_optimizer": True}]}, "phases.0.keep_optimizer"),
         ({"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 0}]}, "phases"),
@@ -274,13 +267,9 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them():
 
 def test_a_phase_overrides_top_level_values():
     warm_up = {
-        "name": "warm-up",
-        "steps": 5,
-        "objective": {"kind": "supervised"},
-        "learning_rate": 1e-3,
-        "group_size": 1,
+        "name": "warm-up", "steps": 5, "objective": {"kind": "supervised"}, "learning_rate": 1e-3, "group_size": 1,
         "tasks_per_step": 64,
-    }
+    }  # fmt: skip
     learn = {"name": "learn", "passes": 0.5, "keep_optimizer": True}
     first, second = parse(changed(steps=None, phases=[warm_up, learn])).resolved_phases()
     assert (first.objective.kind, first.learning_rate, first.rows) == ("supervised", 1e-3, 64)
@@ -316,17 +305,10 @@ def test_a_run_can_resume_with_another_length_device_or_folder():
     old = parse(changed(**FOLDER))
     new = parse(
         changed(
-            **FOLDER,
-            steps=99,
-            data__path="elsewhere",
-            out="other",
-            device="cpu",
-            trackers=["wandb"],
-            eval={"every": 3},
-            samples={"every": 1, "tasks": 2},
-            checkpoints={"every": 1, "keep": 9},
+            **FOLDER, steps=99, data__path="elsewhere", out="other", device="cpu", trackers=["wandb"], eval={"every": 3},
+            samples={"every": 1, "tasks": 2}, checkpoints={"every": 1, "keep": 9},
         )
-    )
+    )  # fmt: skip
     assert differences(old, new) == []
     assert differences(old, parse(changed(**FOLDER, steps=None, passes=2.0))) == []
 
@@ -351,17 +333,10 @@ def test_only_the_last_phase_can_get_longer_when_a_run_resumes():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3", 3),
-        ("1e-4", 1e-4),
-        ("true", True),
-        ("null", None),
-        ("[1, 2]", [1, 2]),
-        ('"3"', "3"),
-        ("a b", "a b"),
-        ("", ""),
+        ("3", 3), ("1e-4", 1e-4), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ('"3"', "3"), ("a b", "a b"), ("", ""),
         ("NaN", "NaN"),
     ],
-)
+)  # fmt: skip
 def test_override_values_are_json_else_text(text, value):
     assert value_of(text) == value
     assert type(value_of(text)) is type(value)

@@ -13,18 +13,14 @@ from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 
 BASE: dict[str, Any] = {
-    "name": "try",
-    "steps": 10,
-    "tasks_per_step": 4,
-    "group_size": 6,
-    "learning_rate": 1e-4,
+    "name": "try", "steps": 10, "tasks_per_step": 4, "group_size": 6, "learning_rate": 1e-4,
     "policy": {"kind": "autoregressive", "model": {"kind": "playground-writer"}},
     "rollout": {"kind": "tokens", "max_new_tokens": 20},
     "renderer": {"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 6},
     "data": {"kind": "playground", "complexity": [2, 3], "count": 100},
     "reward": {"kind": "playground", "combine": {"overall": 1}},
     "objective": {"kind": "policy_gradient", "clip_low": 0.2, "clip_high": 0.2, "kl": {"kind": "k3", "weight": 0.01}},
-}
+}  # fmt: skip
 PROMPT = {
     "policy__model": {"kind": "qwen", "path": "qwen"},
     "renderer": {"kind": "prompt", "model": {"kind": "sd3", "path": "sd3", "size": [64, 64]}, "num_steps": 6},
@@ -89,12 +85,9 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line
         ({"renderer": None}, "renderer"),
         ({"rollout": CHAIN}, "rollout.kind"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "rollout": CHAIN}]}, "phases.0.rollout.kind"),
-        ({"policy": DENOISING}, "renderer"),
-        ({"policy": DENOISING, "renderer": None}, "rollout.kind"),
-        ({"objective__kl__kind": "velocity"}, "objective.kl.kind"),
-        ({"objective__kl__kind": "closed"}, "objective.kl.kind"),
-        ({"objective__ratio_norm": True}, "objective.ratio_norm"),
-        ({"objective": {"kind": "nft"}}, "objective.kind"),
+        ({"policy": DENOISING}, "renderer"), ({"policy": DENOISING, "renderer": None}, "rollout.kind"),
+        ({"objective__kl__kind": "velocity"}, "objective.kl.kind"), ({"objective__kl__kind": "closed"}, "objective.kl.kind"),
+        ({"objective__ratio_norm": True}, "objective.ratio_norm"), ({"objective": {"kind": "nft"}}, "objective.kind"),
         ({"objective": {"kind": "supervised"}}, "objective.kind"),
         ({"objective__clip_low": None}, "objective.clip_low, objective.clip_high"),
         ({"policy": DENOISING, "renderer": None, "rollout": CHAIN}, "objective.kl.kind"),

@@ -29,12 +29,9 @@ def picture(colour):
 
 def judged(group, slot, *, colour=(9, 9, 9), source=(1, 2, 3)):
     task = Task(
-        id=f"a/b/../{group}",
-        instruction="make it <b>red</b>\n",
-        images=(picture(source),),
-        target=picture((7, 7, 7)),
+        id=f"a/b/../{group}", instruction="make it <b>red</b>\n", images=(picture(source),), target=picture((7, 7, 7)),
         tags={"kind": "recolour"},
-    )
+    )  # fmt: skip
     return SampleRecord(
         sample=Sample(task, picture(colour)), group=group, slot=slot, scores={"overall": 5.0, "ocr": math.nan}, reward=5.0
     )
@@ -217,15 +214,9 @@ def test_the_summary_contains_the_share_of_the_gap_that_was_closed(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.read_summary() is None
     summary = Summary(
-        column="overall",
-        on="held-out tasks",
-        before=8.0,
-        after=8.5,
-        steps=9,
-        ceiling=9.0,
-        gain_ci95=(0.4, 0.6),
+        column="overall", on="held-out tasks", before=8.0, after=8.5, steps=9, ceiling=9.0, gain_ci95=(0.4, 0.6),
         cost={"minutes": 4.5},
-    )
+    )  # fmt: skip
     folder.write_summary(summary)
     assert folder.read_summary() == summary
     kept = json.loads(folder.summary.read_text())

@@ -103,12 +103,8 @@ def test_stored_samples_are_logged_as_tables_only_if_requested(chosen, tmp_path)
         assert list(first) == ["task", "slot", "instruction", "text", "reward", "advantage", "source", "image", "share"]
         assert list(second) == list(first)
         assert (first["text"], first["reward"], first["share"], second["image"], second["text"]) == (
-            "paint it red",
-            1.0,
-            1.0,
-            None,
-            None,
-        )
+            "paint it red", 1.0, 1.0, None, None,
+        )  # fmt: skip
         for part, colour in (("source", (0, 0, 255)), ("image", (255, 0, 0))):
             assert Image.open(str(first[part])).getpixel((0, 0)) == colour
 

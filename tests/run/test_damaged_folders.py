@@ -23,17 +23,14 @@ from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
-    "no checkpoints": "refused",
-    "delete: evals.jsonl": "same bits",
-    "every line of the metrics twice": "same bits",
-    "a line of the metrics is missing": "same weights, said",
-    "a stale temporary file": "same bits",
+    "no checkpoints": "refused", "delete: evals.jsonl": "same bits", "every line of the metrics twice": "same bits",
+    "a line of the metrics is missing": "same weights, said", "a stale temporary file": "same bits",
     "a checkpoint without weights": "same bits",
     "nested 100 000 deep: checkpoints/step-000004/manifest.json": "same bits",
     "nested 100 000 deep: owner.json": "same bits",
     "{}: recipe.json": "refused",
     "turn into a folder: preflight.json": "refused",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -39,13 +39,7 @@ PRICES = {"input": 2, "output": 8}
 
 def document(url, out, **changes):
     made: dict[str, Any] = {
-        "name": "judged",
-        "out": str(out),
-        "steps": 2,
-        "tasks_per_step": 2,
-        "group_size": 3,
-        "learning_rate": 1e-4,
-        "device": "cpu",
+        "name": "judged", "out": str(out), "steps": 2, "tasks_per_step": 2, "group_size": 3, "learning_rate": 1e-4, "device": "cpu",
         "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "lora", "rank": 4, "alpha": 8}},
         "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 1}},
         "data": {"kind": "playground", "complexity": [1], "count": 8},
@@ -64,7 +58,7 @@ def document(url, out, **changes):
         },
         "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
         "eval": {"tasks": 3, "every": 1, "column": "judge/alignment"},
-    }
+    }  # fmt: skip
     return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 
 
@@ -231,20 +225,10 @@ def test_unreachable_judge_ends_the_run_before_its_first_step_without_stored_res
 
 
 TINY = {
-    "tasks_per_step": 2,
-    "group_size": 2,
-    "microbatch": 4,
-    "device": "cpu",
-    "trackers": [],
-    "ranks": 2,
-    "rollout.chunk": 2,
-    "rollout.num_steps": 3,
-    "rollout.window": {"mode": "window", "size": 2, "high": 2},
-    "eval.tasks": 4,
-    "eval.best_of_k": 0,
-    "samples.every": 0,
-    "checkpoints.every": 1000,
-}
+    "tasks_per_step": 2, "group_size": 2, "microbatch": 4, "device": "cpu", "trackers": [], "ranks": 2, "rollout.chunk": 2,
+    "rollout.num_steps": 3, "rollout.window": {"mode": "window", "size": 2, "high": 2}, "eval.tasks": 4, "eval.best_of_k": 0,
+    "samples.every": 0, "checkpoints.every": 1000,
+}  # fmt: skip
 DEADLINE = 8
 
 

@@ -38,18 +38,10 @@ def check(found, done=None):
 @pytest.mark.parametrize(
     ("what", "count", "done"),
     [
-        ("phases", 1, [1]),
-        ("phases", 8, [1, 0, 2, 2, 2, 2, 3, 2]),
-        ("stale", 1, [2]),
-        ("refill", 2, None),
-        ("writer", 1, None),
-        ("writer", 22, None),
-        ("emu3", 1, None),
-        ("emu3", 3, None),
-        ("", 2, None),
-        ("", 22, None),
+        ("phases", 1, [1]), ("phases", 8, [1, 0, 2, 2, 2, 2, 3, 2]), ("stale", 1, [2]), ("refill", 2, None), ("writer", 1, None),
+        ("writer", 22, None), ("emu3", 1, None), ("emu3", 3, None), ("", 2, None), ("", 22, None),
     ],
-)
+)  # fmt: skip
 def test_run_killed_at_several_places_resumes_bitwise(what, count, done, tmp_path):
     if what in MODELS:
         MODELS[what](tmp_path / what)

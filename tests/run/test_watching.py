@@ -173,13 +173,9 @@ def batch(groups, slots):
     tasks = tuple(Task(f"t{group}", "") for group in sorted(set(groups)))
     place = {group: number for number, group in enumerate(sorted(set(groups)))}
     return Batch(
-        seed=0,
-        step=0,
-        tasks=tasks,
-        group_ids=tuple(sorted(set(groups))),
-        group=tuple(place[group] for group in groups),
+        seed=0, step=0, tasks=tasks, group_ids=tuple(sorted(set(groups))), group=tuple(place[group] for group in groups),
         slot=tuple(slots),
-    )
+    )  # fmt: skip
 
 
 def picture(seed):

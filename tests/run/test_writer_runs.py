@@ -137,17 +137,12 @@ def test_sft_learns_the_completions_of_the_data(make, tmp_path, writer):
         lines.append(json.dumps(row))
     (tmp_path / "photos" / "metadata.jsonl").write_text("\n".join(lines))
     document = make(
-        steps=24,
-        group_size=1,
-        learning_rate=0.01,
-        policy__train={"kind": "full"},
-        policy__entropy=False,
-        rollout__max_new_tokens=12,
-        objective={"kind": "sft"},
+        steps=24, group_size=1, learning_rate=0.01, policy__train={"kind": "full"}, policy__entropy=False,
+        rollout__max_new_tokens=12, objective={"kind": "sft"},
         data={"kind": "folder", "path": str(tmp_path / "photos"), "held_out": 2},
         reward={"kind": "share", "combine": {"share": 1}},
         samples={"every": 0, "tasks": 2},
-    )
+    )  # fmt: skip
     assert run(parse(document), fresh=False) == 0
     folder = RunFolder(tmp_path / "written")
     losses = [line["policy/loss"] for line in folder.read_metrics()]

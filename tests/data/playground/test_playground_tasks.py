@@ -94,16 +94,11 @@ def test_a_list_of_complexities_is_cycled_and_weights_set_their_frequencies():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"split": "dev"}, "split"),
-        ({"count": -1}, "count"),
-        ({"filler": 1.5}, "filler"),
-        ({"impossible": -0.1}, "impossible"),
-        ({"complexity": []}, "complexity"),
-        ({"complexity": [5]}, "complexity"),
-        ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
-        ({"complexity": {1: 0.0}}, "every weight is 0"),
+        ({"split": "dev"}, "split"), ({"count": -1}, "count"), ({"filler": 1.5}, "filler"), ({"impossible": -0.1}, "impossible"),
+        ({"complexity": []}, "complexity"), ({"complexity": [5]}, "complexity"),
+        ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"), ({"complexity": {1: 0.0}}, "every weight is 0"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)

@@ -110,14 +110,11 @@ def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"split": "dev"}, "split"),
-        ({"count": -1}, "count"),
-        ({"incomplete": 1.5}, "incomplete"),
-        ({"complexity": []}, "complexity"),
-        ({"complexity": [10]}, "complexity"),
+        ({"split": "dev"}, "split"), ({"count": -1}, "count"), ({"incomplete": 1.5}, "incomplete"),
+        ({"complexity": []}, "complexity"), ({"complexity": [10]}, "complexity"),
         ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         tasks(**wrong)

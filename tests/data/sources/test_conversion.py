@@ -39,11 +39,8 @@ def gpt_image_edit(folder):
         name = Path(task).name
         row = {"id": f"omniedit_{name}_1", "dataset_source": "omniedit", "task": name, "instruction_type": kind}
         row |= {
-            "input": "input/1.png",
-            "output": "output/1.png",
-            "instruction": f"{name}: make it blue",
-            "input_description": "red",
-        }
+            "input": "input/1.png", "output": "output/1.png", "instruction": f"{name}: make it blue", "input_description": "red",
+        }  # fmt: skip
         absent = {**row, "id": f"omniedit_{name}_2", "output": "output/2.png"}
         put(folder / "gpt-edit" / task / "metadata" / f"omniedit_{name}.json", [row, absent])
 
