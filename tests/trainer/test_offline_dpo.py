@@ -50,8 +50,8 @@ def trainer(out, **changes):
 
 
 def test_dpo_on_data_pairs_learns_without_a_reward_and_is_evaluated_on_held_out_pairs(tmp_path):
-    options = {"steps": 20, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
-    made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 10}, **options)
+    options = {"steps": 14, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
+    made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 7}, **options)
     assert (made.recipe.group_size, made.recipe.reward.name) == (2, "none")
     summary = made.train()
     history = [entry for entry in made.state.log_history if "policy/loss" in entry]
@@ -64,7 +64,7 @@ def test_dpo_on_data_pairs_learns_without_a_reward_and_is_evaluated_on_held_out_
     assert (summary.column, summary.before, summary.ceiling) == ("pairs/preferred", 0.5, None)
     assert summary.after > 0.9
     lines = RunFolder(made.folder).read_evals()
-    assert [line["step"] for line in lines] == [0, 10, 20]
+    assert [line["step"] for line in lines] == [0, 7, 14]
     assert all(line["table"]["all"].keys() == {"n", "pairs/preferred", "pairs/margin"} for line in lines)
     low, high = lines[-1]["ci95"]["all"]["pairs/preferred"]
     assert 0.5 < low < high <= 1.0  # 6 of 6 pairs: the interval is not empty
@@ -72,8 +72,8 @@ def test_dpo_on_data_pairs_learns_without_a_reward_and_is_evaluated_on_held_out_
     assert table["all"]["pairs/preferred"] == summary.after
     assert table.intervals["all"]["pairs/preferred"] == (low, high)
     evaluated = [entry["step"] for entry in made.state.log_history if "eval/pairs/preferred" in entry]
-    assert evaluated == [0, 10, 20]
-    images = [line["image"] for line in RunFolder(made.folder).read_samples(20) if line["set"] == "heldout"]
+    assert evaluated == [0, 7, 14]
+    images = [line["image"] for line in RunFolder(made.folder).read_samples(14) if line["set"] == "heldout"]
     assert len(images) == 2  # only these are made
     assert "pairs/preferred" in RunFolder(made.folder).report.read_text()
     with pytest.raises(ValueError, match="this run has no reward; name one"):
