@@ -3,6 +3,7 @@
 Each test begins without consent. The modules in them are written to disk, and write a file when they are imported.
 """
 
+import io
 import json
 import os
 import sys
@@ -92,13 +93,10 @@ def project(tmp_path, monkeypatch):
     sys.modules.pop("stranger", None)
 
 
-class Terminal:
+class Terminal(io.StringIO):
     """Standard input and error as a terminal, with an answer; it counts the questions."""
 
-    def __init__(self, answer):
-        self.answer = answer
-        self.text = ""
-        self.asked = 0
+    answer, asked = "", 0
 
     def isatty(self):
         return True
@@ -107,15 +105,10 @@ class Terminal:
         self.asked += 1
         return self.answer + "\n"
 
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
 
 def on_a_terminal(monkeypatch, answer):
-    terminal = Terminal(answer)
+    terminal = Terminal()
+    terminal.answer = answer
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     return terminal
@@ -205,7 +198,7 @@ def test_consent_is_asked_once_on_a_terminal_and_remembered(project, monkeypatch
     terminal = on_a_terminal(monkeypatch, "y")
     assert cli.main(["train", "theirs.jsonnet"]) == 0
     assert (terminal.asked, project.ran) == (1, True)
-    assert f"reward.class: stranger:Zero, in {project.folder / 'stranger.py'}" in terminal.text
+    assert f"reward.class: stranger:Zero, in {project.folder / 'stranger.py'}" in terminal.getvalue()
     assert cli.main(["train", "theirs.jsonnet", "--set", "steps=2"]) == 0
     assert terminal.asked == 1
     project.write(project.section("stranger:Zero", note="changed"))
@@ -257,7 +250,7 @@ def test_the_consent_question_contains_no_control_characters(project, monkeypatc
     project.write(rewards)
     assert cli.main(["eval", "theirs.jsonnet"]) == 2
     assert terminal.asked == 1
-    assert "\x1b" not in terminal.text.partition("[y/N]")[0]
+    assert "\x1b" not in terminal.getvalue().partition("[y/N]")[0]
 
 
 def test_a_run_trained_with_consent_is_opened_without_further_consent(project):

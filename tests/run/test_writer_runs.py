@@ -7,7 +7,6 @@ import torch
 
 import tiny_writer_runs
 from retouch import cli
-from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.inference.opening import evaluate_target
 from retouch.recipe.recipe import parse
@@ -15,7 +14,6 @@ from retouch.records.folder import RunFolder
 from retouch.run.build import assemble
 from retouch.run.session import run
 from retouch_worlds.data import PlaygroundData
-from warm_python import python
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +56,6 @@ def test_evaluation_and_sampling_are_reproducible(trained, tmp_path, capsys):
     first = capsys.readouterr().out
     assert cli.main(["sample", str(trained.root), *arguments]) == 0
     assert capsys.readouterr().out == first != "\n"
-
-
-@pytest.mark.slow
-def test_metrics_of_two_ranks_match_those_of_one_rank(make, tmp_path):
-    whole = parse(make(name="one", steps=1, policy__entropy=False))
-    assert run(whole, fresh=False) == 0
-    shared = make(name="two", steps=1, policy__entropy=False)
-    (tmp_path / "two.json").write_text(json.dumps(shared))
-    command = [python(), "-W", "ignore", "-m", "retouch.cli", "train", str(tmp_path / "two.json")]
-    assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
-    (wanted,), (found,) = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))
-    for name in ("policy/grad_norm", "reward/mean", "completion/length", "completion/cut_off_fraction", "policy/kl"):
-        assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
 
 
 def test_renderer_with_encoder_policy_shares_the_trained_weights(make):
