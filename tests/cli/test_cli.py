@@ -158,15 +158,13 @@ SET = "keys of the recipe are changed with: --set"
         ([*TOKENIZE, "--size", "0", "256"], "argument --size: '0' is not a whole number above 0"),
         ([*TOKENIZE, "--shard", "3"], "argument --shard: '3' is not K/N with K from 0 to N - 1, for example 0/4"),
         ([*LAUNCH, "recipes/quickstart.jsonnet", "--set", "group_size=1"], "group_size: 1 gives every sample the advantage 0"),
-        (LAUNCH, "nothing to launch"),
-        (["recipes", "quikstart"], "did you mean quickstart?"),
+        (LAUNCH, "nothing to launch"), (["recipes", "quikstart"], "did you mean quickstart?"),
         (["train", "recipes/quickstart.jsonnet", "--set", "steqs=3"], "\nsteqs: unknown key; did you mean steps?\n"),
-        (["data", "check", "none"], "no such file or folder"),
-        (["train", "quickstart", "--steps", "5"], f"{SET} steps=5\n"),
+        (["data", "check", "none"], "no such file or folder"), (["train", "quickstart", "--steps", "5"], f"{SET} steps=5\n"),
         (["train", "quickstart", "--learning-rate=1e-4", "--group_size", "4"], f"{SET} learning_rate=1e-4 --set group_size=4\n"),
         (["train", "quickstart", "--policy.train.rank", "8"], f"{SET} policy.train.rank=8\n"),
     ],
-)
+)  # fmt: skip
 def test_fault_13_a_wrong_command_ends_with_2_and_says_what_is_wrong(words, says, capsys):
     said = failure(capsys, *words)
     assert says in said
@@ -212,12 +210,10 @@ def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(name, 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("quikstart", ["quickstart"]),
-        ("recipes/quickstat.jsonnet", ["quickstart"]),
-        ("ocr-grpo", ["flux2/ocr-grpo", "sd3/ocr-grpo"]),
-        ("zzz", []),
+        ("quikstart", ["quickstart"]), ("recipes/quickstat.jsonnet", ["quickstart"]),
+        ("ocr-grpo", ["flux2/ocr-grpo", "sd3/ocr-grpo"]), ("zzz", []),
     ],
-)
+)  # fmt: skip
 def test_fault_13_near_names_are_suggested(typed, meant, capsys):
     assert near_names(typed)[: len(meant)] == meant
     said = failure(capsys, "train", typed)

@@ -19,14 +19,12 @@ from retouch_view.live.trying import TrialWorker
 from source_files import source_files
 
 STARTERS = {
-    "distributed/launching.py": {"subprocess.Popen"},
-    "recipe/document.py": {"subprocess.run"},
+    "distributed/launching.py": {"subprocess.Popen"}, "recipe/document.py": {"subprocess.run"},
     "retouch_view/live/trying.py": {"asyncio.create_subprocess_exec"},
     # These fork, so they start no interpreter; `imports` starts those that do not fork.
-    "config/imports.py": {"multiprocessing.get_context('spawn')"},
-    "data/checks.py": {"multiprocessing.get_context('fork')"},
+    "config/imports.py": {"multiprocessing.get_context('spawn')"}, "data/checks.py": {"multiprocessing.get_context('fork')"},
     "retouch_serve/replicas.py": {"multiprocessing.get_context('fork')"},
-}
+}  # fmt: skip
 """The calls in the source that start a process."""
 NAMES = ("numpy", "torch", "struct", "pickle", "socket", "json", "sitecustomize", "usercustomize", "rjsonnet", "retouch")
 

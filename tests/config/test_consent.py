@@ -121,13 +121,9 @@ def commands(project, target):
     image = str(project.folder / "in.png")
     Image.new("RGB", (32, 32)).save(image)
     listed = [
-        ["doctor", target],
-        ["eval", target],
-        ["sample", target, "--instruction", "x", "--image", image, "--out", "out.png"],
-        ["export", target, "--to", "exported"],
-        ["score", target, "--image", image],
-        ["serve", target, "--port", "0"],
-    ]
+        ["doctor", target], ["eval", target], ["sample", target, "--instruction", "x", "--image", image, "--out", "out.png"],
+        ["export", target, "--to", "exported"], ["score", target, "--image", image], ["serve", target, "--port", "0"],
+    ]  # fmt: skip
     return [*listed, ["train", target], ["launch", "--nproc", "2", target]] if target.endswith("jsonnet") else listed[1:]
 
 
@@ -316,11 +312,9 @@ def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project, path):
 
 def test_classes_of_retouch_with_a_kind_need_no_consent(project):
     named = {
-        "kind": "import",
-        "class": "retouch.rewards.scorers.pixels:ShareReward",
-        "args": {"channel": "red"},
+        "kind": "import", "class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"},
         "combine": {"share": 1},
-    }
+    }  # fmt: skip
     assert parse_reward(named).channel == "red"
     assert load("recipes/flux-fill/tiny.jsonnet").policy.model.class_.endswith("TinyFluxFill")
 

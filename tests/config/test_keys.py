@@ -256,8 +256,7 @@ FORMS = {
     "masked by dots": f"{KEY[:5]}...{KEY[-5:]}", "base64": base64.b64encode(KEY.encode()).decode(),
     "base64 of user and password": base64.b64encode(f"me:{KEY}".encode()).decode(),
     "base64 in a bearer token": base64.urlsafe_b64encode(f"Bearer {KEY}".encode()).decode(),
-    "hexadecimal": KEY.encode().hex(),
-    "percent-encoded": quote(KEY, safe=""),
+    "hexadecimal": KEY.encode().hex(), "percent-encoded": quote(KEY, safe=""),
     "percent-encoded as a whole": "".join(f"%{code:02X}" for code in KEY.encode()),
     "escaped as JSON": "".join(f"\\u{code:04x}" for code in KEY.encode()),
     "repr of bytes": str(list(KEY.encode())), "one character per line": "\n".join(KEY), "separated by spaces": " ".join(KEY),
@@ -265,8 +264,7 @@ FORMS = {
     "another bearer": "authorization: bearer eyJhbGciOiJIUzI1NiJ9.e30.abc",
     "in a query": f"https://judge.example/v1?api_key={KEY}&n=1",
     "another query": "GET https://judge.example/v1?n=1&access_token=abc-def",
-    "a password in a URL": "http://me:letmein@judge.example/v1",
-    "the password of a proxy": f"proxy refused {PROXY}",
+    "a password in a URL": "http://me:letmein@judge.example/v1", "the password of a proxy": f"proxy refused {PROXY}",
     "a token of the Hub": "hf_" + "aB3" * 11,
 }  # fmt: skip
 HIDDEN = (KEY, KEY[-5:], PROXY, "letmein", "eyJhbGci", "abc-def", "aB3aB3", *FORMS.values())

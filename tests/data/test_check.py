@@ -83,15 +83,13 @@ def test_every_defect_is_reported_with_file_and_line(photos, tmp_path):
     Image.new("RGB", (8, 6)).save(tmp_path / "outside.png")
     (photos / "link.png").symlink_to(tmp_path / "outside.png")
     planted = [
-        (row(id="same"), None),
-        (row(file_name="gone.png"), "'file_name': 'gone.png': no such file"),
+        (row(id="same"), None), (row(file_name="gone.png"), "'file_name': 'gone.png': no such file"),
         (row(file_name="cut.jpg"), "cut.jpg: truncated or damaged"),
         (row(file_name="empty.png"), "empty.png: not a PNG, JPEG or WebP"),
         (row(file_name="page.png"), "page.png: not a PNG, JPEG or WebP"),
         (row(file_name="old.gif"), "old.gif: not a PNG, JPEG or WebP"),
         (row(file_name="huge.png"), "huge.png: 90000 pixels, more than the 80000"),
-        (row(file_name="../outside.png"), "leaves the folder"),
-        (row(file_name="link.png"), "leads out of the folder by a link"),
+        (row(file_name="../outside.png"), "leaves the folder"), (row(file_name="link.png"), "leads out of the folder by a link"),
         (row(instruction=""), "'instruction': the instruction is empty"),
         (row(instruction=" \n"), "'instruction': the instruction is empty"),
         (row(instruction=[]), "'instruction': the instruction is empty"),
@@ -107,8 +105,7 @@ def test_every_defect_is_reported_with_file_and_line(photos, tmp_path):
         ('{"file_name": "a.png", "instruction": "x", "score": NaN}', "not JSON: NaN"),
         ('{"file_name": "a.png", "instruction": "x", "score": 1e999}', "not JSON: 1e999 is too large"),
         ('{"file_name": "a.png", "instruction": "\\ud83d"}', "half of a surrogate pair"),
-        ("[1, 2]", "should be a JSON object, not list"),
-        ("[" * 100_000, "nested too deep"),
+        ("[1, 2]", "should be a JSON object, not list"), ("[" * 100_000, "nested too deep"),
     ]  # fmt: skip
     file = write(photos, *(line for line, _ in planted))
     with open(file, "ab") as out:

@@ -241,11 +241,8 @@ def palette(*colours):
 
 
 MASKS = {
-    "0 and 1": (half(1), True),
-    "0 and 128": (half(128), True),
-    "0 and 254": (half(254), True),
-    "one bit": (half(1, mode="1"), True),
-    "palette, black and dark red": (palette((0, 0, 0), (128, 0, 0)), True),
+    "0 and 1": (half(1), True), "0 and 128": (half(128), True), "0 and 254": (half(254), True),
+    "one bit": (half(1, mode="1"), True), "palette, black and dark red": (palette((0, 0, 0), (128, 0, 0)), True),
     "RGB, black and blue": (palette((0, 0, 0), (0, 0, 255)).convert("RGB"), True),
     "16 bits, 0 and 1": (Image.fromarray(np.asarray(half(1)).astype(np.uint16)), True),
     "16 bits, 0 and 255": (Image.fromarray(np.asarray(half(255)).astype(np.uint16)), True),
@@ -256,7 +253,7 @@ MASKS = {
     "palette of classes": (palette((0, 0, 0), (128, 0, 0), (0, 128, 0)), False),
     "black for the region, on white and red": (palette((255, 255, 255), (255, 0, 0)), False),
     "the region in the alpha channel": (Image.merge("LA", (Image.new("L", (8, 4)), half(255))), False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -153,9 +153,7 @@ def test_the_check_of_a_read_only_folder_is_stored_in_the_users_cache(tmp_path, 
     ("key", "value"),
     [
         *((None, text) for text in ("", "{", "[]", '{"version": 1}', "null", '{"version": 2, "digest": "x"}')),
-        ("rows", None),
-        ("rows", []),
-        ("rows", ["x"] * 4),
+        ("rows", None), ("rows", []), ("rows", ["x"] * 4),
         ("rows", [{"problems": [], "decoded": True, "readable": True, "line": "1"}] * 4),
         ("rows", [{"problems": [], "decoded": True, "readable": True, "files": [["0.png", 1]]}] * 4),
         (
@@ -163,7 +161,7 @@ def test_the_check_of_a_read_only_folder_is_stored_in_the_users_cache(tmp_path, 
             [{"problems": [{"file": "", "line": 1, "what": "x", "severity": "fatal"}], "decoded": True, "readable": True}] * 4,
         ),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_stored_result_is_ignored(tmp_path, decoded, key, value):
     folder = photos(tmp_path / "photos")
     check(folder)

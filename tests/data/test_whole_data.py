@@ -129,13 +129,11 @@ THOUGHT = {"plan": "find the sky", "colour": "blue", "check": {"edges": "sharp"}
 @pytest.mark.parametrize(
     ("value", "keys", "expected"),
     [
-        ("find the sky", (), "find the sky"),
-        (THOUGHT, (), 'find the sky\nblue\n{"edges": "sharp"}'),
+        ("find the sky", (), "find the sky"), (THOUGHT, (), 'find the sky\nblue\n{"edges": "sharp"}'),
         (THOUGHT, ("colour", "plan"), "colour: blue\nplan: find the sky"),
-        (json.dumps(THOUGHT), ("check",), 'check: {"edges": "sharp"}'),
-        ("", (), None),
+        (json.dumps(THOUGHT), ("check",), 'check: {"edges": "sharp"}'), ("", (), None),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("column", ["thought", "thinking", "CoT"])
 def test_fault_5_thoughts_are_read(tmp_path, column, value, keys, expected):
     own = folder(tmp_path, "own", **{column: lambda row: value})

@@ -41,13 +41,11 @@ def qwen_output(module):
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         return module(
-            hidden_states=torch.randn(2, 18, 32, generator=draw),
-            timestep=torch.tensor([0.3, 0.9]),
+            hidden_states=torch.randn(2, 18, 32, generator=draw), timestep=torch.tensor([0.3, 0.9]),
             encoder_hidden_states=torch.randn(2, 5, 64, generator=draw),
-            encoder_hidden_states_mask=torch.ones(2, 5, dtype=torch.bool),
-            img_shapes=[[(1, 3, 3), (1, 3, 3)]] * 2,
+            encoder_hidden_states_mask=torch.ones(2, 5, dtype=torch.bool), img_shapes=[[(1, 3, 3), (1, 3, 3)]] * 2,
             return_dict=False,
-        )[0]
+        )[0]  # fmt: skip
 
 
 def expected(folder, which):
@@ -119,11 +117,9 @@ def test_a_stable_diffusion_3_pipeline_loads_an_adapter(tmp_path):
         with torch.no_grad():
             return module(
                 hidden_states=torch.randn(2, module.config.in_channels, 8, 8, generator=draw),
-                timestep=torch.tensor([300.0, 900.0]),
-                encoder_hidden_states=torch.randn(2, 5, 48, generator=draw),
-                pooled_projections=torch.randn(2, 40, generator=draw),
-                return_dict=False,
-            )[0]
+                timestep=torch.tensor([300.0, 900.0]), encoder_hidden_states=torch.randn(2, 5, 48, generator=draw),
+                pooled_projections=torch.randn(2, 40, generator=draw), return_dict=False,
+            )[0]  # fmt: skip
 
     module: SD3Transformer2DModel = tiny_models.sd3_transformer()
     module.add_adapter(LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, target_modules=["to_q", "to_out.0"]))
@@ -163,13 +159,11 @@ def test_a_run_with_a_function_as_reward_is_exported_without_its_script(tmp_path
         return [image.convert("L").getpixel((0, 0)) / 255 for image in images]
 
     trainer = Trainer(
-        model=retouch.models.PlaygroundTextToImage(),
-        reward_funcs=brightness,
-        train_dataset=[{"prompt": "a red circle"}, {"prompt": "a blue square"}],
-        peft_config=retouch.Lora(rank=2, alpha=4),
+        model=retouch.models.PlaygroundTextToImage(), reward_funcs=brightness,
+        train_dataset=[{"prompt": "a red circle"}, {"prompt": "a blue square"}], peft_config=retouch.Lora(rank=2, alpha=4),
         rollout={"num_steps": 2, "transition": {"kind": "cps", "noise_level": 0.7}},
         **{"steps": 1, "tasks_per_step": 1, "group_size": 2, "output_dir": tmp_path, "run_name": "bright"},
-    )
+    )  # fmt: skip
     trainer.train()
     of_trainer = {path.name for path in trainer.save_pretrained(tmp_path / "by-trainer")}
     assert cli.main(["export", str(trainer.folder), "--to", str(tmp_path / "out")]) == 0
@@ -271,12 +265,10 @@ def test_qformer_tokens_equal_the_published_formula():
     query, key, value = (
         (states @ weight.T + bias).view(*states.shape[:-1], 8, width // 8).transpose(-2, -3)
         for states, weight, bias in zip(
-            (state["query_embeds"], keys, keys),
-            state["cross_attn.in_proj_weight"].chunk(3),
-            state["cross_attn.in_proj_bias"].chunk(3),
-            strict=True,
+            (state["query_embeds"], keys, keys), state["cross_attn.in_proj_weight"].chunk(3),
+            state["cross_attn.in_proj_bias"].chunk(3), strict=True,
         )
-    )
+    )  # fmt: skip
     mixed = (query @ key.transpose(-1, -2) / (width // 8) ** 0.5).softmax(dim=-1) @ value
     attended = attend.out_proj(mixed.transpose(-2, -3).reshape(3, 6, width))
     wanted = projection.qformer.norm(projection.qformer.cross_attn_norm(attended + state["query_embeds"]))

@@ -108,12 +108,10 @@ def test_the_card_of_a_run_without_samples_and_evaluations_has_no_scores(tmp_pat
         ("black-forest-labs/FLUX.1-Kontext-dev", FluxKontextModel, ("other", "flux-1-dev-non-commercial-license")),
         ("black-forest-labs/FLUX.2-klein-4B", Flux2KleinModel, ("apache-2.0", None)),
         ("black-forest-labs/FLUX.2-klein-9B", Flux2KleinModel, ("other", "flux-non-commercial-license")),
-        ("Qwen/Qwen-Image", QwenImageModel, ("apache-2.0", None)),
-        ("Qwen/Qwen-Image-2.1", QwenImage2Model, (None, None)),
-        ("Tongyi-MAI/Z-Image-Turbo", ZImageModel, ("apache-2.0", None)),
-        ("someone/a-model", ZImageModel, (None, None)),
+        ("Qwen/Qwen-Image", QwenImageModel, ("apache-2.0", None)), ("Qwen/Qwen-Image-2.1", QwenImage2Model, (None, None)),
+        ("Tongyi-MAI/Z-Image-Turbo", ZImageModel, ("apache-2.0", None)), ("someone/a-model", ZImageModel, (None, None)),
     ],
-)
+)  # fmt: skip
 def test_cards_have_base_model_and_licence(tmp_path, base, family, licence):
     for name in LORA_FILES:
         (tmp_path / name).touch()

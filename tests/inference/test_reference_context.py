@@ -58,14 +58,12 @@ def test_canvas_has_the_scaled_reference_above_the_source_and_a_mask_of_zeros_th
     [
         (512, (568, 326), 288),  # 512 * 326 / 568 = 293.9; 288 and 304 are the neighbours
         (64, (64, 24), 16),  # the smaller one of 16 and 32
-        (64, (64, 25), 32),
-        (64, (64, 40), 32),
-        (64, (64, 41), 48),
+        (64, (64, 25), 32), (64, (64, 40), 32), (64, (64, 41), 48),
         (64, (640, 10), 16),  # 1 px; the context is never empty
         (64, (10, 40), 256),
         (16, (47, 100), 32),  # 34.04
     ],
-)
+)  # fmt: skip
 def test_height_of_the_context_is_the_nearest_multiple_of_16(width, reference, top):
     canvas = reference_canvas(task_of((width, 32), reference))
     assert canvas.top == top

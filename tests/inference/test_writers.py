@@ -36,8 +36,7 @@ def enhancer(tmp_path, speaker):
     return save(
         tmp_path,
         tiny_writer_runs.recipe(
-            tmp_path,
-            speaker,
+            tmp_path, speaker,
             policy__model={"kind": "qwen", "path": str(speaker), "dtype": "float32", "system": "Write a prompt."},
             policy__ema={"decay": 0.5},
             renderer={
@@ -45,10 +44,9 @@ def enhancer(tmp_path, speaker):
                 "cut_off": "draw",
             },
             data={"kind": "prompts", "path": str(tmp_path / "prompts.txt"), "held_out": 2},
-            reward={"kind": "share", "combine": {"share": 1}, "max_missing": 0.9},
-            eval={"tasks": 2, "batch": 2},
+            reward={"kind": "share", "combine": {"share": 1}, "max_missing": 0.9}, eval={"tasks": 2, "batch": 2},
         ),
-    )
+    )  # fmt: skip
 
 
 def save(folder, document):
@@ -151,12 +149,10 @@ def test_a_list_with_source_images_gives_images_of_their_sizes(tmp_path, writer)
     ("name", "text", "said"),
     [
         ("list.jsonl", '{"instruction": "a"}\n{"instruction": ""}', "list.jsonl:2"),
-        ("list.jsonl", '{"instruction": "a", "image": "none.png"}', "no such file"),
-        ("list.jsonl", "not json", "not JSON"),
-        ("list.txt", "\n\n", "no rows"),
-        ("list.csv.gz", "a", "metadata is read from"),
+        ("list.jsonl", '{"instruction": "a", "image": "none.png"}', "no such file"), ("list.jsonl", "not json", "not JSON"),
+        ("list.txt", "\n\n", "no rows"), ("list.csv.gz", "a", "metadata is read from"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_list_is_an_error_before_the_recipe_is_loaded(name, text, said, tmp_path, capsys):
     (tmp_path / name).write_text(text)
     arguments = ["sample", "no-such-recipe", "--instructions", str(tmp_path / name), "--out", str(tmp_path / "out")]

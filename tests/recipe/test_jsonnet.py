@@ -56,12 +56,10 @@ def test_overrides_are_applied_before_the_check(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{ a: ", "syntax error"),
-        ("{ a: error 'no such size' }", "no such size"),
-        ("[1]", "object with keys"),
+        ("{ a: ", "syntax error"), ("{ a: error 'no such size' }", "no such size"), ("[1]", "object with keys"),
         ("{ a: 1, a: 2 }", "duplicate"),
     ],
-)
+)  # fmt: skip
 def test_evaluation_errors_contain_the_file_name(tmp_path, text, says):
     file = tmp_path / "bad.jsonnet"
     file.write_text(text)
@@ -150,21 +148,17 @@ COMMA = "perhaps a comma is missing after the value that ends in line {}"
     [
         ("{\n  steps: 3\n  seed: 2,\n}", COMMA.format(2)),
         ("{\n  steps: 3  // three\n\n  // the seed\n  seed: 2,\n}", COMMA.format(2)),
-        ("{\n  path: 'http://a.b'\n  seed: 2,\n}", COMMA.format(2)),
-        ("{ complexity: [1 2] }", COMMA.format(1)),
-        ("{ name: 'äöü€' seed: 2 }", COMMA.format(1)),
-        ("{\n  steps: 3,//three\n  a: 1 b: 2 }", COMMA.format(3)),
+        ("{\n  path: 'http://a.b'\n  seed: 2,\n}", COMMA.format(2)), ("{ complexity: [1 2] }", COMMA.format(1)),
+        ("{ name: 'äöü€' seed: 2 }", COMMA.format(1)), ("{\n  steps: 3,//three\n  a: 1 b: 2 }", COMMA.format(3)),
         ('{\n  name: "x,\n  steps: 3\n}', "perhaps a closing quote is missing"),
-        ("{\n  steps: 3,\n", "perhaps a closing bracket is missing"),
-        ("{\n  steps: [3\n", "perhaps a closing bracket is missing"),
-        ("", "perhaps the file is empty"),
-        ("local a = 3\n{ steps: a }", "perhaps the semicolon after a `local` is missing"),
+        ("{\n  steps: 3,\n", "perhaps a closing bracket is missing"), ("{\n  steps: [3\n", "perhaps a closing bracket is missing"),
+        ("", "perhaps the file is empty"), ("local a = 3\n{ steps: a }", "perhaps the semicolon after a `local` is missing"),
         ("local a = 3\nlocal b = 4;\n{ steps: a }", "perhaps the semicolon after a `local` is missing"),
         ("{ steps = 3 }", "perhaps the colon after a key is missing, or the key needs quotes"),
         ("{ learning-rate: 3 }", "perhaps the colon after a key is missing, or the key needs quotes"),
         ("{ steps 3 }", "perhaps the colon after a key is missing, or the key needs quotes"),
     ],
-)
+)  # fmt: skip
 def test_a_syntax_error_says_what_may_be_missing(text, advice, tmp_path):
     file = tmp_path / "mine.jsonnet"
     file.write_text(text, encoding="utf-8")

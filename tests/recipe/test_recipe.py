@@ -153,8 +153,7 @@ ODE = {"kind": "ode"}
         ({"steps": None, "phases": [{"name": "a", "steps": 2}, {"name": "a", "steps": 3}]}, "phases.1.name"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "keep_optimizer": True}]}, "phases.0.keep_optimizer"),
         ({"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 0}]}, "phases"),
-        ({"reward__combine": {}}, "reward.combine"),
-        ({"reward__combine": {"overall": 0}}, "reward.combine"),
+        ({"reward__combine": {}}, "reward.combine"), ({"reward__combine": {"overall": 0}}, "reward.combine"),
         ({"group_size": 1}, "group_size"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "group_size": 1}]}, "phases.0.group_size"),
         ({"group_size": 1, "tasks_per_step": 1, "advantage": {"kind": "batch"}}, "tasks_per_step"),
@@ -164,8 +163,7 @@ ODE = {"kind": "ode"}
          "objective.kind"),
         ({"rollout__transition": {"kind": "ode"}}, "rollout.transition.kind"),
         ({"rollout__transition__noise_level": 0}, "rollout.transition.noise_level"),
-        ({"rollout__window__high": 6}, "rollout.window.high"),
-        ({"rollout__window__size": 6}, "rollout.window.size"),
+        ({"rollout__window__high": 6}, "rollout.window.high"), ({"rollout__window__size": 6}, "rollout.window.size"),
         ({"rollout__window": {"mode": "window", "size": 2, "low": 2, "high": 3}}, "rollout.window.size"),
         ({"rollout__window": {"mode": "sliding", "size": 6}}, "rollout.window.size"),
         ({"rollout__window": {"mode": "sliding", "size": 1, "stride": 2}}, "rollout.window.stride"),
@@ -194,15 +192,13 @@ ODE = {"kind": "ode"}
         ({"policy__model": {"kind": "sd3", "path": "x"}}, "policy.model.size"),
         ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x"}}, "policy.model.size"),
         ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64], "dtype": "float16"}}, "policy.model.dtype"),
-        ({**FOLDER, "data__held_out": 0}, "data.held_out"),
-        ({**FOLDER, "eval__split": "train"}, "eval.split"),
+        ({**FOLDER, "data__held_out": 0}, "data.held_out"), ({**FOLDER, "eval__split": "train"}, "eval.split"),
         ({**PROMPTS, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64], "guidance": 3.5}}, "policy.model.guidance"),
         ({**PROMPTS, "policy__model": {"kind": "flux-fill", "path": "x"}}, "data.kind"),
         ({**PROMPTS, "policy__model": {"kind": "flux-kontext", "path": "x"}}, "data.kind"),
         ({"policy__model": {"kind": "flux-fill", "path": "x"}}, "data.kind"),
         ({**TRIPLETS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64]}}, "data.kind"),
-        ({"trackers": ["wandb", "wandb"]}, "trackers"),
-        ({"minibatches": 7}, "minibatches"),
+        ({"trackers": ["wandb", "wandb"]}, "trackers"), ({"minibatches": 7}, "minibatches"),
         ({"samples": {"tokens": True}}, "samples.tokens"),
     ],
 )  # fmt: skip
@@ -352,17 +348,13 @@ def test_overrides_can_set_list_entries_and_create_missing_keys():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("steps", "some.key=value"),
-        ("=3", "some.key=value"),
-        ("a..b=3", "some.key=value"),
+        ("steps", "some.key=value"), ("=3", "some.key=value"), ("a..b=3", "some.key=value"),
         ("phases.2.steps=3", "phases is a list, and '2' is not the number of an entry .0 to 1."),
         ("phases.x=3", "phases is a list, and 'x' is not the number of an entry"),
-        ("phases.-1=3", "phases is a list, and '-1' is not the number of an entry"),
-        ("none.0=3", "it is empty"),
-        ("steps.x=3", "steps is 4, which has no keys"),
-        (r'name="\ud800"', r'--set .name="\\\\ud800".: not UTF-8 text'),
+        ("phases.-1=3", "phases is a list, and '-1' is not the number of an entry"), ("none.0=3", "it is empty"),
+        ("steps.x=3", "steps is 4, which has no keys"), (r'name="\ud800"', r'--set .name="\\\\ud800".: not UTF-8 text'),
     ],
-)
+)  # fmt: skip
 def test_an_override_that_cannot_be_set_is_refused(override, says):
     with pytest.raises(ValueError, match=says):
         apply({"steps": 4, "phases": [{}, {}], "none": []}, [override])

@@ -82,8 +82,7 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"renderer": None}, "renderer"),
-        ({"rollout": CHAIN}, "rollout.kind"),
+        ({"renderer": None}, "renderer"), ({"rollout": CHAIN}, "rollout.kind"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "rollout": CHAIN}]}, "phases.0.rollout.kind"),
         ({"policy": DENOISING}, "renderer"), ({"policy": DENOISING, "renderer": None}, "rollout.kind"),
         ({"objective__kl__kind": "velocity"}, "objective.kl.kind"), ({"objective__kl__kind": "closed"}, "objective.kl.kind"),
@@ -101,12 +100,10 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line
         ({**PROMPT, "renderer__model": {"kind": "sd3", "path": "x"}}, "renderer.model.size"),
         ({**PROMPT, "objective": {"kind": "sft"}}, "data"),
         ({"data": {"kind": "prompts", "path": "x"}, "reward": PROMPT["reward"]}, "data.kind"),
-        ({"data": SCENES["data"], "reward": SCENES["reward"]}, "data.kind"),
-        ({**SCENES, "reward": BASE["reward"]}, "reward.kind"),
+        ({"data": SCENES["data"], "reward": SCENES["reward"]}, "data.kind"), ({**SCENES, "reward": BASE["reward"]}, "reward.kind"),
         ({**SCENES, "data": BASE["data"]}, "reward.kind"),
         ({**SCENES, "renderer__kind": "response", "renderer__encoder": "frozen"}, "policy.model.kind"),
-        ({"policy__model": SCENES["policy__model"]}, "policy.model.kind"),
-        ({"group_size": 1}, "group_size"),
+        ({"policy__model": SCENES["policy__model"]}, "policy.model.kind"), ({"group_size": 1}, "group_size"),
         ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
         ({"policy": DENOISING, "renderer": None, "devices": {"renderer": "cuda:1"}}, "devices.renderer"),
         ({"policy__model": {"kind": "janus", "path": "x"}, "renderer": {"kind": "codes"}, "devices": {"offload": True}},
@@ -127,16 +124,13 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        PROMPT,
-        SCENES,
-        {**SCENES, "data__incomplete": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
+        {}, PROMPT, SCENES, {**SCENES, "data__incomplete": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "policy_gradient", "surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "microbatch": 1},
         {"policy__model": {"kind": "qwen-vl", "path": "x"}, "renderer__model": {"kind": "qwen-image-edit", "path": "y"}},
         {"renderer__encoder": "policy", "renderer__guidance_scale": 4.0, "policy__train": {"kind": "full"}},
     ],
-)
+)  # fmt: skip
 def test_compatible_values_are_accepted(changes):
     assert parse(changed(**changes)).name == "try"
 

@@ -92,13 +92,11 @@ def _write_another_record(folder):
 @pytest.mark.parametrize(
     ("lose", "says"),
     [
-        (_delete, "is gone"),
-        (_replace, rf"now belongs to process {os.getpid()}"),
-        (_rename, "is gone"),
+        (_delete, "is gone"), (_replace, rf"now belongs to process {os.getpid()}"), (_rename, "is gone"),
         (_write_another_record, "now belongs to process 4242 on node-7"),
     ],
     ids=["deleted", "replaced", "renamed", "another-record"],  # no process number: every test process must collect the same
-)
+)  # fmt: skip
 def test_an_owner_that_lost_the_folder_writes_nothing(tmp_path, lose, says):
     root = tmp_path / "run"
     with closing(Owner(root)) as owner:
@@ -271,11 +269,9 @@ def listen(path, target):
 WRITES: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: RunFolder(run).append_metrics(1, "rl", {"reward/mean": 1.0}),
     "timings.jsonl": lambda run: RunFolder(run).append_timings(1, {"time/step": 1.0}),
-    "votes.jsonl": lambda run: VoteLog(run).undo("x", voter="me"),
-    "owner.json": lambda run: Owner(run),
-    "ledger.sqlite": lambda run: Database(run / "ledger.sqlite"),
-    "ledger.sqlite-wal": lambda run: Database(run / "ledger.sqlite"),
-}
+    "votes.jsonl": lambda run: VoteLog(run).undo("x", voter="me"), "owner.json": lambda run: Owner(run),
+    "ledger.sqlite": lambda run: Database(run / "ledger.sqlite"), "ledger.sqlite-wal": lambda run: Database(run / "ledger.sqlite"),
+}  # fmt: skip
 """The files to which a run appends, or that it keeps open."""
 
 

@@ -25,11 +25,8 @@ ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "no checkpoints": "refused", "delete: evals.jsonl": "same bits", "every line of the metrics twice": "same bits",
     "a line of the metrics is missing": "same weights, said", "a stale temporary file": "same bits",
-    "a checkpoint without weights": "same bits",
-    "nested 100 000 deep: checkpoints/step-000004/manifest.json": "same bits",
-    "nested 100 000 deep: owner.json": "same bits",
-    "{}: recipe.json": "refused",
-    "turn into a folder: preflight.json": "refused",
+    "a checkpoint without weights": "same bits", "nested 100 000 deep: checkpoints/step-000004/manifest.json": "same bits",
+    "nested 100 000 deep: owner.json": "same bits", "{}: recipe.json": "refused", "turn into a folder: preflight.json": "refused",
 }  # fmt: skip
 
 
@@ -173,19 +170,16 @@ def test_invalid_recipe_json_exits_with_2_and_is_not_changed(text, tmp_path, cap
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("local a = [a]; a", "overflowed the stack"),
-        ("local f(x) = [f(x + 1)]; f(0)", "overflowed the stack"),
+        ("local a = [a]; a", "overflowed the stack"), ("local f(x) = [f(x + 1)]; f(0)", "overflowed the stack"),
         ("local f(x) = f(x + 1) + 1; f(0)", "more lines"),
         ("std.foldl(function(a, b) [a], std.range(1, 100000), [])", "overflowed the stack"),
         ("{ name: std.foldl(function(a, b) [a], std.range(1, 2000), []) }", "nested too deeply"),
-        ("std.repeat('abcdefgh', 1000000000)", "memory"),
-        ("std.repeat('x', 1e10)", "1024 MiB of memory"),
+        ("std.repeat('abcdefgh', 1000000000)", "memory"), ("std.repeat('x', 1e10)", "1024 MiB of memory"),
         ("local f(n) = if n == 0 then 'xxxxxxxxxx' else local s = f(n - 1); s + s; f(32)", "1024 MiB of memory"),
-        ("std.makeArray(1e9, function(i) i)", "1024 MiB of memory"),
-        ("std.repeat('x', 2e7)", "more than 16 MiB"),
+        ("std.makeArray(1e9, function(i) i)", "1024 MiB of memory"), ("std.repeat('x', 2e7)", "more than 16 MiB"),
         ("error std.repeat('x', 1e7)", "xxxx"),
     ],
-)
+)  # fmt: skip
 def test_point_3_8_recipe_that_exceeds_recursion_or_memory_limits_exits_with_2(text, says, tmp_path, capsys):
     (tmp_path / "endless.jsonnet").write_text(text)
     assert cli.main(["train", str(tmp_path / "endless.jsonnet")]) == 2

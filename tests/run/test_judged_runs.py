@@ -47,14 +47,12 @@ def document(url, out, **changes):
             "kind": "several",
             "rewards": {
                 "judge": {
-                    "kind": "aspects",
-                    "n_evals": 2,
+                    "kind": "aspects", "n_evals": 2,
                     "judge": {"kind": "endpoint", "model": "m", "base_url": url, "pause": 0.01, "prices": PRICES},
                 },
                 "exact": {"kind": "playground"},
             },
-            "combine": "0.6 * alignment + 0.4 * quality",
-            "max_missing": 0.9,
+            "combine": "0.6 * alignment + 0.4 * quality", "max_missing": 0.9,
         },
         "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
         "eval": {"tasks": 3, "every": 1, "column": "judge/alignment"},

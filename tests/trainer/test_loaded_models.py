@@ -168,15 +168,13 @@ def set_shift(shift):
 
 
 NOISE: dict[str, Callable[[Any], None]] = {
-    "set_shift": lambda pipe: pipe.scheduler.set_shift(6.0),
-    "another shift": scheduled(shift=6.0, use_dynamic_shifting=False),
+    "set_shift": lambda pipe: pipe.scheduler.set_shift(6.0), "another shift": scheduled(shift=6.0, use_dynamic_shifting=False),
     "a shift by size": scheduled(use_dynamic_shifting=True, base_shift=0.9, max_shift=2.0),
     "a linear shift by size": scheduled(use_dynamic_shifting=True, time_shift_type="linear"),
-    "Karras": scheduled(use_karras_sigmas=True),
-    "exponential": scheduled(use_exponential_sigmas=True),
+    "Karras": scheduled(use_karras_sigmas=True), "exponential": scheduled(use_exponential_sigmas=True),
     "a last noise level": scheduled(shift_terminal=0.1),
     "a higher least sigma": lambda pipe: setattr(pipe.scheduler, "sigma_min", 0.3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -225,18 +225,16 @@ def test_rewards_are_served_from_this_process(server):
 @pytest.mark.parametrize(
     ("rewards", "options", "message"),
     [
-        ((), {}, "give at least one reward"),
-        ((redness,), {"host": "0.0.0.0"}, "reachable from other machines: give a token"),
+        ((), {}, "give at least one reward"), ((redness,), {"host": "0.0.0.0"}, "reachable from other machines: give a token"),
         ((redness,), {"host": "0.0.0.0", "token": "short"}, "the token must have at least 16 characters"),
         ((redness,), {"host": "0.0.0.0", "token": "pässwörter-sind-geheim"}, "the token must have at least 16 characters"),
         ((redness,), {"token": "with spaces, but long enough"}, "the token must have at least 16 characters"),
         ((redness, "compressibility", redness), {}, "two rewards have the name redness"),
         ((Spaced(),), {}, "'my judge' cannot be a reward's name: use letters, digits, dots, dashes and underscores"),
-        ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"),
-        (("pikscore",), {}, "pikscore"),
+        ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"), (("pikscore",), {}, "pikscore"),
         ((3,), {}, "3 cannot be called"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_of_serve_raise(rewards, options, message):
     with pytest.raises(ValueError, match=message):
         retouch.serve(*rewards, port=0, **options)

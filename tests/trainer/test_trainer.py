@@ -180,10 +180,8 @@ def test_several_rewards_are_weighted_and_receive_a_data_column(tmp_path):
 
     made = trainer(tmp_path, reward_funcs=[redness, level, "compressibility"], reward_weights=[1.0, 0.5, 0.0], max_missing=0.9)
     assert made.recipe.document()["reward"]["combine"] == {
-        "redness/redness": 1.0,
-        "level/level": 0.5,
-        "compressibility/compressibility": 0.0,
-    }
+        "redness/redness": 1.0, "level/level": 0.5, "compressibility/compressibility": 0.0,
+    }  # fmt: skip
     made.train()
     assert set(seen) <= set(range(12))
     text = (made.folder / "train.log").read_text()
@@ -298,10 +296,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 def run_script(out, *launcher):
     environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
-    }
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
     command = [python(), "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

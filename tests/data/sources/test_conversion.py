@@ -50,10 +50,8 @@ def aurora(folder):
         put(folder / "data" / name / "images" / "1_left.png", png(RED))
         put(folder / "data" / name / "images" / "1_right.png", png(BLUE))
         row = {
-            "instruction": "make it blue",
-            "input": f"data/{name}/images/1_left.png",
-            "output": f"data/{name}/images/1_right.png",
-        }
+            "instruction": "make it blue", "input": f"data/{name}/images/1_left.png", "output": f"data/{name}/images/1_right.png",
+        }  # fmt: skip
         put(folder / "data" / name / "train.json", [row])
 
 
@@ -152,11 +150,9 @@ LEVELS = {"0_preschool": ("Math", "Biology"), "1_primaryschool": ("Math",), "5_P
 def row(level, discipline, number):
     graph = {"elements": ["sun", "water"], "dependencies": ["Causes(sun, water)"]}
     return {
-        "question": f"Explain {discipline} {number} for {level}",
-        "key": f"{level}_{discipline}_{number}",
-        "Visual Components": graph,
-        "Key Knowledge": {"sun": "it shines"},
-    }
+        "question": f"Explain {discipline} {number} for {level}", "key": f"{level}_{discipline}_{number}",
+        "Visual Components": graph, "Key Knowledge": {"sun": "it shines"},
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -57,10 +57,8 @@ def test_every_field_reaches_the_task(photos):
     first, second = Tasks(read_folder(photos, tag_keys=("complexity",)), resize=None)
     assert (first.id, first.instruction, first.text) == ("17", "make it blue", "OPEN")
     assert [image.getpixel((0, 0)) for image in (*first.images, first.target, first.reference)] == [
-        (255, 0, 0),
-        (0, 0, 255),
-        (255, 255, 255),
-    ]
+        (255, 0, 0), (0, 0, 255), (255, 255, 255),
+    ]  # fmt: skip
     assert (first.mask.mode, first.mask.size, first.reference.size) == ("L", (8, 6), (3, 2))
     assert (dict(first.tags), dict(first.meta)) == ({"complexity": "2"}, {"complexity": 2, "requirement": {"keep": ["sky"]}})
     assert (second.id, second.instruction) == ("photos/2", "naïve “quotes” \u2028 inside")
@@ -119,10 +117,8 @@ def test_columns_map_other_key_names_to_fields_and_unknown_names_raise(photos):
     columns = {"image": "src", "instruction": "words", "target": "info.cut.0.out"}
     task = Tasks(read_folder(photos, columns=columns), resize=None)[0]
     assert (task.instruction, task.target.getpixel((0, 0)), task.meta) == (
-        "first",
-        (0, 0, 255),
-        {"info": {"cut": [{"out": "out/a.png"}]}},
-    )
+        "first", (0, 0, 255), {"info": {"cut": [{"out": "out/a.png"}]}},
+    )  # fmt: skip
     with pytest.raises(ValueError, match="'instrution' is not a field; 'instruction' is"):
         read_folder(photos, columns={"instrution": "words"})
     with pytest.raises(ValueError, match=r"'target' should be read from 'after', but .* has only src, words, info"):

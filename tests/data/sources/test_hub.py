@@ -41,13 +41,10 @@ def table(**more):
     image = datasets.Image()
     columns = {
         "source_image": [{"bytes": png("red"), "path": "a.png"}, {"bytes": png("green"), "path": None}],
-        "edited_image": [{"bytes": png("blue"), "path": None}, None],
-        "edit_prompt": ["make it blue", "make it red"],
-        "edited_prompt_list": [["short", "a longer phrasing"], ["only"]],
-        "score": [7.5, float("nan")],
-        "day": [datetime.date(2026, 1, 1)] * 2,
-        **more,
-    }
+        "edited_image": [{"bytes": png("blue"), "path": None}, None], "edit_prompt": ["make it blue", "make it red"],
+        "edited_prompt_list": [["short", "a longer phrasing"], ["only"]], "score": [7.5, float("nan")],
+        "day": [datetime.date(2026, 1, 1)] * 2, **more,
+    }  # fmt: skip
     features = datasets.Dataset.from_dict({k: v for k, v in columns.items() if "image" not in k}).features
     features |= {"source_image": image, "edited_image": image}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
@@ -77,10 +74,8 @@ def test_every_kind_of_storage_gives_the_same_tasks(tmp_path, how):
     first, second = Tasks(rows, resize=None)
     assert (first.id, first.instruction, second.id, second.target) == ("edits/1", "make it blue", "edits/2", None)
     assert [image.getpixel((0, 0)) for image in (*first.images, first.target, *second.images)] == [
-        (255, 0, 0),
-        (0, 0, 255),
-        (0, 128, 0),
-    ]
+        (255, 0, 0), (0, 0, 255), (0, 128, 0),
+    ]  # fmt: skip
     assert first.meta == {"edited_prompt_list": ["short", "a longer phrasing"], "score": 7.5}  # neither dates nor images are JSON
     assert "score" not in second.meta  # nor is NaN
     assert check(rows) == []
@@ -202,9 +197,7 @@ def plain(**changes):
 
 
 GIVEN = {
-    "as loaded": plain,
-    "numpy": lambda: plain().with_format("numpy"),
-    "torch": lambda: plain().with_format("torch"),
+    "as loaded": plain, "numpy": lambda: plain().with_format("numpy"), "torch": lambda: plain().with_format("torch"),
     "pandas": lambda: plain().with_format("pandas"),
     "selected, shuffled and joined": lambda: concatenate_datasets([plain().shuffle(seed=1), plain().select([3, 4])]),
     "mapped": lambda: plain().map(lambda row: {"prompt": row["prompt"] + "!", "n": 0}),
@@ -213,7 +206,7 @@ GIVEN = {
     "torch for some columns, and all others": lambda: plain().with_format("torch", columns=["n"], output_all_columns=True),
     "a list of its rows": lambda: list(plain()),
     "a list of rows whose images are not decoded": lambda: list(plain().cast_column("image", ImageFeature(decode=False))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", GIVEN)

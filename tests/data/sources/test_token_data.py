@@ -94,14 +94,12 @@ def test_pth_files_with_arbitrary_objects_raise_and_run_no_code(tmp_path, capsys
     [
         ({"original_image": None}, "has no original_image"),
         ({"edited_image": np.zeros((3, 3), dtype=int)}, "edited_image is 3x3 codes, and original_image 2x3"),
-        ({"original_image": np.zeros(GRID)}, "not a grid of whole numbers"),
-        ({"original_image": np.full(GRID, -1)}, "the code -1"),
-        ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"),
-        ({"instruction": " "}, "its instruction is not a text"),
+        ({"original_image": np.zeros(GRID)}, "not a grid of whole numbers"), ({"original_image": np.full(GRID, -1)}, "the code -1"),
+        ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"), ({"instruction": " "}, "its instruction is not a text"),
         ({"task": {"text": 5}}, "a text or a tag of its task is not a text"),
         ({"task": {"tags": {"level": 5}}}, "a text or a tag of its task is not a text"),
     ],
-)
+)  # fmt: skip
 def test_invalid_fields_of_a_feature_file_raise_with_the_file_name(tmp_path, changes, said):
     torch.save(earl(**changes), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=rf"7\.pth.*{said}"):

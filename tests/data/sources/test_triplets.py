@@ -38,10 +38,8 @@ def folder(tmp_path):
 def test_an_item_is_read_as_an_inpainting_task_with_its_text(folder):
     tasks = Tasks(TripletRows(folder, reference="own"), resize=None)
     assert [(task.text, task.instruction) for task in tasks] == [
-        ("Azir", "The text is 'Azir'."),
-        ("rock-n-roll", "The text is 'rock-n-roll'."),
-        ("Straße", "The text is 'Straße'."),
-    ]
+        ("Azir", "The text is 'Azir'."), ("rock-n-roll", "The text is 'rock-n-roll'."), ("Straße", "The text is 'Straße'."),
+    ]  # fmt: skip
     task = tasks[1]
     assert task.images[0].tobytes() == task.target.tobytes()
     assert (task.mask.size, task.reference.size) == (SIZE, (BOX[2] - BOX[0], BOX[3] - BOX[1]))
@@ -114,13 +112,11 @@ def edit(picture):
     """A cell of the column `edit`: the chain of edits, and 8 compound instructions, each with one edit more than the one before."""
     chain = [step(picture, number) for number in range(1, 9)]
     return {
-        "sequence": chain,
-        "original_sequence": chain[::-1],
-        "reasoning": "why these",
+        "sequence": chain, "original_sequence": chain[::-1], "reasoning": "why these",
         "compound": [
             {"reasoning": "how", "compound_instruction": f"picture {picture}: edits 1 to {number}"} for number in range(1, 9)
         ],
-    }
+    }  # fmt: skip
 
 
 def png(number):

@@ -313,9 +313,7 @@ def numbered(shards=3):
 @pytest.mark.parametrize(
     ("make", "shards"),
     [
-        (lambda: numbered(), 3),
-        (lambda: numbered().take(30), 1),
-        (lambda: numbered().skip(10), 1),
+        (lambda: numbered(), 3), (lambda: numbered().take(30), 1), (lambda: numbered().skip(10), 1),
         (lambda: numbered().filter(lambda row: row["prompt"].endswith(("1", "5"))), 3),
         (lambda: numbered().map(lambda rows: {"length": [len(p) for p in rows["prompt"]]}, batched=True, batch_size=7), 3),
         (lambda: numbered().map(lambda row, number: {"n": number}, with_indices=True), 1),
@@ -323,7 +321,7 @@ def numbered(shards=3):
         (lambda: datasets.concatenate_datasets([numbered(), numbered().map(lambda row: {"prompt": f"q{row['prompt']}"})]), 6),
     ],
     ids=["plain", "take", "skip", "filter", "map in batches", "map with numbers", "interleaved", "concatenated"],
-)
+)  # fmt: skip
 def test_streams_with_map_filter_take_or_skip_keep_every_row_and_resume(make, shards):
     data = IterableData.of(make(), held_out=2, check=2, shuffle=5, ahead=0)
     whole, rows, states = built(data), [], []
