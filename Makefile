@@ -48,7 +48,7 @@ test-all: lint .venv-all/.installed
 	$(MAKE) test-floors
 	$(MAKE) mutants
 
-# The slow tests alone, or those of some files and folders: `make test-slow TESTS=tests/session`. A call that was interrupted continues.
+# The slow tests alone, or those of some files and folders: `make test-slow TESTS=tests/run`. A call that was interrupted continues.
 TESTS ?= tests
 test-slow: .venv-all/.installed
 	OMP_NUM_THREADS=1 .venv-all/bin/python tests/slow.py --jobs $(JOBS) $(TESTS)

@@ -38,7 +38,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
-LONG = ("session", "distributed", "models", "measurements", "training", "pretraining", "trainer", "plan", "serving")
+LONG = ("run", "distributed", "models", "measurements", "training", "pretraining", "trainer", "plan", "serving")
 """Folders with the longest files."""
 
 

@@ -10,15 +10,13 @@ import pytest
 from PIL import Image
 
 from retouch import cli
-from retouch.cli.arguments import run_folder
 from retouch.config.packaged import available, near_names, short_name, summaries
 from retouch.data.base import DataContext
 from retouch.distributed.launching import launch
 from retouch.recipe.recipe import load
-from retouch.records.ownership import Owner
 
 
-def test_gomp_spincount_is_set_before_torch_is_imported_unless_the_user_sets_it() -> None:
+def test_gomp_spincount_is_set_before_torch_is_imported_unless_the_user_sets_it():
     """libgomp reads this variable, which makes idle threads release their core early, when torch is imported."""
     code = """
 import os, sys
@@ -26,7 +24,7 @@ from retouch.cli import main
 main(['recipes', 'quickstart'])
 print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))
 """
-    for set_by_user, expected in ({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"):
+    for set_by_user, expected in ({}, "2000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"):
         inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
         done = subprocess.run(
             [sys.executable, "-c", code], env={**inherited, **set_by_user}, capture_output=True, text=True, check=True
@@ -38,28 +36,15 @@ print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))
     "command",
     [["train"], ["launch"], ["eval"], ["sample"], ["doctor"], ["recipes"], ["playground", "build"], ["data", "check"], ["serve"]],
 )
-def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([*command, "--help"])
     assert end.value.code == 0
     assert "usage: retouch " + command[0] in capsys.readouterr().out
 
 
-def test_a_user_error_prints_one_message_and_exits_with_code_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "retouch.cli", "train", "recipes/quickstart.jsonnet", "--set", "steqs=3"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert lines[-1] == "steqs: unknown key; did you mean steps?"
-    assert "Traceback" not in done.stderr
-
-
-def test_an_internal_exception_is_raised_and_not_reported_as_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: str, overrides: list[str]) -> None:
+def test_an_internal_exception_is_raised_and_not_reported_as_a_user_error(monkeypatch):
+    def broken(path, overrides):
         json.loads("{")
 
     from retouch.recipe import recipe
@@ -89,9 +74,7 @@ class Rows:
 """
 
 
-def test_an_error_in_imported_code_prints_its_file_and_line_without_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_in_imported_code_prints_its_file_and_line_without_a_traceback(tmp_path, monkeypatch, capsys):
     (tmp_path / "failing_data.py").write_text(FAILING_DATA)
     monkeypatch.syspath_prepend(tmp_path)
     own = 'data={"kind": "import", "class": "failing_data:Lines"}'
@@ -105,12 +88,12 @@ def test_an_error_in_imported_code_prints_its_file_and_line_without_a_traceback(
         cli.main([*command, "--debug"])
 
 
-def test_launch_passes_the_recipe_or_command_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_passes_the_recipe_or_command_to_the_ranks(tmp_path, monkeypatch):
     from retouch.distributed import launching
 
     calls, owned = [], []
 
-    def record(nproc: int, gpus: list[int] | None, argv: list[str], *, logs: Path, owner: Owner | None = None) -> int:
+    def record(nproc, gpus, argv, *, logs, owner=None):
         calls.append((nproc, gpus, argv, logs))
         owned.append(None if owner is None else owner.path.parent)
         return 5
@@ -122,19 +105,14 @@ def test_launch_passes_the_recipe_or_command_to_the_ranks(tmp_path: Path, monkey
     of_recipe = ["doctor", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=mine"]
     assert cli.main(["launch", "--nproc", "2", *of_recipe]) == 5
     assert calls == [
-        (
-            2,
-            None,
-            ["train", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=mine"],
-            tmp_path / "mine" / "logs",
-        ),
+        (2, None, ["train", *of_recipe[1:]], tmp_path / "mine" / "logs"),
         (3, [1, 2, 3], ["doctor", "--distributed"], Path("runs/doctor/logs")),
         (2, None, of_recipe, tmp_path / "mine" / "logs-doctor"),
     ]
     assert owned == [tmp_path / "mine", None, None], "only training owns a run's folder"
 
 
-def test_launch_with_fresh_renames_the_old_run_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_with_fresh_renames_the_old_run_folder_once(tmp_path, monkeypatch):
     from retouch.distributed import launching
 
     (tmp_path / "mine").mkdir()
@@ -149,81 +127,54 @@ def test_launch_with_fresh_renames_the_old_run_folder_once(tmp_path: Path, monke
     assert (aside / "metrics.jsonl").read_text() == "old"
 
 
-def test_launch_refuses_a_bad_recipe_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--set", "group_size=1"]) == 2
-    assert "group_size: 1 gives every sample the advantage 0" in capsys.readouterr().err
+def failure(capsys, *words):
+    """What a command that ends with 2 prints as its error."""
+    try:
+        code = cli.main(list(words))
+    except SystemExit as end:  # from the parser
+        code = end.code
+    assert code == 2
+    return capsys.readouterr().err
 
 
-def test_launch_without_a_recipe_or_command_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", "--nproc", "2"]) == 2
-    assert "nothing to launch" in capsys.readouterr().err
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the parser says about the words, without the usage."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(list(words))
-    assert end.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("command", ["view", "serve"])
-@pytest.mark.parametrize("port", ["99999", "-1", "65536", "1e3", "²"])
-def test_a_number_that_is_no_port_is_refused(command: str, port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = "share:red" if command == "serve" else str(tmp_path)
-    assert f"argument --port: {port!r} is not a port; give a number from 0 to 65535" in refusal(
-        capsys, command, target, f"--port={port}"
-    )
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["train", "quickstart", "--set", "name=a\udcff"], ["sample", "quickstart", "--out", "o.png", "--instruction", "a\udcff"]],
-)
-def test_bytes_that_are_not_utf8_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, *words).endswith("a\\udcff' is not UTF-8 text")
-
-
-def test_an_escaped_surrogate_in_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "quickstart", "--set", r'name="\ud800"']) == 2
-    assert capsys.readouterr().err.endswith(": not UTF-8 text\n")
-
-
-def test_a_missing_list_of_instructions_is_refused_before_the_recipe_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sample", "no-such-recipe", "--instructions", "no-such-list.txt", "--out", "made"]) == 2
-    assert "--instructions no-such-list.txt: no such file" in capsys.readouterr().err
+PORTS = ("99999", "65536", "1e3", "²")
+TOKENIZE = ["data", "tokenize", "photos", "--model", "playground", "--out", "codes"]
+LAUNCH = ["launch", "--nproc", "2"]
+SET = "keys of the recipe are changed with: --set"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--size", "0", "256"], "argument --size: '0' is not a whole number above 0"),
-        (["--shard", "3"], "argument --shard: '3' is not K/N with K from 0 to N - 1, for example 0/4"),
+        *(
+            (["view", "missing", f"--port={port}"], f"--port: {port!r} is not a port; give a number from 0 to 65535")
+            for port in PORTS
+        ),
+        (["serve", "share:red", "--port=-1"], "argument --port: '-1' is not a port; give a number from 0 to 65535"),
+        (["train", "quickstart", "--set", "name=a\udcff"], "a\\udcff' is not UTF-8 text\n"),
+        (["sample", "quickstart", "--out", "o.png", "--instruction", "a\udcff"], "a\\udcff' is not UTF-8 text\n"),
+        (["train", "quickstart", "--set", r'name="\ud800"'], ": not UTF-8 text\n"),
+        (["sample", "no-such-recipe", "--instructions", "none.txt", "--out", "made"], "--instructions none.txt: no such file"),
+        ([*TOKENIZE, "--size", "0", "256"], "argument --size: '0' is not a whole number above 0"),
+        ([*TOKENIZE, "--shard", "3"], "argument --shard: '3' is not K/N with K from 0 to N - 1, for example 0/4"),
+        ([*LAUNCH, "recipes/quickstart.jsonnet", "--set", "group_size=1"], "group_size: 1 gives every sample the advantage 0"),
+        (LAUNCH, "nothing to launch"), (["recipes", "quikstart"], "did you mean quickstart?"),
+        (["train", "recipes/quickstart.jsonnet", "--set", "steqs=3"], "\nsteqs: unknown key; did you mean steps?\n"),
+        (["data", "check", "none"], "no such file or folder"), (["train", "quickstart", "--steps", "5"], f"{SET} steps=5\n"),
+        (["train", "quickstart", "--learning-rate=1e-4", "--group_size", "4"], f"{SET} learning_rate=1e-4 --set group_size=4\n"),
+        (["train", "quickstart", "--policy.train.rank", "8"], f"{SET} policy.train.rank=8\n"),
     ],
-)
-def test_wrong_sizes_and_shards_of_tokenize_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert says in refusal(capsys, "data", "tokenize", "photos", "--model", "playground", "--out", "codes", *words)
-
-
-def test_a_run_is_found_by_its_name_in_the_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert run_folder("mine") == Path("runs/mine")
-    assert run_folder("runs/mine") == Path("runs/mine")
-    assert run_folder("no-such-run") == Path("no-such-run")
-    (tmp_path / "mine").mkdir()
-    assert run_folder("mine") == Path("mine")
+)  # fmt: skip
+def test_fault_13_a_wrong_command_ends_with_2_and_says_what_is_wrong(words, says, capsys):
+    said = failure(capsys, *words)
+    assert says in said
+    assert "Traceback" not in said
 
 
 ROOT = Path(__file__).parents[2]
 
 
-def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(list(words)) == 2
-    return capsys.readouterr().err
-
-
-def test_fault_13_recipes_lists_what_each_recipe_trains_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_recipes_lists_what_each_recipe_trains_and_needs(capsys):
     found = {each.name: each for each in summaries()}
     assert list(found) == [short_name(name) for name in available()]
     grpo = found["sd3/ocr-grpo"]
@@ -238,10 +189,9 @@ def test_fault_13_recipes_lists_what_each_recipe_trains_and_needs(capsys: pytest
     assert "quickstart" not in printed
 
 
-def test_fault_13_recipes_describes_a_recipe_that_is_given_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_recipes_describes_a_recipe_that_is_given_by_name(capsys):
     assert cli.main(["recipes", "sd3/ocr-grpo"]) == 0
     assert "retouch launch --nproc 8 sd3/ocr-grpo" in capsys.readouterr().out
-    assert "did you mean quickstart?" in failure(capsys, "recipes", "quikstart")
 
 
 @pytest.mark.parametrize(
@@ -252,9 +202,7 @@ def test_fault_13_recipes_describes_a_recipe_that_is_given_by_name(capsys: pytes
         ("qwen-image-edit/writer-grpo", "3 passes over the data"),
     ],
 )
-def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(
-    name: str, length: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(name, length, capsys):
     assert cli.main(["recipes", name]) == 0
     assert f"\nsteps: {length}\n" in capsys.readouterr().out
 
@@ -262,43 +210,24 @@ def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("quikstart", ["quickstart"]),
-        ("recipes/quickstat.jsonnet", ["quickstart"]),
-        ("ocr-grpo", ["flux2/ocr-grpo", "sd3/ocr-grpo"]),
-        ("zzz", []),
+        ("quikstart", ["quickstart"]), ("recipes/quickstat.jsonnet", ["quickstart"]),
+        ("ocr-grpo", ["flux2/ocr-grpo", "sd3/ocr-grpo"]), ("zzz", []),
     ],
-)
-def test_fault_13_near_names_are_suggested(typed: str, meant: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+)  # fmt: skip
+def test_fault_13_near_names_are_suggested(typed, meant, capsys):
     assert near_names(typed)[: len(meant)] == meant
     said = failure(capsys, "train", typed)
     assert ("did you mean " + " or ".join(meant) in said) == bool(meant)
     assert "`retouch recipes` lists them" in said
 
 
-def test_fault_13_every_recipe_is_read_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_13_a_packaged_recipe_is_read_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
-    for each in summaries():
-        load(each.name)
     assert len(load("tiny-sd3").data.build(DataContext()).train) == 6  # its list of prompts is part of the package
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--steps", "5"], "--set steps=5"),
-        (["--learning-rate=1e-4", "--group_size", "4"], "--set learning_rate=1e-4 --set group_size=4"),
-        (["--policy.train.rank", "8"], "--set policy.train.rank=8"),
-    ],
-)
-def test_fault_13_a_recipe_key_as_an_option_suggests_set(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["train", "quickstart", *words])
-    assert end.value.code == 2
-    assert f"keys of the recipe are changed with: {says}\n" in capsys.readouterr().err
-
-
-def test_fault_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -311,9 +240,7 @@ def test_fault_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path:
 
 
 @pytest.mark.parametrize("engine", ["own", "ray"])
-def test_fault_13_serve_does_not_use_the_cpu_when_gpus_are_named(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_13_serve_does_not_use_the_cpu_when_gpus_are_named(engine, tmp_path, monkeypatch, capsys):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -322,14 +249,14 @@ def test_fault_13_serve_does_not_use_the_cpu_when_gpus_are_named(
     assert not (tmp_path / "logs").exists()
 
 
-def folder_of_images(folder: Path, *, rows: int, lines: str) -> None:
+def folder_of_images(folder, *, rows, lines):
     folder.mkdir()
     for number in range(rows):
         Image.new("RGBA", (16, 16), (number, 0, 0, 255)).save(folder / f"{number}.png")
     (folder / "metadata.jsonl").write_text("".join(lines % (number, number) + "\n" for number in range(rows)))
 
 
-def test_fault_13_data_check_folds_equal_findings_and_counts_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_data_check_folds_equal_findings_and_counts_rows(tmp_path, capsys):
     folder_of_images(tmp_path / "photos", rows=12, lines='{"file_name": "%d.png", "instruction": "make it %d times redder"}')
     assert cli.main(["data", "check", str(tmp_path / "photos")]) == 0
     folded = capsys.readouterr().out.splitlines()
@@ -341,7 +268,7 @@ def test_fault_13_data_check_folds_equal_findings_and_counts_rows(tmp_path: Path
 
 
 @pytest.mark.parametrize("as_recipe", [False, True])
-def test_data_check_names_a_known_test_set(as_recipe: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_check_names_a_known_test_set(as_recipe, tmp_path, capsys):
     folder = tmp_path / "gedit-bench"
     folder_of_images(folder, rows=2, lines='{"file_name": "%d.png", "instruction": "make it %d times redder"}')
     words = ["photos", "--set", f"data.path={folder}"] if as_recipe else [str(folder)]
@@ -349,7 +276,7 @@ def test_data_check_names_a_known_test_set(as_recipe: bool, tmp_path: Path, caps
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{folder} is GEdit-Bench, a test set")
 
 
-def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path, capsys):
     folder_of_images(tmp_path / "photos", rows=3, lines='{"file_name": "%d.png", "request": "make it %d times redder"}')
     changes = [f"data.path={tmp_path / 'photos'}", 'data.columns={"instruction": "request"}']
     words = [word for change in changes for word in ("--set", change)]
@@ -359,11 +286,7 @@ def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsy
     assert "3 rows read, 0 errors" in capsys.readouterr().out
 
 
-def test_fault_13_data_check_of_a_missing_path_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such file or folder" in failure(capsys, "data", "check", str(tmp_path / "none"))
-
-
-def test_fault_13_python_m_retouch_works_and_a_closed_pipe_prints_no_error(tmp_path: Path) -> None:
+def test_fault_13_python_m_retouch_works_and_a_closed_pipe_prints_no_error(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = f"{sys.executable} -m retouch recipes | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -371,12 +294,12 @@ def test_fault_13_python_m_retouch_works_and_a_closed_pipe_prints_no_error(tmp_p
     assert done.stderr == ""
 
 
-def completions(script: str, *words: str) -> list[str]:
+def completions(script, *words):
     line = f"{script}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _retouch; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys):
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completions(script, "retouch", "tra") == ["train"]
@@ -390,14 +313,3 @@ def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys: pytes
     assert "complete -c retouch -n '__fish_seen_subcommand_from train' -l fresh" in script
     assert "95 % intervals" in script
     assert "%%" not in script
-
-
-@pytest.mark.parametrize("out", ["/proc/nowhere", "{tmp}/file", "{tmp}/file/below"])
-def test_fault_13_an_unwritable_output_folder_is_reported(out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    place = out.format(tmp=tmp_path)
-    said = failure(capsys, "train", "quickstart", "--set", f"out={place}")
-    assert "Traceback" not in said
-    assert place in said
-    assert "choose another folder" in said
-    assert (f"out: the folder {place}/quickstart cannot be created" in said) == place.startswith("/proc")

@@ -3,13 +3,11 @@
 Each test begins without consent. The modules in them are written to disk, and write a file when they are imported.
 """
 
+import io
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from PIL import Image
 
 from retouch import cli
 from retouch.config import consent
-from retouch.config.imports import locate
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.base import ImportedLanguageModel
 from retouch.recipe.document import apply, evaluate
@@ -49,20 +46,20 @@ SMALL = ["steps=1", "tasks_per_step=2", "eval.tasks=4", "eval.best_of_k=0", "eva
 class Project:
     """A folder that is the current one, with a module of a reward, and a recipe that names it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.recipe = folder / "theirs.jsonnet"
         (folder / "stranger.py").write_text(REWARD)
         self.write(self.section("stranger:Zero"))
 
-    def section(self, path: str, **args: object) -> dict[str, Any]:
+    def section(self, path, **args):
         return {"kind": "import", "class": path, "args": args, "combine": {"zero": 1}}
 
-    def write(self, reward: dict[str, Any]) -> None:
+    def write(self, reward):
         small = "steps: 1, tasks_per_step: 2, trackers: [], eval+: { tasks: 4, best_of_k: 0, column: null }"
         self.recipe.write_text(f"(import '{GRPO}') + {{ name: 'theirs', {small}, reward: {json.dumps(reward)} }}")
 
-    def run_folder(self) -> Path:
+    def run_folder(self):
         """A run's folder as it might be received: with a recipe, and nothing else."""
         with consent.allowing(["stranger"]):
             recipe = load(self.recipe)
@@ -71,22 +68,22 @@ class Project:
         self.remove_traces()
         return folder.root
 
-    def remove_traces(self) -> None:
+    def remove_traces(self):
         sys.modules.pop("stranger", None)
         for trace in self.folder.glob("*.ran"):
             trace.unlink()
 
     @property
-    def ran(self) -> bool:
+    def ran(self):
         return (self.folder / "stranger.ran").exists()
 
     @property
-    def built(self) -> bool:
+    def built(self):
         return (self.folder / "stranger.built").exists()
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+def project(tmp_path, monkeypatch):
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -96,30 +93,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     sys.modules.pop("stranger", None)
 
 
-class Terminal:
+class Terminal(io.StringIO):
     """Standard input and error as a terminal, with an answer; it counts the questions."""
 
-    def __init__(self, answer: str) -> None:
-        self.answer = answer
-        self.text = ""
-        self.asked = 0
+    answer, asked = "", 0
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
-    def readline(self) -> str:
+    def readline(self):
         self.asked += 1
         return self.answer + "\n"
 
-    def write(self, text: str) -> None:
-        self.text += text
 
-    def flush(self) -> None:
-        pass
-
-
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> Terminal:
-    terminal = Terminal(answer)
+def on_a_terminal(monkeypatch, answer):
+    terminal = Terminal()
+    terminal.answer = answer
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     return terminal
@@ -128,24 +117,18 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> Terminal:
 # Commands
 
 
-def commands(project: Project, target: str) -> list[list[str]]:
+def commands(project, target):
     image = str(project.folder / "in.png")
     Image.new("RGB", (32, 32)).save(image)
     listed = [
-        ["doctor", target],
-        ["eval", target],
-        ["sample", target, "--instruction", "x", "--image", image, "--out", "out.png"],
-        ["export", target, "--to", "exported"],
-        ["score", target, "--image", image],
-        ["serve", target, "--port", "0"],
-    ]
+        ["doctor", target], ["eval", target], ["sample", target, "--instruction", "x", "--image", image, "--out", "out.png"],
+        ["export", target, "--to", "exported"], ["score", target, "--image", image], ["serve", target, "--port", "0"],
+    ]  # fmt: skip
     return [*listed, ["train", target], ["launch", "--nproc", "2", target]] if target.endswith("jsonnet") else listed[1:]
 
 
 @pytest.mark.parametrize("target", ["theirs.jsonnet", "received"])
-def test_commands_reject_code_named_by_a_recipe_or_run_without_consent(
-    project: Project, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_reject_code_named_by_a_recipe_or_run_without_consent(project, target, capsys):
     if target == "received":
         project.run_folder()
     for words in commands(project, target):
@@ -157,9 +140,7 @@ def test_commands_reject_code_named_by_a_recipe_or_run_without_consent(
     assert not project.ran
 
 
-def test_the_report_and_the_ledger_of_a_received_run_are_read_without_its_reward(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_and_the_ledger_of_a_received_run_are_read_without_its_reward(project, capsys):
     from retouch_view.report.page import write_report
 
     with consent.allowing(["stranger"]):
@@ -173,9 +154,7 @@ def test_the_report_and_the_ledger_of_a_received_run_are_read_without_its_reward
     assert not project.ran
 
 
-def test_a_module_is_allowed_by_argument_typed_override_or_environment_variable(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_allowed_by_argument_typed_override_or_environment_variable(project, monkeypatch):
     assert isinstance(load(project.recipe, allow_imports=["stranger"]).reward, ImportedReward)
     with pytest.raises(ValueError, match=r"in Python: allow_imports=\['stranger'\]"):
         load(project.recipe)
@@ -186,9 +165,7 @@ def test_a_module_is_allowed_by_argument_typed_override_or_environment_variable(
     assert isinstance(load(project.recipe).reward, ImportedReward)
 
 
-def test_the_allow_import_flag_sets_the_environment_only_during_its_command(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_allow_import_flag_sets_the_environment_only_during_its_command(project, monkeypatch):
     seen: list[str | None] = []
     monkeypatch.setattr("retouch.run.session.run", lambda recipe, **_: seen.append(os.environ.get("RETOUCH_ALLOW_IMPORTS")) or 0)
     assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger", "--allow-import", "a,b"]) == 0
@@ -197,14 +174,14 @@ def test_the_allow_import_flag_sets_the_environment_only_during_its_command(
     assert cli.main(["train", "theirs.jsonnet"]) == 2
 
 
-def test_allowing_a_package_allows_its_submodules_but_not_its_parents() -> None:
+def test_allowing_a_package_allows_its_submodules_but_not_its_parents():
     names = frozenset({"mine", "theirs.rewards"})
     assert all(consent.allows(names, module) for module in ("mine", "mine.rewards.red", "theirs.rewards.red"))
     assert not any(consent.allows(names, module) for module in ("theirs", "minerals", "theirs.models", ""))
 
 
 @pytest.mark.parametrize("name", ["*", "my-module", "stranger.py:", "../stranger", "a..b"])
-def test_invalid_module_names_are_rejected(project: Project, name: str) -> None:
+def test_invalid_module_names_are_rejected(project, name):
     with pytest.raises(ValueError, match="is not the name of a module"):
         load(project.recipe, allow_imports=[name])
 
@@ -212,12 +189,12 @@ def test_invalid_module_names_are_rejected(project: Project, name: str) -> None:
 # The question on a terminal
 
 
-def test_consent_is_asked_once_on_a_terminal_and_remembered(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consent_is_asked_once_on_a_terminal_and_remembered(project, monkeypatch):
     monkeypatch.setattr("retouch.run.session.run", lambda recipe, **_: 0)
     terminal = on_a_terminal(monkeypatch, "y")
     assert cli.main(["train", "theirs.jsonnet"]) == 0
     assert (terminal.asked, project.ran) == (1, True)
-    assert f"reward.class: stranger:Zero, in {project.folder / 'stranger.py'}" in terminal.text
+    assert f"reward.class: stranger:Zero, in {project.folder / 'stranger.py'}" in terminal.getvalue()
     assert cli.main(["train", "theirs.jsonnet", "--set", "steps=2"]) == 0
     assert terminal.asked == 1
     project.write(project.section("stranger:Zero", note="changed"))
@@ -226,9 +203,7 @@ def test_consent_is_asked_once_on_a_terminal_and_remembered(project: Project, mo
     assert terminal.asked == 2
 
 
-def test_remembered_consent_does_not_apply_to_another_file(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remembered_consent_does_not_apply_to_another_file(project, tmp_path, monkeypatch):
     consent.remember(parse(evaluate(project.recipe), allow_imports=["stranger"]).document())
     document = parse(evaluate(project.recipe), allow_imports=["stranger"]).document()
     project.remove_traces()
@@ -244,7 +219,7 @@ def test_remembered_consent_does_not_apply_to_another_file(
     assert not (elsewhere / "stranger.ran").exists()
 
 
-def test_consent_is_not_stored_for_a_user_without_a_home_folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consent_is_not_stored_for_a_user_without_a_home_folder(project, monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     document = parse(evaluate(project.recipe), allow_imports=["stranger"]).document()
@@ -255,7 +230,7 @@ def test_consent_is_not_stored_for_a_user_without_a_home_folder(project: Project
     assert set(project.folder.rglob("*")) == before
 
 
-def test_consent_is_not_asked_outside_of_a_command_or_on_a_rank(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consent_is_not_asked_outside_of_a_command_or_on_a_rank(project, monkeypatch):
     terminal = on_a_terminal(monkeypatch, "y")
     with pytest.raises(ValueError, match="--allow-import stranger"):
         load(project.recipe)
@@ -264,17 +239,17 @@ def test_consent_is_not_asked_outside_of_a_command_or_on_a_rank(project: Project
     assert terminal.asked == 0
 
 
-def test_the_consent_question_contains_no_control_characters(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_consent_question_contains_no_control_characters(project, monkeypatch):
     terminal = on_a_terminal(monkeypatch, "n")
     hidden = "\x1b[2K\rharmless"
     rewards = {"kind": "several", "rewards": {hidden: project.section("stranger:Zero")}, "combine": {f"{hidden}/zero": 1}}
     project.write(rewards)
     assert cli.main(["eval", "theirs.jsonnet"]) == 2
     assert terminal.asked == 1
-    assert "\x1b" not in terminal.text.partition("[y/N]")[0]
+    assert "\x1b" not in terminal.getvalue().partition("[y/N]")[0]
 
 
-def test_a_run_trained_with_consent_is_opened_without_further_consent(project: Project) -> None:
+def test_a_run_trained_with_consent_is_opened_without_further_consent(project):
     assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger"]) == 0
     project.remove_traces()
     assert cli.main(["eval", "runs/theirs"]) == 0
@@ -290,7 +265,7 @@ def test_a_run_trained_with_consent_is_opened_without_further_consent(project: P
 @pytest.mark.parametrize(
     "key", ["reward", "policy.model", "data", "objective", "advantage", "rollout.transition", "rollout.window"]
 )
-def test_every_key_that_names_a_class_needs_consent(project: Project, key: str) -> None:
+def test_every_key_that_names_a_class_needs_consent(project, key):
     section = {"kind": "import", "class": "stranger:Zero", "args": {"unknown": 1}}
     document = apply(evaluate(GRPO), [f"{key}={json.dumps(section)}"])
     with pytest.raises(ValueError, match=rf"{key}\.class: stranger:Zero is code from outside Retouch"):
@@ -299,7 +274,7 @@ def test_every_key_that_names_a_class_needs_consent(project: Project, key: str) 
 
 
 @pytest.mark.parametrize("path", ["subprocess:Popen", "os:PathLike", "stranger.deeper:Popen", "antigravity:Any"])
-def test_no_module_is_imported_before_consent_not_even_a_parent(project: Project, path: str) -> None:
+def test_no_module_is_imported_before_consent_not_even_a_parent(project, path):
     sys.modules.pop("antigravity", None)
     with pytest.raises(ValueError, match="is code from outside Retouch"):
         parse_reward({"kind": "import", "class": path, "args": {"args": ["touch", "ran"]}, "combine": {"a": 1}})
@@ -308,7 +283,7 @@ def test_no_module_is_imported_before_consent_not_even_a_parent(project: Project
 
 
 @pytest.mark.parametrize("path", ["subprocess:Popen", "stranger:Number", "functools:partial", "torch.nn:Linear"])
-def test_a_class_that_is_no_reward_is_not_called(project: Project, path: str) -> None:
+def test_a_class_that_is_no_reward_is_not_called(project, path):
     marker = project.folder / "called"
     args = {"args": ["touch", str(marker)]} if path == "subprocess:Popen" else {}
     section = parse_reward(project.section(path, **args), allow_imports=[path.partition(":")[0]])
@@ -318,7 +293,7 @@ def test_a_class_that_is_no_reward_is_not_called(project: Project, path: str) ->
     assert not project.built
 
 
-def test_a_class_that_is_no_model_is_not_called(project: Project) -> None:
+def test_a_class_that_is_no_model_is_not_called(project):
     marker = project.folder / "called"
     section = {"kind": "import", "class": "subprocess:Popen", "args": {"args": ["touch", str(marker)]}}
     image_model = load(GRPO, [f"policy.model={json.dumps(section)}"]).policy.model
@@ -330,23 +305,21 @@ def test_a_class_that_is_no_model_is_not_called(project: Project) -> None:
 
 
 @pytest.mark.parametrize("path", ["retouch.cli.__main__:main", "retouch.types:Task", "retouch_serve.client:RemoteClient"])
-def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project: Project, path: str) -> None:
+def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project, path):
     with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
         parse_reward(project.section(path))
 
 
-def test_classes_of_retouch_with_a_kind_need_no_consent(project: Project) -> None:
+def test_classes_of_retouch_with_a_kind_need_no_consent(project):
     named = {
-        "kind": "import",
-        "class": "retouch.rewards.scorers.pixels:ShareReward",
-        "args": {"channel": "red"},
+        "kind": "import", "class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"},
         "combine": {"share": 1},
-    }
+    }  # fmt: skip
     assert parse_reward(named).channel == "red"
     assert load("recipes/flux-fill/tiny.jsonnet").policy.model.class_.endswith("TinyFluxFill")
 
 
-def test_a_package_in_the_current_folder_does_not_count_as_installed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_in_the_current_folder_does_not_count_as_installed(project, monkeypatch):
     metadata = Path("stranger-1.0.dist-info")
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
@@ -362,27 +335,3 @@ def test_a_package_in_the_current_folder_does_not_count_as_installed(project: Pr
     monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
     assert [entry.value for entry in consent.plugins() if entry.name == "reward.innocent"] == ["stranger:Zero"]
     assert isinstance(parse_reward(project.section("stranger:Zero")), ImportedReward)
-
-
-@pytest.mark.slow
-def test_modules_in_the_current_folder_are_not_imported_in_place_of_packages(project: Project) -> None:
-    """Neither in a command nor in a rank of the launcher."""
-    for name in ("torch", "wandb", "pydantic", "trackio"):
-        (project.folder / f"{name}.py").write_text(REWARD)
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    command = [sys.executable, "-P", "-m", "retouch.cli"]
-    told = ["doctor", "recipes/quickstart.jsonnet", "--set", 'trackers=["wandb", "trackio"]', "--device", "cpu"]
-    for words in (told, ["launch", "--nproc", "1", *told]):
-        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
-        assert f"torch         {torch.__version__}" in done.stdout, done.stderr
-    assert not list(project.folder.glob("*.ran"))
-
-
-def test_locate_finds_a_module_without_importing_it(project: Project) -> None:
-    (project.folder / "package").mkdir()
-    (project.folder / "package" / "__init__.py").write_text(REWARD)
-    assert locate("stranger") == str(project.folder / "stranger.py")
-    assert locate("package.inner.most") == str(project.folder / "package")
-    assert locate("no_such_thing") is None
-    assert not project.ran
-    assert "package" not in sys.modules

@@ -12,7 +12,6 @@ import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -37,7 +36,7 @@ SECRET = "sk-0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
-def missing_bindings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def missing_bindings_file(tmp_path, monkeypatch):
     """The file of the user's bindings, which does not exist."""
     monkeypatch.delenv("RETOUCH_KEYS")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -45,12 +44,12 @@ def missing_bindings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.fixture
-def listener() -> Iterator[tuple[str, list[object]]]:
+def listener():
     """The address of a server, and the connections that it accepted."""
     accepted: list[object] = []
 
     class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
+        def handle(self):
             accepted.append(self.client_address)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
@@ -59,13 +58,11 @@ def listener() -> Iterator[tuple[str, list[object]]]:
         server.shutdown()
 
 
-def judge(url: str, **more: object) -> Endpoint:
+def judge(url, **more):
     return Endpoint(**{"model": "m", "base_url": url, "attempts": 1, **more})
 
 
-def test_a_key_is_not_sent_to_a_judge_that_it_is_not_bound_to(
-    listener: tuple[str, list[object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_not_sent_to_a_judge_that_it_is_not_bound_to(listener, monkeypatch):
     url, accepted = listener
     for variable in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HOME"):
         monkeypatch.setenv(variable, SECRET)
@@ -83,22 +80,20 @@ def test_a_key_is_not_sent_to_a_judge_that_it_is_not_bound_to(
         ChatClient(judge(url, key="HOME"))
 
 
-def test_a_server_without_a_key_needs_no_binding(listener: tuple[str, list[object]]) -> None:
+def test_a_server_without_a_key_needs_no_binding(listener):
     ChatClient(judge(listener[0], key=None)).close()
     assert RemoteReward(endpoints=("http://10.1.2.3:8700",)).token is None
     Client("http://10.1.2.3:8000", timeout=1.0, patience=0.0).close()
 
 
-def test_a_key_from_a_file_needs_a_binding_of_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_from_a_file_needs_a_binding_of_its_variable(tmp_path, monkeypatch):
     (tmp_path / "key").write_text(SECRET)
     monkeypatch.setenv("JUDGE_KEY_FILE", str(tmp_path / "key"))
     with pytest.raises(ValueError, match=r"JUDGE_KEY is not sent to https://judge\.example:8443"):
         ChatClient(judge("https://judge.example:8443/v1", key="JUDGE_KEY"))
 
 
-def test_custom_headers_of_the_openai_package_need_a_binding(
-    listener: tuple[str, list[object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_headers_of_the_openai_package_need_a_binding(listener, monkeypatch):
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: Bearer {SECRET}")
     with pytest.raises(ValueError, match="OPENAI_CUSTOM_HEADERS is not sent to"):
         ChatClient(judge(listener[0], key=None))
@@ -106,12 +101,12 @@ def test_custom_headers_of_the_openai_package_need_a_binding(
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_openai_organization_and_project_ids_are_sent_only_to_bound_addresses(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+def test_openai_organization_and_project_ids_are_sent_only_to_bound_addresses(monkeypatch, bound):
     """The ``openai`` package takes them from the environment and sends them to every address."""
     received: list[dict[str, str]] = []
 
     class Handler(loopback.Handler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             self.body()
             received.append({name.lower(): value for name, value in self.headers.items()})
             self.reply(400, {})
@@ -131,7 +126,7 @@ def test_openai_organization_and_project_ids_are_sent_only_to_bound_addresses(mo
     assert SECRET not in str(received)
 
 
-def test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch):
     monkeypatch.setenv("RETOUCH_TOKEN", SECRET)
     local = ("http://127.0.0.1:8700", "http://localhost:9000", "http://[::1]:8700")
     assert RemoteReward(endpoints=local).token == SECRET
@@ -142,7 +137,7 @@ def test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresse
     assert foreign.token == SECRET
 
 
-def test_the_engine_key_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_key_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
     Client("http://127.0.0.1:8000/v1", timeout=1.0, patience=0.0).close()
     engine = VllmEngine(url="http://10.1.2.3:8000")
@@ -167,14 +162,11 @@ def test_the_engine_key_is_sent_only_to_this_machine_and_bound_addresses(monkeyp
         "https://api.openai.com.evil.example/v1",
         "https://evil.example/api.openai.com",
         "https://evil.example#@api.openai.com",
-        "https://api.openai.com:8443/v1",
-        "http://api.openai.com/v1",
-        "https://openai.com/v1",
-        "https://xapi.openai.com/v1",
+        "https://api.openai.com:8443/v1", "http://api.openai.com/v1", "https://openai.com/v1", "https://xapi.openai.com/v1",
         "https://127.0.0.1.evil.example",
     ],
-)
-def test_addresses_similar_to_a_bound_address_do_not_receive_the_key(url: str) -> None:
+)  # fmt: skip
+def test_addresses_similar_to_a_bound_address_do_not_receive_the_key(url):
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not sent to"):
         keys.require_bound("OPENAI_API_KEY", url)
 
@@ -182,11 +174,11 @@ def test_addresses_similar_to_a_bound_address_do_not_receive_the_key(url: str) -
 @pytest.mark.parametrize(
     "url", ["https://api.openai.com/v1", "https://API.OpenAI.com:443/v1/", "https://api.openai.com./v1", "https://api.openai.com"]
 )
-def test_the_key_of_a_provider_is_bound_to_its_address_by_default(url: str) -> None:
+def test_the_key_of_a_provider_is_bound_to_its_address_by_default(url):
     keys.require_bound("OPENAI_API_KEY", url)
 
 
-def test_a_binding_of_the_user_replaces_the_default_address_of_the_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_binding_of_the_user_replaces_the_default_address_of_the_provider(monkeypatch):
     monkeypatch.setenv("RETOUCH_KEYS", "OPENAI_API_KEY=https://proxy.example, OPENAI_API_KEY=http://127.0.0.1:*")
     keys.require_bound("OPENAI_API_KEY", "https://proxy.example/v1")
     keys.require_bound("OPENAI_API_KEY", "http://127.0.0.1:12345/v1")
@@ -195,7 +187,7 @@ def test_a_binding_of_the_user_replaces_the_default_address_of_the_provider(monk
             keys.require_bound("OPENAI_API_KEY", url)
 
 
-def test_bindings_are_read_from_the_users_file_too(missing_bindings_file: Path) -> None:
+def test_bindings_are_read_from_the_users_file_too(missing_bindings_file):
     missing_bindings_file.parent.mkdir()
     missing_bindings_file.write_text('A_KEY = "https://a.example:8443"\nB_KEY = ["https://b.example", "http://127.0.0.1:8000"]\n')
     keys.require_bound("A_KEY", "https://a.example:8443/v1")
@@ -215,16 +207,14 @@ def test_bindings_are_read_from_the_users_file_too(missing_bindings_file: Path) 
         (f"{SECRET}", "needs an address: VARIABLE=https://host"),
     ],
 )
-def test_insecure_or_invalid_bindings_are_rejected(monkeypatch: pytest.MonkeyPatch, bindings: str, says: str) -> None:
+def test_insecure_or_invalid_bindings_are_rejected(monkeypatch, bindings, says):
     monkeypatch.setenv("RETOUCH_KEYS", bindings)
     with pytest.raises(ValueError, match=f"RETOUCH_KEYS: .*({says})"):
         keys.require_bound("OPENAI_API_KEY", "https://judge.example")
 
 
 @pytest.mark.parametrize("relative", ["XDG_CONFIG_HOME", "HOME"])
-def test_binding_files_below_the_current_folder_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str
-) -> None:
+def test_binding_files_below_the_current_folder_are_not_read(tmp_path, monkeypatch, relative):
     """Neither in a folder named "~" (without a home folder) nor at a relative path in the environment."""
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     monkeypatch.delenv("XDG_CONFIG_HOME")
@@ -238,15 +228,15 @@ def test_binding_files_below_the_current_folder_are_not_read(
 
 
 @pytest.mark.parametrize("text", ["A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'])
-def test_an_invalid_bindings_file_raises_with_its_name(missing_bindings_file: Path, text: str) -> None:
+def test_an_invalid_bindings_file_raises_with_its_name(missing_bindings_file, text):
     missing_bindings_file.parent.mkdir()
     missing_bindings_file.write_text(text)
     with pytest.raises(ValueError, match=r"keys\.toml"):
         keys.require_bound("A_KEY", "https://a.example")
 
 
-def test_the_doctor_shows_which_key_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(url: str) -> list[tuple[str, str, str]]:
+def test_the_doctor_shows_which_key_goes_where(monkeypatch):
+    def found(url):
         reward = {"kind": "aspects", "judge": {"kind": "endpoint", "model": "m", "base_url": url}, "combine": {"alignment": 1}}
         recipe = load(GRPO, [f"reward={json.dumps(reward)}", "eval.column=null"])
         return [(finding.status, finding.text, finding.fix) for finding in check_key_addresses(recipe)]
@@ -261,50 +251,40 @@ def test_the_doctor_shows_which_key_goes_where(monkeypatch: pytest.MonkeyPatch) 
 KEY = "jk-Xy7/Qw91zLm+4TtRbV0n3Kd8"
 PROXY = "Tr0ub4dor-and-3"
 FORMS = {
-    "verbatim": KEY,
-    "upper case": KEY.upper(),
-    "reversed": KEY[::-1],
-    "the first 16 characters": KEY[:16],
-    "the last 14 characters": KEY[-14:],
-    "masked in the middle": f"{KEY[:6]}********{KEY[-4:]}",
-    "masked by dots": f"{KEY[:5]}...{KEY[-5:]}",
-    "base64": base64.b64encode(KEY.encode()).decode(),
+    "verbatim": KEY, "upper case": KEY.upper(), "reversed": KEY[::-1], "the first 16 characters": KEY[:16],
+    "the last 14 characters": KEY[-14:], "masked in the middle": f"{KEY[:6]}********{KEY[-4:]}",
+    "masked by dots": f"{KEY[:5]}...{KEY[-5:]}", "base64": base64.b64encode(KEY.encode()).decode(),
     "base64 of user and password": base64.b64encode(f"me:{KEY}".encode()).decode(),
     "base64 in a bearer token": base64.urlsafe_b64encode(f"Bearer {KEY}".encode()).decode(),
-    "hexadecimal": KEY.encode().hex(),
-    "percent-encoded": quote(KEY, safe=""),
+    "hexadecimal": KEY.encode().hex(), "percent-encoded": quote(KEY, safe=""),
     "percent-encoded as a whole": "".join(f"%{code:02X}" for code in KEY.encode()),
     "escaped as JSON": "".join(f"\\u{code:04x}" for code in KEY.encode()),
-    "repr of bytes": str(list(KEY.encode())),
-    "one character per line": "\n".join(KEY),
-    "separated by spaces": " ".join(KEY),
-    "split by zero-width spaces": "\u200b".join(KEY),
-    "in a header": f"Authorization: Bearer {KEY}",
+    "repr of bytes": str(list(KEY.encode())), "one character per line": "\n".join(KEY), "separated by spaces": " ".join(KEY),
+    "split by zero-width spaces": "\u200b".join(KEY), "in a header": f"Authorization: Bearer {KEY}",
     "another bearer": "authorization: bearer eyJhbGciOiJIUzI1NiJ9.e30.abc",
     "in a query": f"https://judge.example/v1?api_key={KEY}&n=1",
     "another query": "GET https://judge.example/v1?n=1&access_token=abc-def",
-    "a password in a URL": "http://me:letmein@judge.example/v1",
-    "the password of a proxy": f"proxy refused {PROXY}",
+    "a password in a URL": "http://me:letmein@judge.example/v1", "the password of a proxy": f"proxy refused {PROXY}",
     "a token of the Hub": "hf_" + "aB3" * 11,
-}
+}  # fmt: skip
 HIDDEN = (KEY, KEY[-5:], PROXY, "letmein", "eyJhbGci", "abc-def", "aB3aB3", *FORMS.values())
 
 
 @pytest.fixture
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+def _key(monkeypatch):
     """A key in a variable that is not named like one, but is bound to an address."""
     monkeypatch.setenv("JUDGE_OF_MINE", KEY)
     monkeypatch.setenv("RETOUCH_KEYS", "JUDGE_OF_MINE=https://judge.example")
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:{PROXY}@proxy.example:3128")
 
 
-def shows_a_secret(text: str) -> list[str]:
+def shows_a_secret(text):
     return [secret for secret in HIDDEN if secret.strip().lower() in text.lower()]
 
 
 @pytest.mark.usefixtures("_key")
 @pytest.mark.parametrize("form", FORMS)
-def test_point_3_8_no_form_of_a_key_is_left_in_a_text(form: str) -> None:
+def test_point_3_8_no_form_of_a_key_is_left_in_a_text(form):
     cleaned = redacted(f"HTTP 401: you sent {FORMS[form]} for nothing")
     assert shows_a_secret(cleaned) == []
     assert cleaned.startswith("HTTP 401: you sent ")
@@ -313,7 +293,7 @@ def test_point_3_8_no_form_of_a_key_is_left_in_a_text(form: str) -> None:
 
 
 @pytest.mark.usefixtures("_key")
-def test_ordinary_texts_are_not_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ordinary_texts_are_not_changed(monkeypatch, tmp_path):
     (tmp_path / "credentials-2024.json").touch()
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "credentials-2024.json"))
     for text in (
@@ -328,9 +308,7 @@ def test_ordinary_texts_are_not_changed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     "bindings", [KEY, f"OPENAI_API_KEY={KEY}", f"OPENAI_API_KEY=https://me:{PROXY}@judge.example", f"OPENAI_API_KEY:{KEY}"]
 )
-def test_point_3_8_a_key_in_retouch_keys_is_neither_in_the_message_nor_in_a_text(
-    bindings: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_point_3_8_a_key_in_retouch_keys_is_neither_in_the_message_nor_in_a_text(bindings, monkeypatch):
     from retouch.config import keys
 
     monkeypatch.setenv("RETOUCH_KEYS", bindings)
@@ -341,7 +319,7 @@ def test_point_3_8_a_key_in_retouch_keys_is_neither_in_the_message_nor_in_a_text
         assert shows_a_secret(redacted(f"echo {KEY}")) == []
 
 
-def test_point_3_8_keys_from_files_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_point_3_8_keys_from_files_are_known(monkeypatch, tmp_path):
     (tmp_path / "key").write_text(KEY + "\n")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY_FILE", str(tmp_path / "key"))
@@ -349,7 +327,7 @@ def test_point_3_8_keys_from_files_are_known(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.usefixtures("_key")
-def test_point_3_8_logs_with_tracebacks_and_run_files_contain_no_key(tmp_path: Path) -> None:
+def test_point_3_8_logs_with_tracebacks_and_run_files_contain_no_key(tmp_path):
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(RedactingFormatter())
@@ -365,7 +343,7 @@ def test_point_3_8_logs_with_tracebacks_and_run_files_contain_no_key(tmp_path: P
     assert read_lines(tmp_path / "alarms.jsonl") == [{"step": 3, "text": 'it said "[key]"\n', "also": ["[key]"]}]
 
 
-def test_point_3_8_what_a_command_prints_contains_no_key() -> None:
+def test_point_3_8_what_a_command_prints_contains_no_key():
     """Neither its output nor the traceback of a chain of exceptions."""
     code = """
 import os, sys

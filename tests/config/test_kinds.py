@@ -10,14 +10,13 @@ from typing import Annotated, Literal
 
 import pytest
 import rjsonnet
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 import retouch
 from retouch.config import consent
 from retouch.config.consent import GROUP
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.section import Count, Kinds, Section, expected
-from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
 from retouch.recipe.recipe import load
 from retouch.rewards import Remote
@@ -50,7 +49,7 @@ class Drawing(Section):
     under: Annotated[Shape, SHAPES] | None = None
 
 
-def read(document: dict[str, object]) -> Drawing:
+def read(document):
     import json
 
     lines = unknown_keys(document, Drawing)
@@ -60,22 +59,14 @@ def read(document: dict[str, object]) -> Drawing:
         raise ValueError("\n".join(lines + wrong_values(error, document, Drawing))) from None
 
 
-def imported(name: str, **args: object) -> dict[str, object]:
+def imported(name, **args):
     return {"kind": "import", "class": f"{__name__}:{name}", "args": args}
 
 
-def test_the_kind_selects_the_class_in_single_list_and_optional_fields() -> None:
+def test_the_kind_selects_the_class_in_single_list_and_optional_fields():
     drawing = read({"shape": {"kind": "disc", "radius": 2, "centre": [1, 2]}, "more": [imported("Custom", side=3)], "under": None})
     assert drawing.shape == Circle(kind="disc", radius=2, centre=(1, 2))
     assert drawing.more == (Custom(side=3),)
-
-
-def test_a_document_with_kinds_parses_to_the_same_section() -> None:
-    drawing = read({"shape": {"kind": "circle", "radius": 2}, "more": [imported("Custom", side=3)], "under": imported("Custom")})
-    document = drawing.model_dump(mode="json")
-    assert document["more"] == [imported("Custom", side=3)]
-    assert read(document) == drawing
-    assert SHAPES.document(Custom(side=3)) == imported("Custom", side=3)
 
 
 @pytest.mark.parametrize(
@@ -95,18 +86,18 @@ def test_a_document_with_kinds_parses_to_the_same_section() -> None:
         ({"kind": "import", "class": "no_such_module_of_mine:Thing"}, "there is no module no_such_module_of_mine"),
     ],
 )
-def test_invalid_kinds_and_values_raise_with_their_path(shape: object, message: str) -> None:
+def test_invalid_kinds_and_values_raise_with_their_path(shape, message):
     with pytest.raises(ValueError, match=message):
         read({"shape": shape})
 
 
-def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch):
     class Square(Shape):
         kind: Literal["square"] = "square"
         side: Count
 
     plugin = ModuleType("a_plugin")
-    plugin.Square = Square  # type: ignore[attr-defined]
+    plugin.Square = Square
     Square.__module__ = "a_plugin"
     monkeypatch.setitem(sys.modules, "a_plugin", plugin)
     entries = [EntryPoint("shape.square", "a_plugin:Square", GROUP), EntryPoint("other.square", "a_plugin:None", GROUP)]
@@ -119,7 +110,7 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyP
         read({"shape": {"kind": "square"}})
 
 
-def test_an_installed_class_that_no_recipe_can_select_is_refused_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_class_that_no_recipe_can_select_is_refused_with_what_to_change(monkeypatch):
     monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
     with pytest.raises(
         ValueError, match=r"Custom is installed as the kind 'square', but has no field kind; add to the class: kind: "
@@ -130,30 +121,22 @@ def test_an_installed_class_that_no_recipe_can_select_is_refused_with_what_to_ch
         read({"shape": {"kind": "square"}})
 
 
-def test_an_installed_class_without_a_field_kind_can_be_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_class_without_a_field_kind_can_be_loaded_by_name(monkeypatch):
     """A suite, for example, is named outside of recipes and needs no kind."""
     monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
     assert SHAPES.load("square") is Custom
 
 
-def test_a_field_of_an_imported_class_next_to_args_is_refused_with_its_place() -> None:
+def test_a_field_of_an_imported_class_next_to_args_is_refused_with_its_place():
     wrong = {"kind": "import", "class": f"{__name__}:Custom", "side": 3}
     assert unknown_keys({"shape": wrong}, Drawing) == ["shape.side: unknown key; the fields of your class go into shape.args"]
 
 
-def test_a_class_path_without_a_colon_is_refused_with_the_right_form() -> None:
+def test_a_class_path_without_a_colon_is_refused_with_the_right_form():
     with pytest.raises(
         ValueError, match=r"shape\.class: 'my_module\.Circle' is not the path of a class; write package\.module:Class"
     ):
         read({"shape": {"kind": "import", "class": "my_module.Circle"}})
-
-
-def test_an_algorithm_name_as_kind_raises_with_the_settings_to_use_instead() -> None:
-    for name in OBJECTIVES.other_names:
-        with pytest.raises(ValidationError) as caught:
-            TypeAdapter(Annotated[Objective, OBJECTIVES]).validate_python({"kind": name.upper().replace("_", "-")})
-        (message,) = re.findall(r"is not a kind; write (.*?)(?: \[type|$)", str(caught.value), re.MULTILINE)
-        assert message == OBJECTIVES.other_names[name]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +146,7 @@ def test_an_algorithm_name_as_kind_raises_with_the_settings_to_use_instead() -> 
         *(("playground/writer-blind", name) for name in OBJECTIVES.other_names if "nft" not in name),  # NFT is only for denoising
     ],
 )
-def test_the_settings_suggested_for_an_algorithm_name_are_accepted(base: str, name: str) -> None:
+def test_the_settings_suggested_for_an_algorithm_name_are_accepted(base, name):
     writes = base == "playground/writer-blind"
     with pytest.raises(ValueError, match=r"objective\.kind: .* is not a kind; write ") as caught:
         load(base, [f'objective={{"kind":"{name}"}}'])
@@ -184,7 +167,7 @@ def test_the_settings_suggested_for_an_algorithm_name_are_accepted(base: str, na
         ("Input should be a list", "should be a list, not 'x"),
     ],
 )
-def test_a_line_about_a_value_has_the_whole_message_and_the_start_of_the_value(message: str, shown: str) -> None:
+def test_a_line_about_a_value_has_the_whole_message_and_the_start_of_the_value(message, shown):
     line = expected({"msg": message, "input": "x" * 1000})
     assert line.startswith(shown)
     assert len(line) < 300
@@ -202,7 +185,7 @@ GRPO = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
         ('data={"kind": "folder", "path": "photos", "size": [1, 2, 3]}', r"data\.size: should "),
     ],
 )
-def test_a_list_that_is_too_short_or_too_long_raises_with_its_key(override: str, message: str) -> None:
+def test_a_list_that_is_too_short_or_too_long_raises_with_its_key(override, message):
     with pytest.raises(ValueError, match=message):
         load(GRPO, [override])
 
@@ -211,12 +194,12 @@ class Boxes(Section):
     corners: tuple[tuple[int, int], ...] | None = None
 
 
-def test_python_may_pass_a_list_where_a_section_has_a_tuple() -> None:
+def test_python_may_pass_a_list_where_a_section_has_a_tuple():
     assert Remote(endpoints=["http://127.0.0.1:1"]).endpoints == ("http://127.0.0.1:1",)
     assert retouch.Lora(rank=4, alpha=8, targets=["to_q"]).targets == ("to_q",)
     assert Boxes(corners=[[0, 1], [2, 3]]).corners == ((0, 1), (2, 3))
 
 
-def test_a_list_with_wrong_values_raises_with_the_position() -> None:
+def test_a_list_with_wrong_values_raises_with_the_position():
     with pytest.raises(ValueError, match=r"^Boxes: corners\.1\.0: should be a valid integer, not 'a'$"):
         Boxes(corners=[[0, 1], ["a", 3]])

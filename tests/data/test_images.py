@@ -1,41 +1,50 @@
-"""Loading and fitting images: every mode, every kind of damage, and geometry against closed forms."""
+"""Images: every mode and every kind of damage, geometry against closed forms, random crops, and what a crop removes."""
 
 import io
+import json
 import struct
 import warnings
 import zlib
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
+from retouch.data.base import DataContext
 from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
+from retouch.data.sources.folder import FolderData
+from retouch.data.sources.hub import TableData, encoded_image
+from retouch.data.sources.stream import IterableData
+from retouch.data.tasks import SMALLEST, Crop, load_task, random_crop
+from retouch_serve.requests import Limits, decode_images
+from retouch_serve.wire import PictureHead
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
-def encoded(image: Image.Image, format: str, **options) -> bytes:
+def encoded(image, format, **options):
     out = io.BytesIO()
     image.save(out, format, **options)
     return out.getvalue()
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def chunk(kind, data):
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, *, depth: int, colour: int, raw: bytes, extra: bytes = b"") -> bytes:
+def png(width, height, *, depth, colour, raw, extra=b""):
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
 
 
-def noise(width: int = 40, height: int = 24) -> Image.Image:
+def noise(width=40, height=24):
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def pixels(data: bytes) -> list:
+def pixels(data):
     return np.asarray(load_image(EncodedImage("test", data))).reshape(-1, 3).tolist()
 
 
@@ -88,16 +97,8 @@ def test_exif_rotation_is_undone(orientation, format):
     upright.paste(RED, (0, 0, 24, 16))
     upright.paste(GREEN, (24, 0, 48, 16))
     upright.paste(BLUE, (0, 16, 24, 32))
-    inverse = {
-        2: 0,
-        3: 3,
-        4: 1,
-        5: 5,
-        6: 2,
-        7: 6,
-        8: 4,
-    }  # the Transpose of Pillow that is the inverse of each EXIF orientation
-    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation]))
+    inverse = (0, 3, 1, 5, 2, 6, 4)  # the Transpose of Pillow that is the inverse of each EXIF orientation from 2
+    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation - 2]))
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(stored, format, exif=exif, **({"quality": 95, "subsampling": 0} if format == "JPEG" else {"lossless": True}))
@@ -178,12 +179,6 @@ def test_a_png_with_a_decompression_bomb_in_a_text_chunk_raises():
         load_image(EncodedImage("bomb", png(1, 1, depth=8, colour=0, raw=b"\0\0", extra=bomb)))
 
 
-def test_missing_files_and_folders_raise(tmp_path):
-    for path in (tmp_path / "none.png", tmp_path):
-        with pytest.raises(ValueError, match="no such file"):
-            load_image(path)
-
-
 def test_masks_are_loaded_as_greyscale_and_transparent_masks_raise(tmp_path):
     assert load_mask(EncodedImage("m", encoded(Image.new("L", (2, 2), 128), "PNG"))).getcolors() == [(4, 128)]
     assert load_mask(EncodedImage("m", encoded(Image.new("1", (2, 2), 1), "PNG"))).getcolors() == [(4, 255)]
@@ -231,14 +226,14 @@ def test_area_keeps_the_aspect_ratio_and_does_not_enlarge():
         Area(100, 16)
 
 
-def half(white: int, *, mode: str = "L", size: tuple[int, int] = (8, 4)) -> Image.Image:
+def half(white, *, mode="L", size=(8, 4)):
     """A mask whose right half has the value ``white``."""
     mask = Image.new(mode, size, 0)
     mask.paste(white, (size[0] // 2, 0, *size))
     return mask
 
 
-def palette(*colours: tuple[int, int, int]) -> Image.Image:
+def palette(*colours):
     """A picture of indices 0, 1, ... of a palette, in equal columns."""
     mask = Image.fromarray(np.repeat(np.arange(len(colours), dtype=np.uint8), 4)[None].repeat(4, 0))
     mask.putpalette([value for colour in colours for value in colour])
@@ -246,11 +241,8 @@ def palette(*colours: tuple[int, int, int]) -> Image.Image:
 
 
 MASKS = {
-    "0 and 1": (half(1), True),
-    "0 and 128": (half(128), True),
-    "0 and 254": (half(254), True),
-    "one bit": (half(1, mode="1"), True),
-    "palette, black and dark red": (palette((0, 0, 0), (128, 0, 0)), True),
+    "0 and 1": (half(1), True), "0 and 128": (half(128), True), "0 and 254": (half(254), True),
+    "one bit": (half(1, mode="1"), True), "palette, black and dark red": (palette((0, 0, 0), (128, 0, 0)), True),
     "RGB, black and blue": (palette((0, 0, 0), (0, 0, 255)).convert("RGB"), True),
     "16 bits, 0 and 1": (Image.fromarray(np.asarray(half(1)).astype(np.uint16)), True),
     "16 bits, 0 and 255": (Image.fromarray(np.asarray(half(255)).astype(np.uint16)), True),
@@ -261,14 +253,11 @@ MASKS = {
     "palette of classes": (palette((0, 0, 0), (128, 0, 0), (0, 128, 0)), False),
     "black for the region, on white and red": (palette((255, 255, 255), (255, 0, 0)), False),
     "the region in the alpha channel": (Image.merge("LA", (Image.new("L", (8, 4)), half(255))), False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_point_1_7_a_mask_is_the_region_that_it_shows_or_is_refused_in_files_rows_and_on_the_server(name):
-    from retouch.data.sources.hub import encoded_image
-    from retouch_serve.requests import Limits, decode_images
-    from retouch_serve.wire import PictureHead
 
     mask, readable = MASKS[name]
     data = encoded(mask, "PNG")
@@ -291,7 +280,7 @@ def test_point_1_7_soft_masks_keep_their_grey_levels():
     assert np.array_equal(np.asarray(load_mask(EncodedImage("m", noisy))) > 127, np.asarray(half(255, size=(32, 32))) > 127)
 
 
-def display_p3() -> bytes:
+def display_p3():
     """Pillow's profile of sRGB with the primaries of Display P3; the curve is the same."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     columns = {b"rXYZ": (0.51512, 0.24120, -0.00105), b"gXYZ": (0.29198, 0.69225, 0.04189), b"bXYZ": (0.15710, 0.06657, 0.78407)}
@@ -303,13 +292,10 @@ def display_p3() -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "rotated"])
+@pytest.mark.parametrize(
+    ("format", "mode"), [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("JPEG", "rotated"), ("WEBP", "rotated"), ("JPEG", "RGB")]
+)
 def test_point_1_7_colours_of_a_wide_profile_are_read_as_srgb(format, mode):
-    from retouch.data.sources.hub import encoded_image
-
-    if format != "PNG" and mode in ("P", "RGBA"):
-        pytest.skip("the format has no such mode")
     colour, profile, exif = (60, 160, 60), display_p3(), Image.Exif()
     if mode == "rotated":
         exif[0x0112] = 6
@@ -335,3 +321,138 @@ def test_point_1_7_an_srgb_profile_changes_no_pixel_and_an_unusable_profile_is_n
         assert read_header(source).profile == use
     grey = EncodedImage("a", encoded(noise().convert("L"), "PNG", icc_profile=display_p3()))  # as cameras write greyscale
     assert np.abs(np.asarray(load_image(grey), dtype=int) - np.asarray(noise().convert("L"), dtype=int)[..., None]).max() <= 2
+
+
+SIDE = 40
+
+
+def gradient(tmp_path, rows=4):
+    """A folder of images, and masks and targets equal to them, whose pixels tell their place: red is x, green is y."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    y, x = np.mgrid[0:SIDE, 0:SIDE]
+    lines = []
+    for row in range(rows):
+        pixels = np.stack([x * 6, y * 6, np.full_like(x, 10 * row)], axis=-1).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{row}.png")
+        Image.fromarray(pixels).save(folder / f"{row}_target.png")
+        Image.fromarray(pixels).save(folder / f"{row}_ref.png")
+        Image.fromarray((x * 6).astype(np.uint8)).save(folder / f"{row}_mask.png")
+        files = {name: f"{row}_{name}.png" for name in ("target", "mask")} | {"reference": f"{row}_ref.png"}
+        lines.append({"file_name": f"{row}.png", "instruction": "warmer", "id": f"row{row}", **files})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_training_images_are_cropped_with_their_masks_and_targets_and_held_out_images_are_not(tmp_path):
+    sets = FolderData(path=str(gradient(tmp_path)), held_out=1, crops=5).build(DataContext())
+    assert (len(sets.train), len(sets.heldout)) == (15, 1)
+    assert len({task.id for task in sets.train}) == 15
+    assert sets.heldout[0].images[0].size == (SIDE, SIDE)
+    for index, task in enumerate(sets.train):
+        image, target, mask, reference = (np.asarray(each) for each in (task.images[0], task.target, task.mask, task.reference))
+        assert (image == target).all()
+        assert (image[..., 0] == mask).all()
+        assert reference.shape == (SIDE, SIDE, 3)
+        height, width, _ = image.shape
+        assert abs(height - width) <= 1
+        assert width >= SMALLEST * SIDE - 1
+        assert ("#crop" in task.id) == (index >= 3)
+        if index < 3:  # the first tasks are the rows as they are
+            assert width == SIDE
+        x, y = image[0, 0, 0] // 6, image[0, 0, 1] // 6
+        assert image[-1, -1, 0] // 6 == x + width - 1
+        assert image[-1, -1, 1] // 6 == y + height - 1
+    assert len({task.images[0].size for task in sets.train}) > 3
+
+
+def test_crops_are_the_same_in_each_process_and_resized_after_cropping(tmp_path):
+    data = FolderData(path=str(gradient(tmp_path)), held_out=1, crops=3, size=(16, 16))
+    first, again = data.build(DataContext(seed=1)), data.build(DataContext(seed=1))
+    assert [task.images[0].tobytes() for task in first.train] == [task.images[0].tobytes() for task in again.train]
+    assert {task.images[0].size for task in first.train} == {(16, 16)}
+    other = data.build(DataContext(seed=2)).train
+    assert [task.images[0].tobytes() for task in first.train] != [task.images[0].tobytes() for task in other]
+    assert random_crop(1, "row0", 1) == random_crop(1, "row0", 1) != random_crop(1, "row0", 2)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 50), (101, 7)])
+def test_a_crop_lies_in_its_image_and_has_a_pixel(size):
+    image = Image.new("RGB", size, (1, 2, 3))
+    for number in range(50):
+        made = random_crop(0, "row", number).of(image)
+        assert 1 <= made.width <= size[0]
+        assert 1 <= made.height <= size[1]
+        assert made.getcolors() == [(made.width * made.height, (1, 2, 3))]  # no black border
+    assert Crop(left=0.0, top=0.0, size=1.0).of(image).size == size
+
+
+WIDE, SQUARE = (192, 48), (48, 48)
+
+
+def mask(box, size=WIDE):
+    made = Image.new("L", size)
+    made.paste(255, box)
+    return made
+
+
+# The part of the photograph that the mask shows, the size of the model, (height, width), and whether the crop keeps any of it.
+REGIONS = {
+    "at the left": (mask((0, 10, 30, 40)), SQUARE, False),
+    "at both ends, with a bounding box around the middle": (mask((190, 10, 192, 40)), SQUARE, False),
+    "one pixel beyond the crop": (mask((71, 10, 72, 40)), SQUARE, False),
+    "at the first pixel of the crop": (mask((72, 10, 73, 40)), SQUARE, True),
+    "at the left of a size of the same shape": (mask((0, 10, 30, 40)), (24, 96), True),
+    "at the top of an upright photograph": (mask((10, 0, 40, 30), (48, 192)), SQUARE, False),
+    "nowhere: nothing should change": (Image.new("L", WIDE), SQUARE, True),
+}
+REGIONS["at both ends, with a bounding box around the middle"][0].paste(255, (0, 0, 2, 9))
+
+
+def rows(shape, count=4):
+    return [{"prompt": f"edit {n}", "image": Image.new("RGB", shape.size, (n, 9, 9)), "mask": shape} for n in range(count)]
+
+
+@pytest.mark.parametrize("case", REGIONS)
+def test_point_1_7_a_row_whose_mask_the_crop_removes_is_refused_at_the_start(case, tmp_path):
+    shape, size, kept = REGIONS[case]
+    stream = datasets.Dataset.from_list(rows(shape)).to_iterable_dataset()
+    for number, row in enumerate(rows(shape)):
+        row["image"].save(tmp_path / f"{number}.png")
+    shape.save(tmp_path / "m.png")
+    lines = [{"file_name": f"{n}.png", "instruction": f"edit {n}", "mask": "m.png"} for n in range(4)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = FolderData(path=str(tmp_path), held_out=1)
+    for data in (TableData.of(rows(shape), held_out=1), folder, folder, IterableData.of(stream, held_out=1, ahead=0)):
+        if kept:
+            sets = data.build(DataContext(size=size))
+            assert sets.heldout[0].mask.getextrema()[1] == shape.getextrema()[1]
+        else:  # the second time from the stored check
+            with pytest.raises(ValueError, match=r"the crop of \d+x\d+ to the middle.* removes the whole mask"):
+                data.build(DataContext(size=size))
+
+
+def test_point_1_7_a_row_that_is_not_checked_at_the_start_is_refused_when_it_is_drawn():
+    row = TableData.of(rows(REGIONS["at the left"][0])).rows(seed=0)[1]
+    with pytest.raises(ValueError, match=r"train_dataset:2: the crop of .* removes the whole mask"):
+        load_task(row, resize=Exact(48, 48))
+
+
+def test_point_1_7_no_random_crop_removes_the_whole_mask(tmp_path):
+    Image.new("RGB", (48, 48), "red").save(tmp_path / "0.png")
+    mask((0, 0, 6, 6), (48, 48)).save(tmp_path / "m.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "instruction": "x", "mask": "m.png"}\n')
+    sets = FolderData(path=str(tmp_path), held_out=0, crops=40).build(DataContext(size=(48, 48), eval_split="train"))
+    assert [task.mask.getextrema() for task in sets.train] == [(0, 255)] * 40
+
+
+def test_point_1_7_crops_of_more_than_half_and_of_what_the_target_changes_are_notes(caplog):
+    edited = Image.new("RGB", WIDE, "white")
+    edited.paste("blue", (0, 0, 20, 48))
+    for target, what in ((edited, "removes the whole region that the target changes"), (None, "keeps 25% of the image")):
+        pairs = [{"prompt": f"{n}", "image": Image.new("RGB", WIDE, (255 - n,) * 3), "target": target} for n in range(4)]
+        data = TableData.of(pairs if target else rows(mask((0, 0, *WIDE))), held_out=0)
+        sets = data.build(DataContext(size=SQUARE, eval_split="train"))
+        assert len(sets.problems) == 4
+        assert all(what in str(problem) for problem in sets.problems)
+        assert "4 of 4 rows are cropped to less than half, or lose what they change" in caplog.text

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections import Counter
 
 import datasets
 import pytest
@@ -47,13 +46,6 @@ def test_train_and_held_out_rows_are_a_partition_that_shares_no_source(names, he
         assert split.train
 
 
-@given(sources, sources, st.floats(0.01, 0.99), st.integers(0, 5))
-def test_adding_rows_does_not_move_other_rows_if_held_out_is_a_fraction(names, more, share, seed):
-    before, after = (split_or_none(rows, held_out=share, seed=seed) for rows in (names, names + more))
-    if before is not None and after is not None:
-        assert [row for row in after.held_out if row < len(names)] == list(before.held_out)
-
-
 @given(sources, st.integers(1, 40), st.integers(0, 5))
 def test_a_held_out_count_is_reached_and_exceeded_by_less_than_one_source(names, count, seed):
     split = split_or_none(names, held_out=count, seed=seed)
@@ -61,15 +53,6 @@ def test_a_held_out_count_is_reached_and_exceeded_by_less_than_one_source(names,
         assert len(split.held_out) >= count
         sizes = [names.count(source) for source in {names[row] for row in split.held_out}]
         assert len(split.held_out) - max(sizes) < count
-
-
-def test_a_held_out_fraction_is_met_and_seeds_hold_out_independent_rows():
-    names = [str(n) for n in range(20_000)]
-    splits = [split_by_source(names, held_out=0.1, seed=seed) for seed in range(2)]
-    for split in splits:
-        assert abs(len(split.held_out) - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
-    both = set(splits[0].held_out) & set(splits[1].held_out)
-    assert abs(len(both) - 200) < 5 * 200**0.5
 
 
 def test_the_split_equals_stored_row_numbers():
@@ -104,16 +87,16 @@ def test_limit_keeps_the_order_and_a_smaller_limit_is_a_subset_of_a_larger_one(i
 
 
 def test_limit_depends_on_the_seed_and_a_limit_of_0_raises():
-    assert len({limit(range(100), n=10, seed=seed) for seed in range(5)}) == 5
+    assert limit(range(100), n=10, seed=0) != limit(range(100), n=10, seed=1)
     with pytest.raises(ValueError, match="at least 1"):
         limit([1, 2], n=0, seed=0)
 
 
-def image(number: int) -> Image.Image:
+def image(number):
     return Image.frombytes("RGB", (16, 12), random.Random(number).randbytes(16 * 12 * 3))
 
 
-def contents(tasks) -> list[set[bytes]]:
+def contents(tasks):
     """The pixels of the images of each task, except its mask."""
     images = [(*task.images, task.target, task.reference, task.chosen, task.rejected) for task in tasks]
     return [{each.tobytes() for each in row if each is not None} for row in images]
@@ -188,7 +171,7 @@ def test_grouped_rows_have_one_source_if_and_only_if_shared_keys_connect_them(ro
 small = st.integers(1, 6)
 
 
-def tasks(count: int) -> list[Task]:
+def tasks(count):
     return [Task(id=str(n), instruction=f"task {n}") for n in range(count)]
 
 
@@ -200,23 +183,11 @@ def test_every_pass_has_every_row_once(seed, size, count, passes):
         assert sorted(drawn[turn * size : (turn + 1) * size]) == list(range(size))
 
 
-def test_passes_and_seeds_differ_in_order():
-    orders = {tuple(tasks_for_step(seed=seed, step=turn, count=30, size=30)) for seed in range(3) for turn in range(3)}
-    assert len(orders) == 9
-
-
 def test_the_tasks_of_a_step_equal_stored_values():
     """Another order would change every run that resumes."""
     assert tasks_for_step(seed=0, step=0, count=4, size=10) == [3, 4, 1, 9]
     assert tasks_for_step(seed=0, step=2, count=4, size=10) == [7, 2, 8, 3]
-
-
-def test_rows_that_a_small_data_set_repeats_in_a_step_are_separate_groups():
-    rows = tasks_for_step(seed=0, step=0, count=5, size=2)
-    assert len(rows) == 5
-    assert {2, 3} == set(Counter(rows).values())
-    batch = assign(seed=0, step=0, tasks=[tasks(2)[row] for row in rows], group_size=2, minibatches=1, rank=0, world=1)
-    assert batch.group_ids == (0, 1, 2, 3, 4)
+    assert tasks_for_step(seed=1, step=0, count=4, size=10) != [3, 4, 1, 9]
 
 
 def test_steps_for_passes_rounds_up_in_decimal_arithmetic():
@@ -236,7 +207,7 @@ def steps(draw):
     return count, group_size, minibatches, world
 
 
-def rows_of(batch) -> list[tuple[int, int]]:
+def rows_of(batch):
     return [(batch.group_ids[group], slot) for group, slot in zip(batch.group, batch.slot, strict=True)]
 
 
@@ -270,17 +241,6 @@ def test_minibatches_are_the_same_for_every_number_of_ranks(step):
             for row in global_rows(rows=total, minibatches=minibatches, rank=rank, world=world)[m * share : (m + 1) * share]
         ]
         assert together == alone[m * part : (m + 1) * part]
-
-
-@given(small, small, small, small)
-def test_groups_are_not_split_if_the_tasks_of_a_minibatch_divide_over_ranks(per_rank, group_size, minibatches, world):
-    count = per_rank * minibatches * world
-    for rank in range(world):
-        batch = assign(seed=0, step=0, tasks=tasks(count), group_size=group_size, minibatches=minibatches, rank=rank, world=world)
-        rows = rows_of(batch)
-        groups = [group for group, _ in rows[::group_size]]
-        assert rows == [(group, slot) for group in groups for slot in range(group_size)]
-        assert len(set(groups)) == len(groups)
 
 
 def test_only_the_ranks_own_tasks_are_loaded():

@@ -2,9 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +21,7 @@ HONEST = 10
 TOKEN = "a-token-of-the-tests"
 
 
-def answered(method: str, url: str, **options: Any) -> bool:
+def answered(method, url, **options):
     try:
         return httpx.request(method, url, timeout=5, trust_env=False, **options).status_code == 200
     except httpx.HTTPError:
@@ -31,14 +29,14 @@ def answered(method: str, url: str, **options: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reward_server() -> Iterator[tuple[str, Callable[[], bool]]]:
+def reward_server():
     body, kind = body_of(samples_of(1))
     with live(host(Digest()), limits=Limits(window=0.0, max_connections=CONNECTIONS, max_requests=16)) as server:
         yield server.url, lambda: answered("POST", f"{server.url}/v1/score", content=body, headers=kind)
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Callable[[], bool]]]:
+def page(tmp_path_factory):
     app = build_app(tmp_path_factory.mktemp("runs"), token=TOKEN, control=True)
     server = uvicorn.Server(bounded_config(app, replace(LIMITS, max_connections=CONNECTIONS), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
@@ -57,7 +55,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Callab
 
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("server", ["reward_server", "page"])
-def test_point_3_5_honest_requests_are_answered_under_attack(name: str, server: str, request: pytest.FixtureRequest) -> None:
+def test_point_3_5_honest_requests_are_answered_under_attack(name, server, request):
     url, ask = request.getfixturevalue(server)
     with attacking(url, ATTACKS[name], ATTACKERS):
         replies, _ = honest(ask, HONEST)

@@ -163,7 +163,7 @@ MUTANTS = (
         "run/collecting.py",
         "nullcontext() if acting == step else copies.using(names[acting % staleness])",
         "nullcontext()",
-        "tests/session/test_resume.py::test_run_with_staleness_killed_at_three_places_resumes_bitwise",
+        "tests/run/test_resume.py::test_run_with_staleness_killed_at_three_places_resumes_bitwise",
     ),
     Mutant(
         "a missing score counts as zero",

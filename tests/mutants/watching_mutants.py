@@ -2,8 +2,8 @@
 
 from mutant import Mutant
 
-_ALARMS = "tests/watch/test_alarms.py"
-_WATCH = "tests/watch/test_watching.py"
+_ALARMS = "tests/run/test_watching.py"
+_WATCH = "tests/run/test_watching.py"
 _CORPUS = "tests/rewards/vlm/answers/test_reading.py::test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read"
 _OBJECTS = "tests/rewards/scorers/test_geneval.py"
 

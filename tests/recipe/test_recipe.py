@@ -1,20 +1,15 @@
 """The recipe: accepted values, rejected values and their messages, what can differ when a run resumes, and the keys of kernels."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import changed_recipes
 import tiny_models
 from retouch.config.errors import alternatives, keys_of
-from retouch.config.section import Section
-from retouch.core.windows import random_window, sliding_window
 from retouch.distributed.ranks import find_device, init_distributed_from_recipe, scoring_device
 from retouch.models.sd3 import SD3Model
 from retouch.recipe.derived_facts import differences
@@ -26,17 +21,13 @@ from tiny_recipes import SMALL
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
 BASE: dict[str, Any] = {
-    "name": "try",
-    "steps": 10,
-    "tasks_per_step": 4,
-    "group_size": 6,
-    "learning_rate": 1e-4,
+    "name": "try", "steps": 10, "tasks_per_step": 4, "group_size": 6, "learning_rate": 1e-4,
     "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "lora", "rank": 8, "alpha": 16}},
     "rollout": {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}},
     "data": {"kind": "playground", "complexity": [2, 3], "count": 100},
     "reward": {"kind": "playground", "combine": {"overall": 1}},
     "objective": GRPO,
-}
+}  # fmt: skip
 FOLDER = {"data": {"kind": "folder", "path": "photos"}, "reward": {"kind": "photos", "colour": [1, 2, 3], "combine": {"colour": 1}}}
 
 SHARE = {"kind": "share", "combine": {"share": 1}}
@@ -46,7 +37,7 @@ TRIPLETS = {"data": {"kind": "triplets", "path": "triplets"}, "reward": SHARE}
 changed, raised = partial(changed_recipes.changed, BASE), partial(changed_recipes.raised, BASE)
 
 
-def test_defaults_are_written_out_and_read_back() -> None:
+def test_defaults_are_written_out_and_read_back():
     recipe = parse(BASE)
     document = recipe.document()
     assert document["out"] == "runs"
@@ -57,15 +48,15 @@ def test_defaults_are_written_out_and_read_back() -> None:
     assert parse(json.loads(json.dumps(document))) == recipe
 
 
-def test_an_imported_reward_keeps_its_class_key_in_the_document() -> None:
+def test_an_imported_reward_keeps_its_class_key_in_the_document():
     recipe = parse(changed(reward={"kind": "import", "class": "mine.rewards:Red", "args": {"k": [1, None]}, "combine": {"red": 1}}))
     assert recipe.reward.class_ == "mine.rewards:Red"
     assert recipe.document()["reward"]["class"] == "mine.rewards:Red"
     assert parse(recipe.document()) == recipe
 
 
-def test_every_key_is_documented() -> None:
-    def undocumented(section: type[Section]) -> Iterator[str]:
+def test_every_key_is_documented():
+    def undocumented(section):
         for key, field in keys_of(section).items():
             if key not in ("kind", "mode") and not field.description:
                 yield f"{section.__name__}.{key}"
@@ -81,21 +72,14 @@ def test_every_key_is_documented() -> None:
         ({**FOLDER, "data__pathh": "x"}, "data.pathh: unknown key; did you mean data.path?"),
         ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
         ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
-        (
-            {"advantage": {"kind": "group", "max_missing": 1}},
-            "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing",
-        ),
+        ({"advantage": {"kind": "group", "max_missing": 1}},
+         "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'"),
-        (
-            {"rollout__window__stride": 2},
-            "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'",
-        ),
+        ({"rollout__window__stride": 2},
+         "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'"),
         ({"policy__train__rnk": 2}, "policy.train.rnk: unknown key; did you mean policy.train.rank?"),
-        (
-            {"phases": [{"name": "a", "step": 3}], "steps": None},
-            "phases.0.step: unknown key; did you mean phases.0.steps?",
-        ),
+        ({"phases": [{"name": "a", "step": 3}], "steps": None}, "phases.0.step: unknown key; did you mean phases.0.steps?"),
         (
             {"objective__kind": "nfl"},
             "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'dpo', 'supervised', 'sft', "
@@ -122,39 +106,37 @@ def test_every_key_is_documented() -> None:
         ({"data__complexity": [1, 5]}, "data.complexity.5: should be less than or equal to 4, not '5'"),
         ({"rollout__transition__noise_level": 1.5}, "rollout.transition.noise_level: should be less than or equal to 1, not 1.5"),
         ({**FOLDER, "data__held_out": 1.5}, "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 1.5"),
-        (
-            {**FOLDER, "data__held_out": "al"},
-            "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 'al'",
-        ),
+        ({**FOLDER, "data__held_out": "al"},
+         "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 'al'"),
         ({"phases": {"0": {"steps": 3}}}, "phases: should be a valid array, not {'0': {'steps': 3}}"),
         ({**FOLDER, "data__tags": "kind"}, "data.tags: should be a valid array, not 'kind'; write [\"kind\"]"),
         ({"trackers": "wandb, trackio"}, 'trackers: should be a valid array, not \'wandb, trackio\'; write ["wandb", "trackio"]'),
         ({"eval__headline": {"kind": "add"}}, "eval.headline.kind: should be a valid array, not 'add'; write [\"add\"]"),
         ({"policy__model__size": "24"}, "policy.model.size: should be a valid array, not '24'"),
     ],
-)
-def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
+)  # fmt: skip
+def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line):
     assert line in raised(**changes)
 
 
-def test_a_number_too_large_for_a_float_is_refused() -> None:
+def test_a_number_too_large_for_a_float_is_refused():
     with pytest.raises(ValueError, match=r"^reward\.combine\.overall: should be a finite number, not inf$"):
         parse(apply(BASE, ["reward.combine.overall=1e999"]))
 
 
-def test_all_errors_are_reported_together_without_pydantic_text() -> None:
+def test_all_errors_are_reported_together_without_pydantic_text():
     lines = raised(steps="many", polcy=1, rollout__num_steps=None)
     assert {line.split(":")[0] for line in lines} == {"steps", "polcy", "rollout.num_steps"}
     assert not any("pydantic" in line or "http" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../up", "", ".hidden", "a b"])
-def test_a_name_that_is_not_a_plain_folder_name_is_rejected(name: str) -> None:
+def test_a_name_that_is_not_a_plain_folder_name_is_rejected(name):
     assert raised(name=name)[0].startswith("name: ")
 
 
 @pytest.mark.parametrize(("key", "given"), [("steps", "5"), ("passes", "0.5")])
-def test_length_of_a_recipe_with_phases_raises_with_the_keys_of_the_phases(key: str, given: str) -> None:
+def test_length_of_a_recipe_with_phases_raises_with_the_keys_of_the_phases(key, given):
     with pytest.raises(ValueError, match="each phase has its own length") as refused:
         load("flux-fill/tiny", [f"{key}={given}"])
     assert f"--set phases.0.{key}={given} (warm-up) or --set phases.1.{key}={given} (rl)" in str(refused.value)
@@ -166,33 +148,22 @@ ODE = {"kind": "ode"}
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"passes": 2.0}, "steps"),
-        ({"steps": None}, "steps"),
-        ({"phases": []}, "phases"),
-        ({"phases": [{"name": "a", "steps": 2}]}, "steps"),
-        ({"steps": None, "phases": [{"name": "a"}]}, "phases.0.steps"),
+        ({"passes": 2.0}, "steps"), ({"steps": None}, "steps"), ({"phases": []}, "phases"),
+        ({"phases": [{"name": "a", "steps": 2}]}, "steps"), ({"steps": None, "phases": [{"name": "a"}]}, "phases.0.steps"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2}, {"name": "a", "steps": 3}]}, "phases.1.name"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "keep_optimizer": True}]}, "phases.0.keep_optimizer"),
         ({"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 0}]}, "phases"),
-        ({"reward__combine": {}}, "reward.combine"),
-        ({"reward__combine": {"overall": 0}}, "reward.combine"),
+        ({"reward__combine": {}}, "reward.combine"), ({"reward__combine": {"overall": 0}}, "reward.combine"),
         ({"group_size": 1}, "group_size"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "group_size": 1}]}, "phases.0.group_size"),
         ({"group_size": 1, "tasks_per_step": 1, "advantage": {"kind": "batch"}}, "tasks_per_step"),
         ({"advantage": {"kind": "gae"}, "objective__surrogate": "gspo"}, "objective.surrogate"),
         ({"advantage": {"kind": "gae", "head": {"coefficient": 0.1}}}, "advantage.head.coefficient"),
-        (
-            {
-                "advantage": {"kind": "gae"},
-                "objective": {"kind": "nft"},
-                "rollout": {"num_steps": 4, "transition": {"kind": "ode"}},
-            },
-            "objective.kind",
-        ),
+        ({"advantage": {"kind": "gae"}, "objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}}},
+         "objective.kind"),
         ({"rollout__transition": {"kind": "ode"}}, "rollout.transition.kind"),
         ({"rollout__transition__noise_level": 0}, "rollout.transition.noise_level"),
-        ({"rollout__window__high": 6}, "rollout.window.high"),
-        ({"rollout__window__size": 6}, "rollout.window.size"),
+        ({"rollout__window__high": 6}, "rollout.window.high"), ({"rollout__window__size": 6}, "rollout.window.size"),
         ({"rollout__window": {"mode": "window", "size": 2, "low": 2, "high": 3}}, "rollout.window.size"),
         ({"rollout__window": {"mode": "sliding", "size": 6}}, "rollout.window.size"),
         ({"rollout__window": {"mode": "sliding", "size": 1, "stride": 2}}, "rollout.window.stride"),
@@ -206,10 +177,8 @@ ODE = {"kind": "ode"}
         ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce", "ratio_norm": True}}, "objective.ratio_norm"),
         ({"objective__surrogate": "cispo", "objective__dual": 3.0}, "objective.dual"),
         ({"policy__train__dropout": 0.1}, "policy.train.dropout"),
-        (
-            {"objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}, "shared_noise": True}},
-            "rollout.shared_noise",
-        ),
+        ({"objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}, "shared_noise": True}},
+         "rollout.shared_noise"),
         ({"objective": {"kind": "nft"}, "rollout__transition": ODE, "rollout__shared_noise": False}, "rollout.window"),
         ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps"),
         ({"optimizer": {"final_share": 0.1}}, "optimizer.final_share"),
@@ -223,19 +192,17 @@ ODE = {"kind": "ode"}
         ({"policy__model": {"kind": "sd3", "path": "x"}}, "policy.model.size"),
         ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x"}}, "policy.model.size"),
         ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64], "dtype": "float16"}}, "policy.model.dtype"),
-        ({**FOLDER, "data__held_out": 0}, "data.held_out"),
-        ({**FOLDER, "eval__split": "train"}, "eval.split"),
+        ({**FOLDER, "data__held_out": 0}, "data.held_out"), ({**FOLDER, "eval__split": "train"}, "eval.split"),
         ({**PROMPTS, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64], "guidance": 3.5}}, "policy.model.guidance"),
         ({**PROMPTS, "policy__model": {"kind": "flux-fill", "path": "x"}}, "data.kind"),
         ({**PROMPTS, "policy__model": {"kind": "flux-kontext", "path": "x"}}, "data.kind"),
         ({"policy__model": {"kind": "flux-fill", "path": "x"}}, "data.kind"),
         ({**TRIPLETS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64]}}, "data.kind"),
-        ({"trackers": ["wandb", "wandb"]}, "trackers"),
-        ({"minibatches": 7}, "minibatches"),
+        ({"trackers": ["wandb", "wandb"]}, "trackers"), ({"minibatches": 7}, "minibatches"),
         ({"samples": {"tokens": True}}, "samples.tokens"),
     ],
-)
-def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:
+)  # fmt: skip
+def test_incompatible_values_are_rejected_with_an_explanation(changes, key):
     found = [line for line in raised(**changes) if line.startswith(f"{key}: ")]
     assert found
     assert len(found[0].removeprefix(key)) > 30
@@ -248,11 +215,8 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str,
         {"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 3}], "optimizer": {"warmup_steps": 2}},
         {"group_size": 1, "advantage": {"kind": "batch"}},
         {"group_size": 1, "advantage": {"kind": "gae", "gamma": 0.99, "lam": 0.95, "head": {"clip": None}}},
-        {
-            "advantage": {"kind": "gae"},
-            "steps": None,
-            "phases": [{"name": "a", "steps": 2, "objective": {"kind": "supervised"}}, {"name": "b", "steps": 2}],
-        },
+        {"advantage": {"kind": "gae"}, "steps": None,
+         "phases": [{"name": "a", "steps": 2, "objective": {"kind": "supervised"}}, {"name": "b", "steps": 2}]},
         {"group_size": 1, "objective": {"kind": "supervised"}},
         {"objective": {"kind": "nft"}, "rollout": {"num_steps": 1, "transition": {"kind": "ode"}}},
         {"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "policy__train__dropout": 0.1},
@@ -267,49 +231,13 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str,
         {**TRIPLETS, "policy__model": {"kind": "flux-kontext", "path": "x", "guidance": 2.5}},
         {**FOLDER, "policy__model": {"kind": "flux-fill", "path": "x", "size": [64, 64], "guidance": 30.0}},
     ],
-)
-def test_compatible_values_are_accepted(changes: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_compatible_values_are_accepted(changes):
     assert parse(changed(**changes)).name == "try"
 
 
-@pytest.mark.slow
-@given(num_steps=st.integers(1, 8), size=st.integers(1, 8), low=st.integers(0, 8), high=st.integers(1, 8) | st.none())
-def test_a_random_window_is_accepted_if_and_only_if_it_can_be_drawn(num_steps: int, size: int, low: int, high: int | None) -> None:
-    def draws() -> bool:
-        try:
-            random_window(num_steps, size, low=low, high=num_steps - 1 if high is None else high, generator=torch.Generator())
-        except ValueError:
-            return False
-        return True
-
-    window = {"mode": "window", "size": size, "low": low, "high": high}
-    assert _taken(rollout__num_steps=num_steps, rollout__window=window) == draws()
-
-
-@pytest.mark.slow
-@given(num_steps=st.integers(1, 8), size=st.integers(1, 8), stride=st.integers(1, 8))
-def test_a_sliding_window_is_accepted_if_and_only_if_it_can_slide(num_steps: int, size: int, stride: int) -> None:
-    def slides() -> bool:
-        try:
-            sliding_window(num_steps, size, step=0, every=1, stride=stride)
-        except ValueError:
-            return False
-        return True
-
-    window = {"mode": "sliding", "size": size, "stride": stride, "every": 1}
-    assert _taken(rollout__num_steps=num_steps, rollout__window=window) == slides()
-
-
-def _taken(**changes: Any) -> bool:
-    try:
-        parse(changed(**changes))
-    except ValueError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize(("schedule", "half"), [("cosine", 0.55), ("linear", 0.55)])
-def test_a_schedule_ends_at_its_final_share(schedule: str, half: float) -> None:
+def test_a_schedule_ends_at_its_final_share(schedule, half):
     """The formula of transformers' cosine_with_min_lr; without a share, schedules end at 0."""
     keys = {"schedule": schedule, "warmup_steps": 2}
     to_a_tenth = Optimizer(**keys, final_share=0.1).learning_rate(peak=2.0, steps=range(10, 22))
@@ -318,7 +246,7 @@ def test_a_schedule_ends_at_its_final_share(schedule: str, half: float) -> None:
     assert [to_zero(step) for step in (12, 17, 22)] == pytest.approx([2.0, 1.0, 0.0])
 
 
-def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
+def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them():
     share = Optimizer(warmup_steps=0.1)
     rates = share.learning_rate(peak=2.0, steps=range(10, 55))
     assert [share.warmup_of(steps) for steps in (1, 2, 20, 45)] == [1, 1, 2, 5]
@@ -333,20 +261,11 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
     assert line == "optimizer.warmup_steps: give a whole number of steps, or a share of the phase's steps below 1"
 
 
-def test_a_recipe_without_phases_has_one_phase_with_its_top_level_values() -> None:
-    (phase,) = parse(BASE).resolved_phases()
-    assert (phase.name, phase.steps, phase.rows, phase.total_steps(100)) == ("main", 10, 24, 10)
-
-
-def test_a_phase_overrides_top_level_values() -> None:
+def test_a_phase_overrides_top_level_values():
     warm_up = {
-        "name": "warm-up",
-        "steps": 5,
-        "objective": {"kind": "supervised"},
-        "learning_rate": 1e-3,
-        "group_size": 1,
+        "name": "warm-up", "steps": 5, "objective": {"kind": "supervised"}, "learning_rate": 1e-3, "group_size": 1,
         "tasks_per_step": 64,
-    }
+    }  # fmt: skip
     learn = {"name": "learn", "passes": 0.5, "keep_optimizer": True}
     first, second = parse(changed(steps=None, phases=[warm_up, learn])).resolved_phases()
     assert (first.objective.kind, first.learning_rate, first.rows) == ("supervised", 1e-3, 64)
@@ -354,13 +273,13 @@ def test_a_phase_overrides_top_level_values() -> None:
     assert second.total_steps(tasks=100) == 13  # half of 100 tasks, 4 a step, rounded up
 
 
-def test_held_out_tasks_are_from_the_test_split_of_the_playground() -> None:
+def test_held_out_tasks_are_from_the_test_split_of_the_playground():
     data = parse(changed(eval={"tasks": 7, "seed": 5, "complexity": {"3": 1}})).eval_data()
     assert (data.count, data.seed, data.split, data.complexity, data.kind) == (7, 5, "test", {3: 1.0}, "playground")
     assert parse(BASE).eval_data().complexity == {2: 1.0, 3: 1.0}
 
 
-def test_rows_that_do_not_divide_over_the_ranks_raise_with_valid_values() -> None:
+def test_rows_that_do_not_divide_over_the_ranks_raise_with_valid_values():
     warm_up = {"name": "warm-up", "steps": 5, "objective": {"kind": "supervised"}, "tasks_per_step": 64, "group_size": 1}
     recipe = parse(changed(steps=None, phases=[warm_up, {"name": "learn", "steps": 5}], minibatches=2))
     check_ranks(recipe, 4)  # 64 rows, then 24
@@ -368,7 +287,7 @@ def test_rows_that_do_not_divide_over_the_ranks_raise_with_valid_values() -> Non
         check_ranks(recipe, 8)
 
 
-def test_an_objective_that_compares_the_samples_of_a_group_is_refused_if_minibatches_or_ranks_split_groups() -> None:
+def test_an_objective_that_compares_the_samples_of_a_group_is_refused_if_minibatches_or_ranks_split_groups():
     learning = {"objective": {"kind": "dpo"}, "rollout": {"num_steps": 4, "transition": ODE}, "tasks_per_step": 4, "group_size": 4}
     check_ranks(parse(changed(**learning, minibatches=2)), 2)
     split = "4 groups do not divide over 2 minibatches on 4 ranks, and all samples of a group must be in one minibatch"
@@ -378,26 +297,19 @@ def test_an_objective_that_compares_the_samples_of_a_group_is_refused_if_minibat
     assert line.startswith("minibatches: tasks_per_step: 4 groups do not divide over 8 minibatches on 1 ranks")
 
 
-def test_a_run_can_resume_with_another_length_device_or_folder() -> None:
+def test_a_run_can_resume_with_another_length_device_or_folder():
     old = parse(changed(**FOLDER))
     new = parse(
         changed(
-            **FOLDER,
-            steps=99,
-            data__path="elsewhere",
-            out="other",
-            device="cpu",
-            trackers=["wandb"],
-            eval={"every": 3},
-            samples={"every": 1, "tasks": 2},
-            checkpoints={"every": 1, "keep": 9},
+            **FOLDER, steps=99, data__path="elsewhere", out="other", device="cpu", trackers=["wandb"], eval={"every": 3},
+            samples={"every": 1, "tasks": 2}, checkpoints={"every": 1, "keep": 9},
         )
-    )
+    )  # fmt: skip
     assert differences(old, new) == []
     assert differences(old, parse(changed(**FOLDER, steps=None, passes=2.0))) == []
 
 
-def test_changed_keys_that_prevent_a_resume_are_reported() -> None:
+def test_changed_keys_that_prevent_a_resume_are_reported():
     new = changed(learning_rate=2e-4, eval={"tasks": 3}, data__complexity=[2], objective={"kind": "nft"})
     lines = differences(parse(BASE), parse(new))
     assert "learning_rate: 0.0001 in the run, 0.0002 in the recipe" in lines
@@ -406,8 +318,8 @@ def test_changed_keys_that_prevent_a_resume_are_reported() -> None:
     assert "objective.kind: policy_gradient in the run, nft in the recipe" in lines
 
 
-def test_only_the_last_phase_can_get_longer_when_a_run_resumes() -> None:
-    def phased(first: int, second: int) -> Recipe:
+def test_only_the_last_phase_can_get_longer_when_a_run_resumes():
+    def phased(first, second):
         return parse(changed(steps=None, phases=[{"name": "a", "steps": first}, {"name": "b", "steps": second}]))
 
     assert differences(phased(2, 2), phased(2, 9)) == []
@@ -417,23 +329,16 @@ def test_only_the_last_phase_can_get_longer_when_a_run_resumes() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3", 3),
-        ("1e-4", 1e-4),
-        ("true", True),
-        ("null", None),
-        ("[1, 2]", [1, 2]),
-        ('"3"', "3"),
-        ("a b", "a b"),
-        ("", ""),
+        ("3", 3), ("1e-4", 1e-4), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ('"3"', "3"), ("a b", "a b"), ("", ""),
         ("NaN", "NaN"),
     ],
-)
-def test_override_values_are_json_else_text(text: str, value: object) -> None:
+)  # fmt: skip
+def test_override_values_are_json_else_text(text, value):
     assert value_of(text) == value
     assert type(value_of(text)) is type(value)
 
 
-def test_overrides_can_set_list_entries_and_create_missing_keys() -> None:
+def test_overrides_can_set_list_entries_and_create_missing_keys():
     document = {"phases": [{"steps": 1}, {"steps": 2}], "ema": None}
     made = apply(document, ["phases.1.steps=5", "ema.decay=0.9", "a.b.c=x=y"])
     assert made == {"phases": [{"steps": 1}, {"steps": 5}], "ema": {"decay": 0.9}, "a": {"b": {"c": "x=y"}}}
@@ -443,28 +348,24 @@ def test_overrides_can_set_list_entries_and_create_missing_keys() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("steps", "some.key=value"),
-        ("=3", "some.key=value"),
-        ("a..b=3", "some.key=value"),
+        ("steps", "some.key=value"), ("=3", "some.key=value"), ("a..b=3", "some.key=value"),
         ("phases.2.steps=3", "phases is a list, and '2' is not the number of an entry .0 to 1."),
         ("phases.x=3", "phases is a list, and 'x' is not the number of an entry"),
-        ("phases.-1=3", "phases is a list, and '-1' is not the number of an entry"),
-        ("none.0=3", "it is empty"),
-        ("steps.x=3", "steps is 4, which has no keys"),
-        (r'name="\ud800"', r'--set .name="\\\\ud800".: not UTF-8 text'),
+        ("phases.-1=3", "phases is a list, and '-1' is not the number of an entry"), ("none.0=3", "it is empty"),
+        ("steps.x=3", "steps is 4, which has no keys"), (r'name="\ud800"', r'--set .name="\\\\ud800".: not UTF-8 text'),
     ],
-)
-def test_an_override_that_cannot_be_set_is_refused(override: str, says: str) -> None:
+)  # fmt: skip
+def test_an_override_that_cannot_be_set_is_refused(override, says):
     with pytest.raises(ValueError, match=says):
         apply({"steps": 4, "phases": [{}, {}], "none": []}, [override])
 
 
-def test_overrides_in_one_text_are_refused() -> None:
+def test_overrides_in_one_text_are_refused():
     with pytest.raises(ValueError, match=r"overrides: 'steps=2' is a text; give a list: \['steps=2'\]"):
         parse(BASE, "steps=2")
 
 
-def test_an_override_of_an_unknown_key_raises_with_the_most_similar_key() -> None:
+def test_an_override_of_an_unknown_key_raises_with_the_most_similar_key():
     with pytest.raises(ValueError, match=r"^polcy: unknown key; did you mean policy\?$"):
         parse(apply(BASE, ["polcy.train.rank=3"]))
 
@@ -472,11 +373,11 @@ def test_an_override_of_an_unknown_key_raises_with_the_most_similar_key() -> Non
 HERE = PlannedDevice("cpu", 1, torch.device("cpu"))
 
 
-def recipe(*changes: str) -> Recipe:
+def recipe(*changes):
     return parse(apply(SMALL, changes))
 
 
-def test_kernels_may_change_when_a_run_resumes() -> None:
+def test_kernels_may_change_when_a_run_resumes():
     other = recipe("policy.attention=native", "policy.compile=regional", "optimizer.fused=always")
     assert differences(recipe(), other) == []
     assert (recipe().optimizer.options.get("fused"), other.optimizer.options["fused"]) == (None, True)
@@ -484,14 +385,14 @@ def test_kernels_may_change_when_a_run_resumes() -> None:
     assert (getattr(used, "attention", "none"), used.compile) == (None, None)
 
 
-def test_a_deterministic_run_rejects_attention_that_may_be_nondeterministic() -> None:
+def test_a_deterministic_run_rejects_attention_that_may_be_nondeterministic():
     with pytest.raises(ValueError, match=r"policy\.attention: whether flash is deterministic is not known; use null"):
         recipe("deterministic=true", "policy.attention=flash")
     recipe("deterministic=true", "policy.attention=_native_flash")
 
 
 @pytest.mark.parametrize(("name", "status"), [("native", "ok"), ("sage", "FAILED")])
-def test_the_doctor_tries_the_attention_backend(name: str, status: str) -> None:
+def test_the_doctor_tries_the_attention_backend(name, status):
     (finding,) = check_kernels(recipe(f"policy.attention={name}"), HERE)
     assert (finding.subject, finding.status) == ("kernels", status)
     assert f"policy.attention{' ' if status == 'ok' else ': '}{name}" in finding.text
@@ -503,7 +404,7 @@ def test_the_doctor_tries_the_attention_backend(name: str, status: str) -> None:
     assert list(check_kernels(recipe(), HERE)) == []
 
 
-def test_point_2_4_cudnn_attention_is_used_only_if_the_recipe_names_it() -> None:
+def test_point_2_4_cudnn_attention_is_used_only_if_the_recipe_names_it():
     for find in (lambda: find_device("cpu"), scoring_device, lambda: init_distributed_from_recipe(recipe())):
         torch.backends.cuda.enable_cudnn_sdp(True)
         find()
@@ -515,7 +416,7 @@ def test_point_2_4_cudnn_attention_is_used_only_if_the_recipe_names_it() -> None
 
 
 @torch.no_grad()
-def test_vae_slicing_and_tiling_keys_configure_the_autoencoder() -> None:
+def test_vae_slicing_and_tiling_keys_configure_the_autoencoder():
     options: dict[str, Any] = {"kind": "sd3", "path": "folder"}
     whole, sliced = tiny_models.sd3_vae(), tiny_models.sd3_vae()
     SD3Model(**options, vae_slicing=True).limit_vae(sliced)

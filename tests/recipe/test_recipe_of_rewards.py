@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from test_recipe import BASE
@@ -25,7 +25,7 @@ FOLDER = {"kind": "folder", "path": "photos"}
 ASPECTS = {"kind": "aspects", "judge": JUDGE, "combine": {"alignment": 0.6, "quality": 0.4, "identity": 0}}
 
 
-def least(kind: type) -> dict[str, Any]:
+def least(kind):
     """The section with only its required keys."""
     given = {"colour": [1, 2, 3], "judge": JUDGE, "head": "head.safetensors", "weights": "lpips.safetensors", "class": "mine:Red"}
     given |= {"endpoints": ["http://127.0.0.1:8700"], "path": "weights", "name": "brightness", "source": "0" * 16, "queue": "votes"}
@@ -34,18 +34,18 @@ def least(kind: type) -> dict[str, Any]:
     return {tag: name} | {key: given[key] for key, field in keys.items() if field.is_required() and key != tag}
 
 
-def document(reward: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def document(reward, **changes):
     made = {**BASE, "data": FOLDER, "reward": reward}
     return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def refusal(reward: dict[str, Any], **changes: Any) -> list[str]:
+def refusal(reward, **changes):
     with pytest.raises(ValueError, match=r".") as caught:
         parse(document(reward, **changes))
     return str(caught.value).splitlines()
 
 
-def several(**rewards: Any) -> dict[str, Any]:
+def several(**rewards):
     return {"kind": "several", "rewards": rewards, "combine": "0.5 * judge/alignment + 0.5 * clip/similarity"}
 
 
@@ -74,18 +74,6 @@ def test_every_reward_of_the_package_is_a_kind():
     assert own == {*REWARDS.classes(), NoReward}
     of_runs = get_args(RunReward)[1]
     assert set(of_runs.classes()) == own
-
-
-PARSES = """
-import json, sys
-from retouch.config.section import Section
-from retouch.rewards.kinds import AnyReward
-class Holder(Section):
-    reward: AnyReward
-for document in json.load(sys.stdin):
-    Holder.model_validate_json(json.dumps({"reward": document}))
-print([name for name in ("torch", "transformers", "openai", "httpx", "rapidocr") if name in sys.modules])
-"""
 
 
 def test_the_page_of_rewards_names_every_kind_with_its_columns():
@@ -122,11 +110,8 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
             "reward.combine: names the column 'alignmnt', but the reward has no such column; it has alignment, quality, identity; "
             "did you mean 'alignment'?",
         ),
-        (
-            ASPECTS,
-            {"reward__combine": "sqrt(alignment - quality)"},
-            r"reward.combine: sqrt of (alignment - quality), which may be as low as -1",
-        ),
+        (ASPECTS, {"reward__combine": "sqrt(alignment - quality)"},
+         r"reward.combine: sqrt of (alignment - quality), which may be as low as -1"),
         (ASPECTS, {"reward__combine": "0.6 alignment"}, "reward.combine: '0.6 alignment': there is 'alignment' at character 5"),
         ({"kind": "import", "class": "mine:Own", "combine": "a +"}, {}, "reward.combine: 'a +': the formula ends"),
         ({"kind": "import", "class": "mine:Own", "combine": {"a": 0}}, {}, "reward.combine: all weights are 0"),
@@ -136,81 +121,42 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         ({"kind": "clip", "combine": {"truncated": 1}}, {}, "reward.combine: names 'truncated', which is a diagnostic"),
         ({"kind": "aspects", "judge": JUDGE}, {}, "reward.combine: empty; name at least one column"),
         (several(**TWO), {"reward__combine": "alignment + similarit"}, "reward.combine: names the column 'similarit'"),
-        (
-            several(**TWO),
-            {"reward__rewards__clip__pth": "x"},
-            "reward.rewards.clip.pth: unknown key; did you mean reward.rewards.clip.path?",
-        ),
-        (
-            several(**TWO),
-            {"reward__rewards__judge__judge__modle": "x"},
-            "reward.rewards.judge.judge.modle: unknown key; did you mean reward.rewards.judge.judge.model?",
-        ),
+        (several(**TWO), {"reward__rewards__clip__pth": "x"},
+         "reward.rewards.clip.pth: unknown key; did you mean reward.rewards.clip.path?"),
+        (several(**TWO), {"reward__rewards__judge__judge__modle": "x"},
+         "reward.rewards.judge.judge.modle: unknown key; did you mean reward.rewards.judge.judge.model?"),
         (several(**TWO), {"reward__rewards__clip__kind": "clp"}, "reward.rewards.clip.kind: 'clp' is not one of"),
-        (
-            several(**TWO),
-            {"reward__rewards__clip__combine": {"similarity": 1}},
-            "reward.rewards.clip: combine and max_missing belong to all rewards together",
-        ),
+        (several(**TWO), {"reward__rewards__clip__combine": {"similarity": 1}},
+         "reward.rewards.clip: combine and max_missing belong to all rewards together"),
         (several(**TWO), {"reward__rewards__clip__path": 3}, "reward.rewards.clip.path: should be a valid string, not 3"),
         (several(lone={"kind": "lpips"}), {}, "reward.rewards.lone.weights: missing: A safetensors file with AlexNet's features"),
         (several(**{"a/b": {"kind": "ocr"}}), {}, "reward.rewards.a/b"),
         ({"kind": "several", "rewards": {}, "combine": "a"}, {}, "reward.rewards: should have at least 1 item"),
-        (
-            {"kind": "ocr", "reader": {"kind": "paddleocr"}, "line_width": 160, "combine": {"correctness": 1}},
-            {},
-            "reward.line_width: it is only for RapidOCR, but the reader is paddleocr",
-        ),
-        (
-            {"kind": "ocr", "reader": {"kind": "paddle"}, "combine": {"correctness": 1}},
-            {},
-            "reward.reader.kind: 'paddle' is not 'paddleocr'",
-        ),
+        ({"kind": "ocr", "reader": {"kind": "paddleocr"}, "line_width": 160, "combine": {"correctness": 1}}, {},
+         "reward.line_width: it is only for RapidOCR, but the reader is paddleocr"),
+        ({"kind": "ocr", "reader": {"kind": "paddle"}, "combine": {"correctness": 1}}, {},
+         "reward.reader.kind: 'paddle' is not 'paddleocr'"),
         (ASPECTS, {"reward__temperature": 0}, "reward.n_evals: 3 answers at temperature 0 are all the same"),
-        (
-            ASPECTS,
-            {"data": {"kind": "prompts", "path": "p.txt"}, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64]}},
-            "reward.aspects: identity compares with a source image, but data.kind 'prompts' has none",
-        ),
-        (
-            {"kind": "thinking", "combine": {"think_format": 1}},
-            {},
-            "reward.kind: thinking scores the text that a policy wrote, but this policy makes images",
-        ),
-        (
-            {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
-            {},
-            "eval.column: win_rate compares the images of a task",
-        ),
-        (
-            {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
-            {"eval__column": "win_rate"},
-            "eval.column: win_rate compares the images of a task",
-        ),
-        (
-            {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
-            {"rollout__chunk": 8},
-            "rollout.chunk: 8 splits groups of 6, but win_rate compares whole groups",
-        ),
-        (
-            ASPECTS,
-            {"reward__judge__quota": {"cost": 5.0}},
-            "reward.judge.quota.cost: the cost is computed from prices, and none are given",
-        ),
+        (ASPECTS, {"data": {"kind": "prompts", "path": "p.txt"}, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64]}},
+         "reward.aspects: identity compares with a source image, but data.kind 'prompts' has none"),
+        ({"kind": "thinking", "combine": {"think_format": 1}}, {},
+         "reward.kind: thinking scores the text that a policy wrote, but this policy makes images"),
+        ({"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}}, {},
+         "eval.column: win_rate compares the images of a task"),
+        ({"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}}, {"eval__column": "win_rate"},
+         "eval.column: win_rate compares the images of a task"),
+        ({"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}}, {"rollout__chunk": 8},
+         "rollout.chunk: 8 splits groups of 6, but win_rate compares whole groups"),
+        (ASPECTS, {"reward__judge__quota": {"cost": 5.0}},
+         "reward.judge.quota.cost: the cost is computed from prices, and none are given"),
         (ASPECTS, {"eval__column": "qality"}, "eval.column: the reward gives no 'qality'; did you mean 'quality'?"),
-        (
-            ASPECTS,
-            {"reward__judge__kind": "endpont"},
-            "reward.judge.kind: 'endpont' is not one of 'endpoint', 'in_process', 'import'; did you mean 'endpoint'?",
-        ),
+        (ASPECTS, {"reward__judge__kind": "endpont"},
+         "reward.judge.kind: 'endpont' is not one of 'endpoint', 'in_process', 'import'; did you mean 'endpoint'?"),
         ({"kind": "remote", "endpoints": [], "combine": {"a": 1}}, {}, "reward.endpoints: should have at least 1 item"),
-        (
-            {"kind": "remote", "endpoints": ["http://h:1"], "columns": {"a": [0, 1]}, "combine": {"b": 1}},
-            {},
-            "reward.combine: names the column 'b'",
-        ),
+        ({"kind": "remote", "endpoints": ["http://h:1"], "columns": {"a": [0, 1]}, "combine": {"b": 1}}, {},
+         "reward.combine: names the column 'b'"),
     ],
-)
+)  # fmt: skip
 def test_invalid_reward_values_are_reported_when_the_recipe_is_parsed(reward, changes, line):
     assert any(found.startswith(line) for found in refusal(reward, **changes))
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -22,63 +24,36 @@ from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch_plan.checks import check_scoring
+from small_trainer import SMALL, assert_same, run_results
 from warm_python import python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"
-SMALL: dict[str, Any] = {
-    "peft_config": retouch.Lora(rank=4, alpha=8, targets=["attn.to_q", "attn.to_v"]),
-    "steps": 3,
-    "tasks_per_step": 2,
-    "rollout": {"num_steps": 3, "transition": {"kind": "ode"}},
-    "learning_rate": 1e-2,
-    "device": "cpu",
-    "size": (32, 32),
-    "trackers": (),
-    "samples": {"every": 0},
-    "progress": False,
-}
+PAIRED = {name: value for name, value in SMALL.items() if name != "group_size"}
+PAIRED |= {"rollout": {"num_steps": 3, "transition": {"kind": "ode"}}, "samples": {"every": 0}}
 
 
-def flat(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> Image.Image:
+def flat(colour, size=(32, 32)):
     return Image.new("RGB", size, colour)
 
 
-def pairs(count: int = 12) -> list[dict[str, Any]]:
+def pairs(count=12):
     """A red image is preferred to a blue one."""
     return [
-        {
-            "prompt": f"image {number}",
-            "id": str(number),
-            "chosen": flat((200 + number, 9, 9)),
-            "rejected": flat((9, 9, 200 + number)),
-        }
-        for number in range(count)
+        {"prompt": f"image {k}", "id": str(k), "chosen": flat((200 + k, 9, 9)), "rejected": flat((9, 9, 200 + k))}
+        for k in range(count)
     ]
 
 
-def trainer(out: Path, **changes: Any) -> retouch.Trainer:
-    options = {
-        "model": tiny_pipelines.sd3(),
-        "train_dataset": pairs(),
-        "objective": retouch.DPO(pairs="data"),
-        **SMALL,
-        **changes,
-    }
+def trainer(out, **changes):
+    options = {"model": tiny_pipelines.sd3(), "train_dataset": pairs(), "objective": retouch.DPO(pairs="data"), **PAIRED, **changes}
     return retouch.Trainer(**options, output_dir=out, run_name="run")
 
 
-def bits(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    newest = max((folder / "checkpoints").glob("step-*"))
-    tensors = {f"{file.stem}/{name}": each for file in newest.glob("*.safetensors") for name, each in load_file(file).items()}
-    tensors.pop("random/python")  # beartype, which checks types in tests, uses Python's generator
-    return (folder / "metrics.jsonl").read_text(), tensors
-
-
-def test_dpo_on_data_pairs_learns_without_a_reward(tmp_path: Path) -> None:
-    made = trainer(tmp_path, steps=25, objective=retouch.DPO(pairs="data", beta=50.0))
-    assert made.recipe.group_size == 2
-    assert made.recipe.reward.name == "none"
-    made.train()
+def test_dpo_on_data_pairs_learns_without_a_reward_and_is_evaluated_on_held_out_pairs(tmp_path):
+    options = {"steps": 14, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
+    made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 7}, **options)
+    assert (made.recipe.group_size, made.recipe.reward.name) == (2, "none")
+    summary = made.train()
     history = [entry for entry in made.state.log_history if "policy/loss" in entry]
     assert not any("reward/mean" in entry for entry in history)
     assert history[0]["policy/loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the policy is the reference
@@ -86,17 +61,10 @@ def test_dpo_on_data_pairs_learns_without_a_reward(tmp_path: Path) -> None:
     assert later[0] < 0.6
     assert later[1] > 0.9
     assert later[2] > 0.1
-
-
-def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(tmp_path: Path) -> None:
-    options = {"steps": 20, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
-    made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 10}, **options)
-    summary = made.train()
-    assert summary is not None
     assert (summary.column, summary.before, summary.ceiling) == ("pairs/preferred", 0.5, None)
     assert summary.after > 0.9
     lines = RunFolder(made.folder).read_evals()
-    assert [line["step"] for line in lines] == [0, 10, 20]
+    assert [line["step"] for line in lines] == [0, 7, 14]
     assert all(line["table"]["all"].keys() == {"n", "pairs/preferred", "pairs/margin"} for line in lines)
     low, high = lines[-1]["ci95"]["all"]["pairs/preferred"]
     assert 0.5 < low < high <= 1.0  # 6 of 6 pairs: the interval is not empty
@@ -104,8 +72,8 @@ def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(t
     assert table["all"]["pairs/preferred"] == summary.after
     assert table.intervals["all"]["pairs/preferred"] == (low, high)
     evaluated = [entry["step"] for entry in made.state.log_history if "eval/pairs/preferred" in entry]
-    assert evaluated == [0, 10, 20]
-    images = [line["image"] for line in RunFolder(made.folder).read_samples(20) if line["set"] == "heldout"]
+    assert evaluated == [0, 7, 14]
+    images = [line["image"] for line in RunFolder(made.folder).read_samples(14) if line["set"] == "heldout"]
     assert len(images) == 2  # only these are made
     assert "pairs/preferred" in RunFolder(made.folder).report.read_text()
     with pytest.raises(ValueError, match="this run has no reward; name one"):
@@ -113,31 +81,14 @@ def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(t
     assert check_scoring(made.recipe, None).text == "none: the run learns from pairs of the data and is evaluated on held-out pairs"
 
 
-def test_a_given_reward_is_evaluated_in_addition_to_the_pairs(tmp_path: Path) -> None:
-    made = trainer(tmp_path, reward_funcs="share", steps=1)
+def test_a_given_reward_is_evaluated_in_addition_to_the_pairs(tmp_path):
+    made = trainer(tmp_path, reward_funcs="share", steps=1, eval={"column": "pairs/margin"})
     summary = made.train()
-    assert summary is not None
-    assert summary.column == "share"
+    assert (summary.column, summary.before, summary.ceiling) == ("pairs/margin", 0.0, None)
     assert made.evaluate()["all"].keys() == {"n", "reward", "share", "pairs/preferred", "pairs/margin"}
-    named = trainer(tmp_path / "named", reward_funcs="share", steps=1, eval={"column": "pairs/margin"}).train()
-    assert named is not None
-    assert (named.column, named.before, named.ceiling) == ("pairs/margin", 0.0, None)
 
 
-def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    for step in trainer(tmp_path / "parts"):
-        if step.step == 1:
-            break
-    rest = trainer(tmp_path / "parts")
-    rest.train()
-    (metrics, tensors), (others, same) = bits(whole.folder), bits(rest.folder)
-    assert metrics == others
-    assert [name for name in tensors if not torch.equal(tensors[name].nan_to_num(7), same[name].nan_to_num(7))] == []
-
-
-def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path, capsys):
     folder = tmp_path / "pairs"
     folder.mkdir()
     lines = []
@@ -154,16 +105,14 @@ def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path
     again = retouch.Trainer.from_recipe({**document, "out": str(tmp_path / "recipe")}).recipe
     assert run(again, fresh=False) == 0
     made.train()
-    assert bits(made.folder)[0] == bits(again.folder)[0]
+    assert_same(run_results(made.folder), run_results(again.folder))
     capsys.readouterr()
     assert cli.main(["eval", str(again.folder)]) == 0
     held_out = json.loads(capsys.readouterr().out)
     assert held_out["table"]["all"] == RunFolder(again.folder).read_evals()[-1]["table"]["all"]
 
 
-def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path: Path) -> None:
-    from datasets import Dataset, Features, Value
-    from datasets import Image as ImageFeature
+def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):
 
     rows = [{"text": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in pairs()]
     dataset = Dataset.from_list(rows, features=Features({"text": Value("string"), "good": ImageFeature(), "bad": ImageFeature()}))
@@ -178,8 +127,8 @@ def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
-    def trained(out: Path, *launcher: str) -> RunFolder:
+def test_training_on_two_ranks_matches_training_on_one(tmp_path):
+    def trained(out, *launcher):
         path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
         command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -205,10 +154,8 @@ def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"train_dataset": [{"prompt": "red"}, {"prompt": "blue"}]},
-            "data: table has no columns `chosen` and `rejected`, which objective.pairs 'data' compares; name them in columns",
-        ),
+        ({"train_dataset": [{"prompt": "red"}, {"prompt": "blue"}]},
+         "data: table has no columns `chosen` and `rejected`, which objective.pairs 'data' compares; name them in columns"),
         ({"group_size": 4}, "group_size: 4, and a pair of the data has 2 images; set 2"),
         ({"minibatches": 4}, "tasks_per_step: 2 pairs do not divide over 4 minibatches on 1 ranks"),
         ({"objective": retouch.DPO()}, "give retouch.DPO(pairs='data') to learn from the images, or remove these columns"),
@@ -216,19 +163,15 @@ def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
         ({"eval": {"column": "share"}}, "eval.column: without a reward, evaluation gives only pairs/preferred and pairs/margin"),
         ({"eval": {"best_of_k": 4}}, "eval.best_of_k: it needs a reward, and there is none; remove it, or give a reward"),
         ({"watch": {"every": 2}}, "watch: it needs a reward, and there is none; remove it, or give a reward"),
-        (
-            {"objective": retouch.GRPO(clip=1e-4), "group_size": 2},
-            "reward: there is none, and policy_gradient learns from the rewards of its samples; give a reward (reward_funcs of a",
-        ),
-        (
-            {"objective": retouch.Supervised(), "train_dataset": [{"prompt": "a", "target": flat((1, 2, 3))}] * 2},
-            "reward: there is none, and this run can only be evaluated by a reward; give a reward (reward_funcs of a Trainer)",
-        ),
+        ({"objective": retouch.GRPO(clip=1e-4), "group_size": 2},
+         "reward: there is none, and policy_gradient learns from the rewards of its samples; give a reward (reward_funcs of a"),
+        ({"objective": retouch.Supervised(), "train_dataset": [{"prompt": "a", "target": flat((1, 2, 3))}] * 2},
+         "reward: there is none, and this run can only be evaluated by a reward; give a reward (reward_funcs of a Trainer)"),
         ({"columns": {"chosen": "best"}}, "'chosen' should be read from 'best'"),
         ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
     ],
-)
-def test_wrong_arguments_raise_in_the_constructor(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_wrong_arguments_raise_in_the_constructor(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, **changes)
 
@@ -243,16 +186,14 @@ def test_wrong_arguments_raise_in_the_constructor(tmp_path: Path, changes: dict[
         ({"chosen": "no-such-file.png"}, "train_dataset:12: error: no-such-file.png: no such file"),
     ],
 )
-def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(
-    tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(tmp_path, change, message, monkeypatch):
     monkeypatch.setattr("retouch.run.build.assemble_policy", lambda *_: pytest.fail("a model was built"))
     rows = [*pairs(11), {**pairs(12)[11], **change}]
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, train_dataset=rows).train()
 
 
-def test_pairs_are_resized_to_the_model_and_different_shapes_are_reported() -> None:
+def test_pairs_are_resized_to_the_model_and_different_shapes_are_reported():
     rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.image(1, 48, 64), "rejected": tiny_models.image(2, 40, 40)}]
     table = TableData.of(rows, held_out=0)
     sets = table.build(DataContext(size=(32, 32), eval_split="train"))

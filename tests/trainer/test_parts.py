@@ -1,20 +1,21 @@
-"""The parts without a run: ``retouch.sample``, ``retouch.load_run`` and ``retouch.serve``."""
+"""The parts without a run: ``retouch.sample``, ``retouch.load_run``, ``retouch.serve``, and the images of a loaded policy."""
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import uvicorn
-from PIL import Image
+from PIL import ExifTags, Image
 
 import retouch
 import tiny_pipelines
 import tiny_writers
+from retouch.data.images import load_image
+from retouch.inference import sampling
+from retouch.trainer.loaded_run import LoadedPolicy
 from retouch.types import Column, Task
 from small_trainer import redness
 
@@ -37,28 +38,28 @@ class Spaced:
     name = "my judge"
     columns: ClassVar = {"red": Column(0.0, 1.0)}
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples):
         raise AssertionError("never called")
 
 
 class TooWide:
     columns: ClassVar = {"wide": Column(0.0, 1e10)}
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples):
         return {"wide": torch.zeros(len(samples))}
 
 
-def trainer(out: Path, model: Any, **changes: Any) -> retouch.Trainer:
+def trainer(out, model, **changes):
     common: dict[str, Any] = {"learning_rate": 1e-2, "tasks_per_step": 1, "group_size": 2, "steps": 1, "device": "cpu"}
     common |= {"peft_config": retouch.Lora(rank=2, alpha=4), "trackers": (), "progress": False, "size": 32}
     return retouch.Trainer(model, redness, PROMPTS, output_dir=out, run_name="run", **{**common, **changes})
 
 
-def drawn(pipe: Any) -> torch.Tensor:
+def drawn(pipe):
     return pipe("blue", generator=torch.Generator().manual_seed(3), **DRAW).images
 
 
-def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path: Path) -> None:
+def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path):
     changes = {"learning_rate": np.float32(0.25), "steps": np.int64(3), "size": np.int64(32), "max_missing": np.float64(0.5)}
     changes |= {"checkpoints": {"every": torch.tensor(4)}, "reward_weights": {"redness": np.float32(2.0)}}
     made = trainer(tmp_path, tiny_pipelines.sd3(), gradient_checkpointing=np.bool_(True), **changes).recipe
@@ -67,19 +68,8 @@ def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path: Path) -> None:
     assert made.policy.gradient_checkpointing is True
 
 
-def test_one_callback_can_be_given_without_a_list(tmp_path: Path) -> None:
-    class Counts(retouch.Callback):
-        seen: ClassVar[list[int]] = []
-
-        def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
-            self.seen.append(step)
-
-    trainer(tmp_path, tiny_pipelines.sd3(), callbacks=Counts()).train()
-    assert Counts.seen == [1]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A pipeline that is saved."""
     made = tmp_path_factory.mktemp("sd3")
     tiny_pipelines.sd3().save_pretrained(made)
@@ -87,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(folder, tmp_path_factory):
     """A run that has loaded it."""
     section = retouch.models.SD3(path=str(folder), size=(32, 32), dtype="float32")
     sampling = {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}}
@@ -96,7 +86,7 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.folder
 
 
-def test_sample_returns_images_states_and_log_probs_without_a_run() -> None:
+def test_sample_returns_images_states_and_log_probs_without_a_run():
     pipe = tiny_pipelines.sd3()
     made = retouch.sample(pipe, ["a red circle", "blue", "green"], group_size=2, num_steps=4, size=32, batch=4, seed=1)
     assert len(made) == len(made.images) == 6
@@ -114,7 +104,7 @@ def test_sample_returns_images_states_and_log_probs_without_a_run() -> None:
     assert not pipe.vae.training
 
 
-def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path: Path) -> None:
+def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path):
     pipe = tiny_pipelines.sd3()
     options: dict[str, Any] = {"group_size": 1, "sde": None, "num_steps": 2, "size": 32}
     before = retouch.sample(pipe, "blue", **options)
@@ -136,13 +126,13 @@ def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path:
         ({"pipe": tiny_writers.module("qwen2.5"), "size": None}, "processing_class: missing"),
     ],
 )
-def test_wrong_arguments_of_sample_raise(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_sample_raise(arguments, message):
     given = {"pipe": tiny_pipelines.sd3(), "prompts": ["blue"], "size": 32, **arguments}
     with pytest.raises(ValueError, match=message):
         retouch.sample(given.pop("pipe"), given.pop("prompts"), **given)
 
 
-def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -> None:
+def test_a_run_is_loaded_with_its_pipeline_and_tables(run, folder):
     loaded = retouch.load_run(run)
     (image,) = loaded.policy.sample(["blue"], seed=1)
     assert loaded.step == 2
@@ -171,9 +161,7 @@ def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -
         retouch.load_run(run, model=fresh)
 
 
-def test_loading_a_run_with_imported_classes_requires_consent(
-    run: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_a_run_with_imported_classes_requires_consent(run, tmp_path, tmp_path_factory, monkeypatch):
     """Also for a recipe that is changed while it is opened, so that no consent is stored for it."""
     modules = tmp_path_factory.mktemp("modules")
     (modules / "stranger_of_parts.py").write_text(STRANGER)
@@ -190,7 +178,7 @@ def test_loading_a_run_with_imported_classes_requires_consent(
         retouch.load_run(copied, device="cpu")
 
 
-def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(tmp_path: Path) -> None:
+def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(tmp_path):
     pipe = tiny_pipelines.sd3()
     made = trainer(tmp_path, pipe)
     made.train()
@@ -202,7 +190,7 @@ def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(t
     assert torch.equal(drawn(again.pipeline()), expected)
 
 
-def test_a_loaded_writer_run_generates_text_and_images(tmp_path: Path) -> None:
+def test_a_loaded_writer_run_generates_text_and_images(tmp_path):
     options = {"renderer": {"model": tiny_pipelines.sd3(), "num_steps": 2, "cut_off": "draw"}, "size": 32}
     objects = {"processing_class": tiny_writers.tokenizer(), "rollout": {"kind": "tokens", "max_new_tokens": 5}}
     made = trainer(tmp_path, tiny_writers.module("qwen2.5"), **options, **objects)
@@ -218,12 +206,12 @@ def test_a_loaded_writer_run_generates_text_and_images(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
+def server():
     with retouch.serve(redness, retouch.rewards.load("compressibility"), port=0) as made:
         yield made
 
 
-def test_rewards_are_served_from_this_process(server: Any) -> None:
+def test_rewards_are_served_from_this_process(server):
     remote = retouch.rewards.load("remote", endpoints=(server.url,))
     images = [Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
     assert remote(images)["redness/redness"] == [1.0, 0.0]
@@ -237,30 +225,102 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
 @pytest.mark.parametrize(
     ("rewards", "options", "message"),
     [
-        ((), {}, "give at least one reward"),
-        ((redness,), {"host": "0.0.0.0"}, "reachable from other machines: give a token"),
+        ((), {}, "give at least one reward"), ((redness,), {"host": "0.0.0.0"}, "reachable from other machines: give a token"),
         ((redness,), {"host": "0.0.0.0", "token": "short"}, "the token must have at least 16 characters"),
         ((redness,), {"host": "0.0.0.0", "token": "pässwörter-sind-geheim"}, "the token must have at least 16 characters"),
         ((redness,), {"token": "with spaces, but long enough"}, "the token must have at least 16 characters"),
         ((redness, "compressibility", redness), {}, "two rewards have the name redness"),
         ((Spaced(),), {}, "'my judge' cannot be a reward's name: use letters, digits, dots, dashes and underscores"),
-        ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"),
-        (("pikscore",), {}, "pikscore"),
+        ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"), (("pikscore",), {}, "pikscore"),
         ((3,), {}, "3 cannot be called"),
     ],
-)
-def test_wrong_arguments_of_serve_raise(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_wrong_arguments_of_serve_raise(rewards, options, message):
     with pytest.raises(ValueError, match=message):
         retouch.serve(*rewards, port=0, **options)
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("nosuch.invalid", 0)])
-def test_an_impossible_address_of_a_server_raises(host: str, port: int) -> None:
+def test_an_impossible_address_of_a_server_raises(host, port):
     with pytest.raises(ValueError, match=f"port {port} of {host}: .*; give another port, or 0 for a free one"):
         retouch.serve(redness, host=host, port=port, token="a-token-of-enough-characters")
 
 
-def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch):
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)  # as if a library's start-up failed
     with pytest.raises(RuntimeError, match="ended while it was starting"):
         retouch.serve(redness, port=0)
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """The tasks that reach the policy."""
+    tasks: list[Task] = []
+
+    def sample_tasks(parts, given, seed, *, context):
+        tasks.extend(given)
+        return []
+
+    monkeypatch.setattr(sampling, "sample_tasks", sample_tasks)
+    return tasks
+
+
+def saved(path, mode):
+    colours = np.random.default_rng(0).integers(0, 255, (6, 4, 4), dtype=np.uint8)
+    if mode == "I;16":
+        image = Image.fromarray(colours[..., 0].astype(np.uint16) * 200)
+    elif mode == "rotated":
+        image = Image.fromarray(colours[..., :3])
+        exif = image.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        image.save(path, exif=exif)
+        return path
+    else:
+        image = Image.fromarray(colours, "RGBA").convert(mode)
+    image.save(path)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16", "rotated"])
+def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(mode, tmp_path, received):
+    path = saved(tmp_path / "a.png", mode)
+    LoadedPolicy(None).sample(["blue"] * 4, images=[Image.open(path), path, str(path), path.read_bytes()])
+    expected = load_image(path)
+    for task in received:
+        (image,) = task.images
+        assert image.mode == "RGB"
+        assert np.array_equal(image, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"masks": [Image.new("L", (3, 6))]},
+            r"masks\[0\]: its size is \(3, 6\), but that of its image \(4, 6\); they must be equal",
+        ),
+        ({"masks": [Image.new("RGBA", (4, 6))]}, r"masks\[0\]: an image of the table: a mask with transparent parts"),
+        ({"masks": []}, r"masks: 0 for 1 prompts"),
+        ({"references": ["no.png"]}, r"references\[0\]: no\.png: no such file"),
+    ],
+)
+def test_wrong_masks_and_references_raise_with_their_place(given, message, tmp_path, received):
+    path = saved(tmp_path / "a.png", "RGB")
+    with pytest.raises(ValueError, match=message):
+        LoadedPolicy(None).sample(["blue"], images=[path], **given)
+    assert received == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "images", "message"),
+    [
+        ([], None, "prompts: the list is empty; give at least one prompt"),
+        ([], [], "prompts: the list is empty; give at least one prompt"),
+        (["a", "b"], [None, 3], r"images\[1\]: should be a PIL image, a path or the bytes of a file, not int"),
+        (["a", "b"], [None, "no.png"], r"images\[1\]: no\.png: no such file"),
+        (["a"], Image.new("F", (4, 4)), r"images\[0\]: an image of mode F, whose range is not known"),
+    ],
+)
+def test_wrong_prompts_and_images_raise_with_their_place(prompts, images, message):
+    with pytest.raises(ValueError, match=message):
+        LoadedPolicy(None).sample(prompts, images=images)

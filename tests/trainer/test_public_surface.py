@@ -3,7 +3,6 @@
 import doctest
 import inspect
 import os
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +34,7 @@ CORE = {
 }  # fmt: skip
 
 
-def public() -> dict[str, Any]:
+def public():
     """Every public function and class, by its name."""
     found = {f"retouch.{name}": getattr(retouch, name) for name in retouch.__all__}
     found |= {f"retouch.core.{name}": getattr(retouch.core, name) for name in retouch.core.__all__}
@@ -48,7 +47,7 @@ def public() -> dict[str, Any]:
     return {name: value for name, value in found.items() if not inspect.ismodule(value)}
 
 
-def test_public_names_equal_the_expected_lists() -> None:
+def test_public_names_equal_the_expected_lists():
     assert set(retouch.__all__) == NAMES
     assert set(retouch.core.__all__) == CORE
     assert set(dir(retouch)) >= NAMES
@@ -58,7 +57,7 @@ def test_public_names_equal_the_expected_lists() -> None:
         retouch.core.grpo  # noqa: B018
 
 
-def test_dir_lists_the_names_that_a_package_imports_on_use() -> None:
+def test_dir_lists_the_names_that_a_package_imports_on_use():
     expected = {
         "benchmarks": {"Suite", "compare", "run"},
         "core": CORE,
@@ -71,7 +70,7 @@ def test_dir_lists_the_names_that_a_package_imports_on_use() -> None:
         assert not [name for name in dir(module) if not hasattr(module, name)], package
 
 
-def test_the_import_is_fast_and_imports_no_torch() -> None:
+def test_the_import_is_fast_and_imports_no_torch():
     code = (
         "import time; start = time.process_time(); import retouch, sys; print(time.process_time() - start, 'torch' in sys.modules)"
     )
@@ -80,18 +79,13 @@ def test_the_import_is_fast_and_imports_no_torch() -> None:
     assert min(float(line.split()[0]) for line in lines) < 0.2
 
 
-def test_every_public_package_has_a_docstring() -> None:
-    for name in ("benchmarks", "core", "models", "rewards", "testing"):
-        assert inspect.getdoc(pkgutil.resolve_name(f"retouch.{name}"))
-
-
 @retouch.reward(low=0, high=1)
-def brightness(images: list[Any], **kwargs: Any) -> list[float]:
+def brightness(images, **kwargs):
     return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def objects(tmp_path_factory):
     """The variables that the examples use."""
     image = Image.new("RGB", (8, 8), "red")
     root = tmp_path_factory.mktemp("examples")
@@ -101,12 +95,12 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def playground() -> Any:
+def playground():
     return retouch.testing.playground_policy()
 
 
 @pytest.fixture(scope="module")
-def trained(objects: dict[str, Any]) -> Path:
+def trained(objects):
     """The folder of a run of one step."""
     made = retouch.Trainer(
         **{"model": objects["make_pipe"](), "reward_funcs": brightness, "train_dataset": [{"prompt": "blue"}, {"prompt": "green"}]},
@@ -118,7 +112,7 @@ def trained(objects: dict[str, Any]) -> Path:
     return made.folder
 
 
-def run_examples(value: Any, name: str, names: dict[str, Any]) -> int:
+def run_examples(value, name, names):
     """Run the examples in an object's docstring; returns how many lines there are."""
     (test,) = doctest.DocTestFinder(recurse=False).find(value, name, globs=names)
     report: list[str] = []
@@ -127,7 +121,7 @@ def run_examples(value: Any, name: str, names: dict[str, Any]) -> int:
     return len(test.examples)
 
 
-def test_the_models_page_constructs_every_model_class() -> None:
+def test_the_models_page_constructs_every_model_class():
     """tests/docs/test_blocks.py runs this code."""
     page = (Path(__file__).parents[2] / "docs" / "api" / "models.md").read_text(encoding="utf-8")
     for path in {*IMAGE_MODELS.paths.values(), *LANGUAGE_MODELS.paths.values()}:
@@ -142,9 +136,7 @@ USE_A_RUN: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", [*public(), *USE_A_RUN])
-def test_the_docstring_example_of_every_public_name_runs(
-    name: str, objects: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_docstring_example_of_every_public_name_runs(name, objects, request, monkeypatch):
     monkeypatch.chdir(objects["root"])
     names = dict(objects)
     if name in ("retouch.Trainer", "retouch.sample", "retouch.load_run", *USE_A_RUN):

@@ -1,42 +1,50 @@
-"""Runs from Python: a loaded pipeline, plain functions and a list of dictionaries, with the same bits as the command."""
+"""Runs from Python: a loaded pipeline, plain functions, lists, tables and streams, with the same bits as the command."""
 
 import json
 import logging
+import os
 import re
-from collections.abc import Mapping
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
-import torch
 from PIL import Image
 
 import retouch
 import tiny_pipelines
+from retouch.data.sources.stream import IterableData
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.rewards.function import ImportedReward
 from retouch.run.session import run
 from small_trainer import SMALL, assert_same, redness, run_results
+from warm_python import python
 
 
-def prompts(count: int = 12) -> list[dict[str, Any]]:
+def prompts(count=12):
     return [{"prompt": "a red circle" if number % 2 else "blue", "level": number, "id": str(number)} for number in range(count)]
 
 
-def trainer(out: Path, **changes: Any) -> retouch.Trainer:
+def trainer(out, **changes):
     options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": prompts(), **SMALL, **changes}
     return retouch.Trainer(**options, output_dir=out, run_name="run")
 
 
-def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(tmp_path: Path) -> None:
-    made = trainer(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A trainer that has made all its steps."""
+    made = trainer(tmp_path_factory.mktemp("whole"), eval={"every": 1})
+    assert made.train() is not None
+    return made
+
+
+def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(whole, tmp_path):
+    made, summary = whole, RunFolder(whole.folder).read_summary()
     pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]
-    summary = made.train()
-    assert summary is not None
     assert summary.steps == 3
-    assert [entry["step"] for entry in made.state.log_history if "reward/mean" in entry] == [1, 2, 3]
-    assert [entry["step"] for entry in made.state.log_history if "eval/redness" in entry] == [0, 3]
+    assert "had the reward" not in RunFolder(made.folder).log(0).read_text()
     assert 0 < made.state.log_history[-1]["eval/redness"] < 1
     trained = [name for name, weight in pipe.transformer.named_parameters() if weight.requires_grad]
     assert trained
@@ -50,41 +58,17 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(tmp_path:
     assert image.width > 128
 
 
-@pytest.mark.parametrize(("steps", "counts"), [(3, ["3"]), (6, ["5"])])
-def test_equal_rewards_of_all_samples_are_a_warning(
-    steps: int, counts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("steps", "counts"), [(2, ["2"]), (6, ["5"])])
+def test_equal_rewards_of_all_samples_are_a_warning(steps, counts, tmp_path, caplog):
     @retouch.reward(low=0, high=1)
-    def constant(images: list[Any], **rest: Any) -> list[float]:
+    def constant(images, **rest):
         return [0.5] * len(images)
 
     trainer(tmp_path, reward_funcs=constant, steps=steps).train()
     assert re.findall(r"all samples of the last (\d+) steps had the reward 0.5", caplog.text) == counts
 
 
-def test_different_rewards_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(tmp_path).train()
-    assert "had the reward" not in caplog.text
-
-
-def test_a_saved_lora_makes_the_same_images_in_a_new_pipeline(tmp_path: Path) -> None:
-    made = trainer(tmp_path)
-    pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]
-    made.train()
-    made.save_pretrained(tmp_path / "lora")
-
-    def image(pipeline: Any) -> Any:
-        options = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 20, "output_type": "pt"}
-        return pipeline("blue", generator=torch.Generator().manual_seed(3), **options).images
-
-    fresh = tiny_pipelines.sd3()
-    untrained = image(fresh)
-    fresh.load_lora_weights(tmp_path / "lora")
-    assert torch.allclose(image(fresh), image(pipe), atol=1e-6)
-    assert not torch.allclose(untrained, image(pipe), atol=1e-4)
-
-
-def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path: Path) -> None:
+def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path):
     document = {
         **retouch.Trainer.from_recipe("quickstart").recipe.document(),
         **{"steps": 2, "tasks_per_step": 2, "group_size": 2, "microbatch": 4, "device": "cpu", "trackers": []},
@@ -104,99 +88,63 @@ def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path: Path
         loaded.pipeline()
 
 
-def test_a_trainer_built_from_arguments_is_bitwise_equal_to_a_run_of_its_recipe(tmp_path: Path) -> None:
-    tiny_pipelines.sd3().save_pretrained(tmp_path / "sd3")
-    (tmp_path / "prompts.txt").write_text("".join(f"red {number}\n" for number in range(12)))
-    section = retouch.models.SD3(path=str(tmp_path / "sd3"), size=(32, 32), dtype="float32")
-    given = {"model": section, "reward_funcs": "compressibility", "train_dataset": tmp_path / "prompts.txt"}
-    made = trainer(tmp_path / "python", **given, reward_weights=[1.0])
-    assert run(parse({**made.recipe.document(), "out": str(tmp_path / "command")}), fresh=False) == 0
-    made.train()
-    assert_same(run_results(tmp_path / "command" / "run"), run_results(made.folder))
-
-
-def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    for step in trainer(tmp_path / "parts"):
-        if step.step == 1:
-            break
-
-    class Stop(retouch.Callback):
-        def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-            assert step == 2, "the first step is not made again"
-            trainer.stop()
-
-    stopped = trainer(tmp_path / "parts", callbacks=[Stop()])
-    assert stopped.train() is None
-    assert stopped.state.stopped
-    rest = trainer(tmp_path / "parts")
-    assert rest.train() is not None
-    assert rest.state.step == 3
-    assert_same(run_results(whole.folder), run_results(rest.folder))
-
-
-def test_the_log_history_of_a_resumed_or_finished_run_equals_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", eval={"every": 1})
-    whole.train()
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run_and_has_its_log_history(whole, tmp_path, caplog):
     expected = whole.state.log_history
     assert [(entry["step"], "eval/redness" in entry) for entry in expected] == [
         *[(0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
     ]
 
-    def history(out: Path) -> list[dict[str, Any]]:
-        again = trainer(out, eval={"every": 1})
+    for step in trainer(tmp_path, eval={"every": 1}):
+        if step.step == 1:
+            break
+
+    class Stop(retouch.Callback):
+        def on_step(self, trainer, step, metrics):
+            assert step == 2, "the first step is not made again"
+            trainer.stop()
+
+    stopped = trainer(tmp_path, callbacks=[Stop()], eval={"every": 1})
+    assert stopped.train() is None
+    assert stopped.state.stopped
+
+    def history():
+        again = trainer(tmp_path, eval={"every": 1})
         assert again.train() is not None
         assert again.state.step == again.state.steps == 3
         return again.state.log_history
 
-    for step in trainer(tmp_path / "parts", eval={"every": 1}):
-        if step.step == 2:
-            break
-    assert history(tmp_path / "parts") == expected
-    assert history(tmp_path / "parts") == expected, "the run is finished"
-    RunFolder(whole.folder).summary.unlink()
-    assert history(tmp_path / "whole") == expected, "the last evaluation is made again"
-
-
-def test_a_finished_run_with_damaged_metrics_has_no_log_history_and_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer(tmp_path).train()
-    again = trainer(tmp_path)
-    RunFolder(again.folder).metrics.write_text("{\n")
-    assert again.train() is not None
-    assert again.state.log_history == []
+    assert history() == expected
+    folder = RunFolder(stopped.folder)
+    assert_same(run_results(whole.folder), run_results(folder.root))
+    assert history() == expected, "the run is finished"
+    folder.summary.unlink()
+    assert history() == expected, "the last evaluation is made again"
+    folder.metrics.write_text("{\n")
+    assert history() == []
     assert "state.log_history lacks the steps before this start" in caplog.text
 
 
-def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path, capsys):
     told: list[Any] = []
 
     class Note(retouch.Callback):
-        def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        def on_step(self, trainer, step, metrics):
             told.append(("step", step, trainer.state.step))
 
-        def on_evaluate(self, trainer: Any, step: int, table: Mapping[str, Mapping[str, float]]) -> None:
+        def on_evaluate(self, trainer, step, table):
             told.append(("evaluate", step, sorted(table["all"])))
 
-        def on_save(self, trainer: Any, step: int, folder: Path) -> None:
+        def on_save(self, trainer, step, folder):
             told.append(("save", step, (folder / "manifest.json").is_file()))
 
-    trainer(tmp_path, callbacks=[Note()], steps=2, checkpoints={"every": 1}, progress=True).train()
+    trainer(tmp_path, callbacks=Note(), steps=2, checkpoints={"every": 1}, progress=True).train()
     assert re.search(r"run: 100%.*2/2.*reward=0\.\d+", capsys.readouterr().err), "the progress bar shows the reward"
     columns = ["n", "redness", "reward"]
-    assert told == [
-        ("evaluate", 0, columns),
-        ("step", 1, 1),
-        ("save", 1, True),
-        ("step", 2, 2),
-        ("save", 2, True),
-        ("evaluate", 2, columns),
-    ]
+    steps = [("step", 1, 1), ("save", 1, True), ("step", 2, 2), ("save", 2, True)]
+    assert told == [("evaluate", 0, columns), *steps, ("evaluate", 2, columns)]
 
 
-def test_training_does_not_change_log_handlers_or_signal_handlers_of_the_script(tmp_path: Path) -> None:
+def test_training_does_not_change_log_handlers_or_signal_handlers_of_the_script(tmp_path):
     import signal
 
     handlers, before = list(logging.getLogger("retouch").handlers), signal.getsignal(signal.SIGINT)
@@ -207,35 +155,33 @@ def test_training_does_not_change_log_handlers_or_signal_handlers_of_the_script(
     assert "step 1/1" in (made.folder / "train.log").read_text()
 
 
-def test_two_interleaved_trainers_in_one_process_are_bitwise_equal(tmp_path: Path) -> None:
-    one, other = trainer(tmp_path / "one"), trainer(tmp_path / "other")
+def test_two_interleaved_trainers_in_one_process_are_bitwise_equal(tmp_path):
+    one, other = trainer(tmp_path / "one", steps=2), trainer(tmp_path / "other", steps=2)
     for _, _ in zip(one, other, strict=False):
         pass
     assert_same(run_results(one.folder), run_results(other.folder))
 
 
-def test_training_the_same_pipeline_twice_is_bitwise_equal(tmp_path: Path) -> None:
+def test_training_the_same_pipeline_twice_is_bitwise_equal(tmp_path):
     """A notebook runs a cell again: the LoRA of the first run is removed, and both runs start from the same weights."""
     pipe = tiny_pipelines.sd3()
-    one, other = trainer(tmp_path / "one", model=pipe), trainer(tmp_path / "other", model=pipe)
+    one, other = (trainer(tmp_path / name, model=pipe, steps=1) for name in ("one", "other"))
     one.train()
     other.train()
     assert_same(run_results(one.folder), run_results(other.folder))
 
 
-def test_several_rewards_are_weighted_and_receive_a_data_column(tmp_path: Path) -> None:
+def test_several_rewards_are_weighted_and_receive_a_data_column(tmp_path):
     seen: list[int] = []
 
-    def level(images: list[Any], level: list[int]) -> list[float | None]:
+    def level(images, level):
         seen.extend(level)
         return [None if number == 0 else float(number) for number in level]
 
     made = trainer(tmp_path, reward_funcs=[redness, level, "compressibility"], reward_weights=[1.0, 0.5, 0.0], max_missing=0.9)
     assert made.recipe.document()["reward"]["combine"] == {
-        "redness/redness": 1.0,
-        "level/level": 0.5,
-        "compressibility/compressibility": 0.0,
-    }
+        "redness/redness": 1.0, "level/level": 0.5, "compressibility/compressibility": 0.0,
+    }  # fmt: skip
     made.train()
     assert set(seen) <= set(range(12))
     text = (made.folder / "train.log").read_text()
@@ -243,10 +189,10 @@ def test_several_rewards_are_weighted_and_receive_a_data_column(tmp_path: Path) 
     assert "reward redness scored from" not in text, "its range is declared"
 
 
-def test_resuming_with_changed_arguments_raises_and_lists_the_changes(tmp_path: Path) -> None:
+def test_resuming_with_changed_arguments_raises_and_lists_the_changes(tmp_path):
     trainer(tmp_path, steps=1).train()
 
-    def redness(images: Any, **kwargs: Any) -> list[float]:
+    def redness(images, **kwargs):
         return [0.5 for _ in images]
 
     with pytest.raises(ValueError, match="a run of another recipe") as refused:
@@ -258,7 +204,7 @@ def test_resuming_with_changed_arguments_raises_and_lists_the_changes(tmp_path: 
     assert lines[-1] == "Give this run another run_name, or call train(fresh=True), which renames the folder of the old one"
 
 
-def test_resuming_a_run_of_python_objects_without_them_raises(tmp_path: Path) -> None:
+def test_resuming_a_run_of_python_objects_without_them_raises(tmp_path):
     made = trainer(tmp_path, steps=1)
     made.train()
     document = json.loads((made.folder / "recipe.json").read_text())["recipe"]
@@ -269,15 +215,15 @@ def test_resuming_a_run_of_python_objects_without_them_raises(tmp_path: Path) ->
 class Doubled(retouch.PolicyGradient):
     """An objective of the script's own."""
 
-    kind: str = "doubled"  # type: ignore[assignment]
+    kind: str = "doubled"
     factor: float = 2.0
 
-    def losses(self, policy: Any, minibatch: Any) -> Any:
+    def losses(self, policy, minibatch):
         for loss in super().losses(policy, minibatch):
             yield type(loss)(loss.value * self.factor, loss.sums, loss.maxima)
 
 
-def test_an_objective_class_defined_in_the_script_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objective_class_defined_in_the_script_needs_no_consent(tmp_path, monkeypatch):
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     made = trainer(tmp_path, objective=Doubled(clip_low=1e-4, clip_high=1e-4), steps=1)
     section = made.recipe.document()["objective"]
@@ -286,9 +232,7 @@ def test_an_objective_class_defined_in_the_script_needs_no_consent(tmp_path: Pat
     assert made.train() is not None
 
 
-def test_imported_rewards_need_consent_in_a_recipe_but_not_as_a_trainer_argument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imported_rewards_need_consent_in_a_recipe_but_not_as_a_trainer_argument(tmp_path, monkeypatch):
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     path = "tiny_recipes:RedInCentre"
     for reward in (path, ImportedReward(**{"class": path})):
@@ -299,10 +243,89 @@ def test_imported_rewards_need_consent_in_a_recipe_but_not_as_a_trainer_argument
     assert retouch.Trainer.from_recipe(made.recipe.document(), allow_imports=["tiny_recipes"]).recipe == made.recipe
 
 
-def test_datasets_objects_are_used_for_training_and_evaluation(tmp_path: Path) -> None:
+def test_datasets_objects_are_used_for_training_and_evaluation(tmp_path):
     import datasets
 
     train, evaluation = datasets.Dataset.from_list(prompts(6)), datasets.Dataset.from_list(prompts(3))
     made = trainer(tmp_path, train_dataset=train, eval_dataset=evaluation, steps=1)
     assert made.train() is not None
     assert made.evaluate()["all"]["n"] == 3
+
+
+def stream(count=8):
+    rows = [{"prompt": f"a red circle {number}", "id": str(number)} for number in range(count)]
+    return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
+
+
+def stream_trainer(out, **changes):
+    data = IterableData.of(stream(), held_out=2, check=2, shuffle=3, ahead=changes.pop("ahead", 1))
+    options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": data, **SMALL, "steps": 4, **changes}
+    return retouch.Trainer(**options, output_dir=out, run_name="run")
+
+
+def test_a_resumed_run_on_a_stream_is_bitwise_equal_to_an_uninterrupted_run(tmp_path):
+    whole = stream_trainer(tmp_path / "whole")
+    whole.train()
+    for step in stream_trainer(tmp_path / "parts"):
+        if step.step == 3:
+            break
+    newest = max((tmp_path / "parts" / "run" / "checkpoints").glob("step-*"))
+    (stored,) = json.loads((newest / "state.json").read_text())["numbers"]["streams"]
+    assert stored["shards"] == 2
+    assert stored["cursor"]["position"] == 3  # of 6 rows; the three steps drew rows 0 to 5
+    rest = stream_trainer(tmp_path / "parts", ahead=0)
+    assert rest.train() is not None
+    assert_same(run_results(whole.folder), run_results(rest.folder))
+
+
+def test_a_stream_trains_and_is_evaluated_on_a_table(tmp_path):
+    given: dict[str, Any] = {"train_dataset": stream(), "eval_dataset": [{"prompt": "a red circle"}], "steps": 1}
+    made = stream_trainer(tmp_path, **given)
+    assert made.recipe.data.label == "iterable"
+    assert made.train() is not None
+    assert made.evaluate()["all"]["n"] == 1
+
+
+def test_passes_over_a_stream_raise(tmp_path):
+    with pytest.raises(ValueError, match="passes: the number of rows of a stream is not known; give `steps` instead"):
+        stream_trainer(tmp_path, steps=None, passes=1.0)  # before anything is read
+
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def run_script(out, *launcher):
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    command = [python(), "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return RunFolder(out / "run")
+
+
+@pytest.fixture(scope="module")
+def single_process_run(tmp_path_factory):
+    """The run of a single process."""
+    return run_script(tmp_path_factory.mktemp("single_process_run"))
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate launch": [
+        *("accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.slow)])
+def test_training_on_two_ranks_matches_training_on_one(launcher, single_process_run, tmp_path):
+    together = run_script(tmp_path / "together", "-m", *LAUNCHERS[launcher])
+    one, two = single_process_run.read_metrics(), together.read_metrics()
+    assert [line["step"] for line in two] == [1, 2]
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine["reward/mean"] == theirs["reward/mean"]
+        assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-4)
+    before, after = single_process_run.read_summary(), together.read_summary()
+    assert before.after == pytest.approx(after.after, abs=1e-6)

@@ -1,11 +1,11 @@
 """Tasks of the word world: splits with disjoint words, deterministic by seed, and read correctly by the real OCR model."""
 
+import hashlib
 import itertools
 from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 from PIL import ImageChops
 
 from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
@@ -35,13 +35,12 @@ def test_the_splits_share_no_word_and_all_have_all_letters():
     assert 0.75 < sum(split_of_word(word) == "train" for word in every) / len(every) < 0.85
 
 
-def test_tasks_are_deterministic_by_seed_and_differ_between_seeds():
-    one, two, other = tasks(count=5), tasks(count=9), tasks(count=5, seed=1)
-    for a, b in zip(one, two, strict=False):
-        assert (a.id, a.text, a.instruction) == (b.id, b.text, b.instruction)
-        assert all(x.tobytes() == y.tobytes() for x, y in ((a.target, b.target), (a.images[0], b.images[0]), (a.mask, b.mask)))
-    assert [task.text for task in one] != [task.text for task in other]
-    assert len({task.id for task in tasks(count=300)}) == 300
+def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
+    digest = hashlib.sha256()
+    for more in ({}, {"wrong_letters": 0.5}, {"wrong_letters": 0.5, "style_from_reference": True}):
+        for task in tasks(count=12, **more):
+            digest.update(task.id.encode() + task.text.encode() + task.target.tobytes() + task.images[0].tobytes())
+    assert digest.hexdigest()[:16] == "ffa1c7b9e00b980d"
 
 
 def test_instruction_images_mask_and_reference_of_a_task_are_consistent():
@@ -98,12 +97,6 @@ def test_style_from_reference_removes_the_targets_colours_from_the_source_image(
     assert papers == set(words.PAPERS)
 
 
-def test_style_from_reference_does_not_change_the_wrong_letters_of_the_target():
-    wrong, apart = tasks(count=100, wrong_letters=0.5), tasks(count=100, wrong_letters=0.5, style_from_reference=True)
-    for a, b in zip(wrong, apart, strict=True):
-        assert a.target.crop(a.mask.getbbox()).tobytes() == b.target.crop(b.mask.getbbox()).tobytes()
-
-
 @pytest.fixture(scope="module")
 def read():
     return OcrReward(where="box", line_width=160)
@@ -113,34 +106,8 @@ def correctness(read, made):
     return read([Sample(task, image) for task, image in made])["correctness"]
 
 
+@pytest.mark.slow
 def test_the_ocr_model_reads_correct_targets_correctly(read):
     scores = correctness(read, [(task, task.target) for task in tasks("test", 60)])
     assert scores.mean() >= 0.99
     assert (scores == 1).float().mean() >= 0.97
-
-
-def test_correctness_drops_by_the_share_of_wrong_letters_and_is_0_without_text(read):
-    chosen = tasks("test", 12)
-    wrong = [(task, with_word(task, "S" + task.text[1:] if task.text[0] != "S" else "K" + task.text[1:])) for task in chosen]
-    wanted = torch.tensor([1 - 1 / len(task.text) for task in chosen])
-    assert (correctness(read, wrong) - wanted).abs().mean() <= 0.05
-    assert correctness(read, [(task, task.images[0]) for task in chosen]).max() == 0.0
-
-
-def test_the_rate_of_wrong_letters_sets_the_mean_correctness(read):
-    scores = correctness(read, [(task, task.target) for task in tasks("train", 60, wrong_letters=0.4)])
-    assert 0.5 < scores.mean() < 0.7
-
-
-def test_a_line_width_of_160_gives_the_same_correctness_as_the_full_width():
-    chosen = tasks("test", 24)
-    wide, narrow = (OcrReward(where="box", line_width=width) for width in (None, 160))
-    made = [(task, task.target) for task in chosen]
-    assert torch.equal(correctness(wide, made), correctness(narrow, made))
-
-
-def with_word(task, word):
-    """The task's image with another word."""
-    picture = task.images[0].copy()
-    words.write(picture, task.mask.getbbox(), word, words.Style((0, 0, 0), (255, 255, 255), 11))
-    return picture

@@ -1,18 +1,25 @@
-"""Folders of images with metadata, and prompt lists, read into tasks."""
+"""Folders of images with metadata, and prompt lists, read into tasks; a link does not lead out of them."""
 
 import json
-import os
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.cli.parser import main
+from retouch.data.base import DataContext, DataSource
 from retouch.data.images import Area, Exact
 from retouch.data.kinds import check, read_path
-from retouch.data.rows import quoted, sources
-from retouch.data.sources.folder import path_under, read_folder, read_prompts
+from retouch.data.rows import quoted
+from retouch.data.sources.folder import FolderData, PromptData, path_under, read_folder, read_instructions, read_prompts
+from retouch.data.sources.hub import HubData
+from retouch.data.sources.stream import StreamData
+from retouch.data.sources.tokens import TokenData
+from retouch.data.sources.triplets import TripletData
 from retouch.data.tasks import Tasks
+from retouch.recipe.recipe import load
 
 
 def write(folder, rows, name="metadata.jsonl"):
@@ -38,29 +45,20 @@ def photos(tmp_path):
         folder,
         [
             {
-                "file_name": "images/a.png",
-                "instruction": "make it blue",
-                "target": "out/a.png",
-                "mask": "mask.png",
-                "reference": "ref.png",
-                "text": "OPEN",
-                "id": 17,
-                "complexity": 2,
-                "requirement": {"keep": ["sky"]},
+                "file_name": "images/a.png", "instruction": "make it blue", "target": "out/a.png", "mask": "mask.png",
+                "reference": "ref.png", "text": "OPEN", "id": 17, "complexity": 2, "requirement": {"keep": ["sky"]},
             },
             {"file_name": "images/b.png", "instruction": "naïve “quotes” \u2028 inside", "complexity": "3"},
         ],
-    )
+    )  # fmt: skip
 
 
 def test_every_field_reaches_the_task(photos):
     first, second = Tasks(read_folder(photos, tag_keys=("complexity",)), resize=None)
     assert (first.id, first.instruction, first.text) == ("17", "make it blue", "OPEN")
     assert [image.getpixel((0, 0)) for image in (*first.images, first.target, first.reference)] == [
-        (255, 0, 0),
-        (0, 0, 255),
-        (255, 255, 255),
-    ]
+        (255, 0, 0), (0, 0, 255), (255, 255, 255),
+    ]  # fmt: skip
     assert (first.mask.mode, first.mask.size, first.reference.size) == ("L", (8, 6), (3, 2))
     assert (dict(first.tags), dict(first.meta)) == ({"complexity": "2"}, {"complexity": 2, "requirement": {"keep": ["sky"]}})
     assert (second.id, second.instruction) == ("photos/2", "naïve “quotes” \u2028 inside")
@@ -114,32 +112,17 @@ def test_images_mask_and_target_of_a_task_are_resized(photos):
     assert [image.size for image in (*area.images, area.mask, area.target)] == [(4, 3), (6, 2), (4, 3), (4, 3)]
 
 
-def test_a_mask_whose_size_differs_from_the_image_raises(photos):
-    picture(photos / "mask.png", mode="L", colour=255, size=(6, 8))
-    with pytest.raises(ValueError, match=r"metadata\.jsonl:1: the mask is 6x8 but its image 8x6"):
-        Tasks(read_folder(photos), resize=Exact(4, 4))[0]
-
-
 def test_columns_map_other_key_names_to_fields_and_unknown_names_raise(photos):
     write(photos, [{"src": "images/a.png", "words": ["first", "second"], "info": {"cut": [{"out": "out/a.png"}]}}])
     columns = {"image": "src", "instruction": "words", "target": "info.cut.0.out"}
     task = Tasks(read_folder(photos, columns=columns), resize=None)[0]
     assert (task.instruction, task.target.getpixel((0, 0)), task.meta) == (
-        "first",
-        (0, 0, 255),
-        {"info": {"cut": [{"out": "out/a.png"}]}},
-    )
+        "first", (0, 0, 255), {"info": {"cut": [{"out": "out/a.png"}]}},
+    )  # fmt: skip
     with pytest.raises(ValueError, match="'instrution' is not a field; 'instruction' is"):
         read_folder(photos, columns={"instrution": "words"})
     with pytest.raises(ValueError, match=r"'target' should be read from 'after', but .* has only src, words, info"):
         read_folder(photos, columns={**columns, "target": "after"})
-
-
-def test_the_keys_prompt_and_image_are_read_without_a_column_map(tmp_path):
-    picture(tmp_path / "set/images/a.png")
-    write(tmp_path / "set", [{"prompt": "do it", "image": "images/a.png", "requirement": "r"}])
-    task = Tasks(read_folder(tmp_path / "set"), resize=None)[0]
-    assert (task.instruction, len(task.images), task.meta) == ("do it", 1, {"requirement": "r"})
 
 
 def test_two_keys_for_one_field_raise_unless_columns_selects_one(photos):
@@ -170,36 +153,12 @@ def test_folders_without_usable_metadata_raise(tmp_path, photos):
         read_folder(write(tmp_path / "words", [{"instruction": "x"}]))
 
 
-def test_rows_with_a_target_need_no_source_image(photos):
-    write(photos, [{"instruction": "a red square", "target": "images/a.png"}])
-    task = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
-    assert (task.images, task.target.size) == ((), (4, 4))
-
-
 ESCAPES = [
-    "../secret.png",
-    "images/../../secret.png",
-    "images/../images/a.png",
-    "..",
-    "/etc/passwd",
-    "//etc/passwd",
-    "C:\\secret.png",
-    "C:secret.png",
-    "..\\secret.png",
-    "images\\a.png",
-    "\\\\host\\share\\a.png",
-    "link.png",
-    "linked/secret.png",
-    "images/a.png\0.jpg",
-    "file:///etc/passwd",
-    "https://example.com/a.png",
-    "~/secret.png",
-    "images",
-    "images/a.png/b.png",
-    "loop",
-    "x" * 5000,
-    "",
-]
+    "../secret.png", "images/../../secret.png", "images/../images/a.png", "..", "/etc/passwd", "//etc/passwd", "C:\\secret.png",
+    "C:secret.png", "..\\secret.png", "images\\a.png", "\\\\host\\share\\a.png", "link.png", "linked/secret.png",
+    "images/a.png\0.jpg", "file:///etc/passwd", "https://example.com/a.png", "~/secret.png", "images", "images/a.png/b.png", "loop",
+    "x" * 5000, "",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ESCAPES, ids=range(len(ESCAPES)))
@@ -216,13 +175,6 @@ def test_unsafe_or_invalid_file_names_raise(photos, tmp_path, name):
             path_under(photos, name)
 
 
-def test_a_link_inside_the_folder_is_followed_and_has_the_source_of_its_target(photos):
-    (photos / "again.png").symlink_to(photos / "images/a.png")
-    write(photos, [{"file_name": "again.png", "instruction": "x"}, {"file_name": "images/a.png", "instruction": "y"}])
-    rows = read_folder(photos)
-    assert sources(rows, [0, 1]) == ["images/a.png", "images/a.png"]
-
-
 def test_a_plain_prompt_list_is_read(tmp_path):
     path = tmp_path / "signs.txt"
     path.write_bytes(
@@ -235,18 +187,6 @@ def test_a_plain_prompt_list_is_read(tmp_path):
         ("signs/4", "an “odd” one\x0bwith a tab", "odd"),
     ]
     assert tasks[0].images == ()
-
-
-def test_a_prompt_list_with_metadata_is_read(tmp_path):
-    path = tmp_path / "geneval.jsonl"
-    path.write_text(
-        '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}\n'
-        '{"tag": "text", "prompt": "the word \\"no\\"", "text": "yes", "id": "x"}\n'
-    )
-    first, second = Tasks(read_prompts(path, tag_keys=("tag",)), resize=None)
-    assert (first.id, first.instruction, dict(first.tags)) == ("geneval/1", "two cups", {"tag": "counting"})
-    assert first.meta["include"] == [{"class": "cup", "count": 2}]
-    assert (second.id, second.text) == ("x", "yes")
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
@@ -275,47 +215,20 @@ def test_rows_of_one_prompt_have_one_source(tmp_path):
 
 
 QUOTATIONS = {  # None: without a certain quotation, a reward that needs a text refuses the row
-    'say "hi"': "hi",
-    '"a" or "b"': "a",
-    'an open " quote': None,
-    'nothing ""': None,
-    '" "': None,
-    '" x ""': "x",
-    "The text is 'AZIR'.": "AZIR",
-    'a 5" tablet that shows "HELLO"': "HELLO",
-    'a 12" pizza on a table': None,
-    'a 5" x 7" photo of "ME"': "ME",
-    "a 5” tablet that shows “HELLO”": "HELLO",
-    'a 6\'2" man who holds a "FREE" sign': "FREE",
-    'a sign that says "ROUTE 66"': "ROUTE 66",
-    'a 12" board with "ROUTE 66" and "ROUTE 67"': "ROUTE 66",
-    '"A 5" TABLET" on a box': None,
-    'a board 5\' 10"" long': None,
-    "a sign that says “OPEN”": "OPEN",
-    '“OPEN" in mixed marks': "OPEN",
-    "“OPEN without an end": None,
-    "”OPEN” på en skylt": "OPEN",
-    "ein Schild mit „Bäckerei“": "Bäckerei",
-    "une affiche « OUVERT »": "OUVERT",
-    "auf dem Schild steht »Offen«": "Offen",
-    "看板に「営業中」と書いてある": "営業中",
-    '写着"营业中"的牌子': "营业中",
-    "「『a』b」": "『a』b",
+    'say "hi"': "hi", '"a" or "b"': "a", 'an open " quote': None, 'nothing ""': None, '" "': None, '" x ""': "x",
+    "The text is 'AZIR'.": "AZIR", 'a 5" tablet that shows "HELLO"': "HELLO", 'a 12" pizza on a table': None,
+    'a 5" x 7" photo of "ME"': "ME", "a 5” tablet that shows “HELLO”": "HELLO", 'a 6\'2" man who holds a "FREE" sign': "FREE",
+    'a sign that says "ROUTE 66"': "ROUTE 66", 'a 12" board with "ROUTE 66" and "ROUTE 67"': "ROUTE 66",
+    '"A 5" TABLET" on a box': None, 'a board 5\' 10"" long': None, "a sign that says “OPEN”": "OPEN",
+    '“OPEN" in mixed marks': "OPEN", "“OPEN without an end": None, "”OPEN” på en skylt": "OPEN",
+    "ein Schild mit „Bäckerei“": "Bäckerei", "une affiche « OUVERT »": "OUVERT", "auf dem Schild steht »Offen«": "Offen",
+    "看板に「営業中」と書いてある": "営業中", '写着"营业中"的牌子': "营业中", "「『a』b」": "『a』b",
     "don't forget the word “AZIR”": "AZIR",
-    "a sign that doesn't say anything, don't you think": None,
-    "the dogs' bowl and the cats' toys": None,
-    "'the dogs' bowl'": None,
-    "‘don’t walk’": "don’t walk",
-    "the '90s poster that says 'HELLO'": "HELLO",
-    "rock 'n' roll on \"LIVE\"": "LIVE",
-    "\"say 'OPEN' now\"": "say 'OPEN' now",
-    "“He said ‘hi’ to me”": "He said ‘hi’ to me",
-    "“He said “hi” to me”": None,
-    "'He said \"hi\"'": None,
-    '\\"HELLO\\" on a wall': "HELLO",
-    'a wall with ""HELLO"" on it': "HELLO",
-    "''HELLO''": "HELLO",
-}
+    "a sign that doesn't say anything, don't you think": None, "the dogs' bowl and the cats' toys": None, "'the dogs' bowl'": None,
+    "‘don’t walk’": "don’t walk", "the '90s poster that says 'HELLO'": "HELLO", "rock 'n' roll on \"LIVE\"": "LIVE",
+    "\"say 'OPEN' now\"": "say 'OPEN' now", "“He said ‘hi’ to me”": "He said ‘hi’ to me", "“He said “hi” to me”": None,
+    "'He said \"hi\"'": None, '\\"HELLO\\" on a wall': "HELLO", 'a wall with ""HELLO"" on it': "HELLO", "''HELLO''": "HELLO",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", QUOTATIONS)
@@ -335,14 +248,115 @@ def test_invalid_prompt_lists_raise(tmp_path):
         read_prompts(tmp_path / "prompts.txt")
 
 
-def test_flow_grpos_prompt_lists_are_read():
-    """The real lists, if RETOUCH_TEST_DATA names the folder that contains them."""
-    if "RETOUCH_TEST_DATA" not in os.environ:
-        pytest.skip("RETOUCH_TEST_DATA names no folder with prompts/ocr.txt and prompts/geneval.jsonl")
-    folder = Path(os.environ["RETOUCH_TEST_DATA"]) / "prompts"
-    signs = Tasks(read_prompts(folder / "ocr.txt"), resize=None)
-    assert len(signs) == 300
-    assert all(task.text and f'"{task.text}' in task.instruction.replace('" ', '"') for task in signs)
-    objects = Tasks(read_prompts(folder / "geneval.jsonl", tag_keys=("tag",)), resize=None)
-    assert len(objects) == 300
-    assert all(task.meta["include"] and task.tags["tag"] for task in objects)
+SECRET = "aws_secret_access_key"
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """The current folder, unpacked from an archive; its links lead to files of the user next to it."""
+    private, given = tmp_path / "private", tmp_path / "given"
+    for folder in (private, given, given / "data", given / "features/list"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (private / "credentials").write_text(f"{SECRET} = 1\n{SECRET} = 2\n")
+    (private / "notes.txt").write_text(f"{SECRET}\n")
+    (private / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{SECRET} {n}"}) + "\n" for n in range(9)))
+    (private / "rows.csv").write_text(f"prompt\n{SECRET}\n")
+    datasets.Dataset.from_dict({"prompt": [SECRET] * 9}).to_parquet(private / "rows.parquet")
+    monkeypatch.chdir(given)
+    return given
+
+
+def link(place, target):
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).symlink_to(target)
+    return place
+
+
+PROMPT = {"instruction": "prompt"}
+LINKS = {
+    "prompts": lambda: PromptData(path=link("prompts.txt", "../private/credentials")),
+    "prompts by an absolute name": lambda: PromptData(path=str(Path(link("prompts.txt", "../private/credentials")).absolute())),
+    "rows": lambda: PromptData(path=link("rows.jsonl", "../private/rows.jsonl")),
+    "table": lambda: PromptData(path=link("rows.csv", "../private/rows.csv")),
+    "a link to a link": lambda: PromptData(path=link("prompts.txt", link("data/b.txt", "../../private/credentials"))),
+    "a folder on the way": lambda: PromptData(path=link("linked", "../private") + "/notes.txt"),
+    "the blobs of a snapshot": lambda: (
+        link("x/blobs", "../../private"),
+        PromptData(path=link("x/snapshots/1/prompts.txt", "../../blobs/credentials")),
+    )[1],
+    "metadata of a folder": lambda: FolderData(path=str(Path(link("data/metadata.jsonl", "../../private/rows.jsonl")).parent)),
+    "list of triplets": lambda: TripletData(
+        path=str(Path(link("data/self_bench.txt", "../../private/credentials")).parent), allow_test_sets=True
+    ),
+    "list of tokens": lambda: TokenData(lists=(link("features/list/tokenized_datalist.json", "../../../private/credentials"),)),
+    "parquet file": lambda: HubData(path=link("rows.parquet", "../private/rows.parquet"), columns=PROMPT),
+    "parquet file in a folder": lambda: HubData(
+        path=str(Path(link("data/rows.parquet", "../../private/rows.parquet")).parent), columns=PROMPT
+    ),
+    "folder of tables": lambda: HubData(path=link("tables", "../private"), columns=PROMPT),
+    "stream of a file": lambda: StreamData(path=link("rows.jsonl", "../private/rows.jsonl"), held_out=1),
+    "stream of a pattern": lambda: StreamData(path=link("data/rows.jsonl", "../../private/rows.jsonl")[:5] + "*.jsonl", held_out=1),
+    "stream of a folder": lambda: StreamData(path=str(Path(link("data/a.jsonl", "../../private/rows.jsonl")).parent), held_out=1),
+    "stream of a linked folder": lambda: StreamData(path=link("shards", "../private"), held_out=1),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+@pytest.mark.usefixtures("given")
+def test_point_3_7_a_link_out_of_the_data_is_refused_and_its_target_is_not_read(case):
+    data: DataSource = LINKS[case]()
+    with pytest.raises(ValueError, match=r"leads out of (its|the) folder") as refused:
+        data.build(DataContext())
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.usefixtures("given")
+def test_point_3_7_every_command_refuses_a_linked_prompt_list_by_its_name(capsys):
+    link("prompts.txt", "../private/credentials")
+    words = ['data={"kind": "prompts", "path": "prompts.txt", "held_out": 1}', "out=runs"]
+    recipe = Path("recipe.jsonnet")
+    recipe.write_text(load("sd3/ocr-grpo", words).model_dump_json())
+    for command in (["train"], ["doctor", "--no-rehearsal"], ["eval"], ["data", "check"]):
+        assert main([*command, str(recipe)]) != 0
+        said = capsys.readouterr()
+        assert "prompts.txt: a link leads out of its folder" in said.out + said.err
+        assert SECRET not in said.out + said.err
+    assert main(["data", "check", "prompts.txt"]) != 0
+    assert "leads out of its folder" in str(check("prompts.txt")[0])
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        read_instructions("prompts.txt")
+
+
+ALLOWED = {
+    "a link within the current folder": lambda: PromptData(path=link("data/a.txt", "../own.txt")),
+    "a list by its real path": lambda: PromptData(path="../private/notes.txt"),
+    "a folder that is a link, by its absolute name": lambda: PromptData(
+        path=str(Path(link("linked", "../private")).absolute() / "notes.txt")
+    ),
+    "a folder of tables by its absolute name": lambda: HubData(
+        path=str(Path(link("tables", "../tables")).absolute()), columns=PROMPT
+    ),
+    "a snapshot of the Hub's cache": lambda: PromptData(
+        path=str(Path(link("hub/datasets--a/snapshots/1/p.txt", "../../blobs/1")).absolute())
+    ),
+    "tables in a snapshot": lambda: HubData(
+        path=str(Path(link("hub/datasets--a/snapshots/2/p.parquet", "../../blobs/2")).absolute().parent), columns=PROMPT
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_point_3_7_links_within_the_data_and_folders_that_the_user_names_are_read(given, case):
+    Path("own.txt").write_text("a cat\na dog\n")
+    Path("hub/datasets--a/blobs").mkdir(parents=True)
+    Path("hub/datasets--a/blobs/1").write_text("a cat\na dog\n")
+    Path("../tables").mkdir()
+    for file in ("hub/datasets--a/blobs/2", "../tables/a.parquet"):
+        datasets.Dataset.from_dict({"prompt": ["a", "b"]}).to_parquet(file)
+    assert len(ALLOWED[case]().rows(seed=0)) > 0
+
+
+def test_point_3_7_the_user_can_allow_the_folder_of_a_link(given, monkeypatch):
+    monkeypatch.setenv("RETOUCH_DATA_ROOTS", f"/nowhere:{given.parent / 'private'}")
+    assert len(PromptData(path=link("rows.jsonl", "../private/rows.jsonl")).rows(seed=0)) == 9
+    assert len(HubData(path=link("tables", "../private"), columns=PROMPT).rows(seed=0)) > 0

@@ -14,7 +14,6 @@ from PIL import Image
 
 from retouch.data.base import DataContext
 from retouch.data.kinds import check, read_path
-from retouch.data.rows import sources
 from retouch.data.sources.hub import TableData, read_hub
 from retouch.data.sources.stream import IterableData
 from retouch.data.tasks import Tasks
@@ -32,23 +31,20 @@ def quiet(tmp_path, monkeypatch):
         datasets.enable_progress_bars()
 
 
-def png(colour, size=(8, 6)) -> bytes:
+def png(colour, size=(8, 6)):
     out = io.BytesIO()
     Image.new("RGB", size, colour).save(out, "PNG")
     return out.getvalue()
 
 
-def table(**more) -> datasets.Dataset:
+def table(**more):
     image = datasets.Image()
     columns = {
         "source_image": [{"bytes": png("red"), "path": "a.png"}, {"bytes": png("green"), "path": None}],
-        "edited_image": [{"bytes": png("blue"), "path": None}, None],
-        "edit_prompt": ["make it blue", "make it red"],
-        "edited_prompt_list": [["short", "a longer phrasing"], ["only"]],
-        "score": [7.5, float("nan")],
-        "day": [datetime.date(2026, 1, 1)] * 2,
-        **more,
-    }
+        "edited_image": [{"bytes": png("blue"), "path": None}, None], "edit_prompt": ["make it blue", "make it red"],
+        "edited_prompt_list": [["short", "a longer phrasing"], ["only"]], "score": [7.5, float("nan")],
+        "day": [datetime.date(2026, 1, 1)] * 2, **more,
+    }  # fmt: skip
     features = datasets.Dataset.from_dict({k: v for k, v in columns.items() if "image" not in k}).features
     features |= {"source_image": image, "edited_image": image}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
@@ -57,7 +53,7 @@ def table(**more) -> datasets.Dataset:
 COLUMNS = {"instruction": "edit_prompt", "image": "source_image", "target": "edited_image"}
 
 
-def stored(tmp_path, how) -> str:
+def stored(tmp_path, how):
     path = tmp_path / "edits"
     if how == "disk":
         table().save_to_disk(path)
@@ -78,10 +74,8 @@ def test_every_kind_of_storage_gives_the_same_tasks(tmp_path, how):
     first, second = Tasks(rows, resize=None)
     assert (first.id, first.instruction, second.id, second.target) == ("edits/1", "make it blue", "edits/2", None)
     assert [image.getpixel((0, 0)) for image in (*first.images, first.target, *second.images)] == [
-        (255, 0, 0),
-        (0, 0, 255),
-        (0, 128, 0),
-    ]
+        (255, 0, 0), (0, 0, 255), (0, 128, 0),
+    ]  # fmt: skip
     assert first.meta == {"edited_prompt_list": ["short", "a longer phrasing"], "score": 7.5}  # neither dates nor images are JSON
     assert "score" not in second.meta  # nor is NaN
     assert check(rows) == []
@@ -117,13 +111,6 @@ def test_an_imagefolder_is_read_from_its_own_files(tmp_path):
     assert np.asarray(task.images[0]).tolist() == [[[255, 0, 0]] * 8] * 6
 
 
-def test_a_folder_named_like_a_file_format_is_read(tmp_path, monkeypatch):
-    (tmp_path / "json").mkdir()
-    table().to_parquet(tmp_path / "json/train.parquet")
-    monkeypatch.chdir(tmp_path)
-    assert read_hub("json", columns=COLUMNS)[0].instruction == "make it blue"
-
-
 def test_image_paths_that_point_outside_the_data_set_are_reported(tmp_path, monkeypatch):
     (tmp_path / "secret.png").write_bytes(png("red"))
     for path in (str(tmp_path / "secret.png"), str(tmp_path / "edits/../secret.png"), "zip://a.png::https://example.com/a.zip"):
@@ -135,14 +122,6 @@ def test_image_paths_that_point_outside_the_data_set_are_reported(tmp_path, monk
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / path.replace("/", "_")[-40:])
         problems = check(read_hub(tmp_path / "edits"))
         assert ["is outside the data set" in problem.what for problem in problems] == [True]
-
-
-def test_the_source_is_a_hash_of_the_image_or_the_value_of_a_source_column(tmp_path):
-    table(img_id=["1", "1"]).save_to_disk(tmp_path / "edits")
-    plain = sources(read_hub(tmp_path / "edits", columns=COLUMNS), [0, 1])
-    assert len(set(plain)) == 2
-    assert all(len(source) == 64 for source in plain)
-    assert sources(read_hub(tmp_path / "edits", columns={**COLUMNS, "source": "img_id"}), [0, 1]) == ["1", "1"]
 
 
 def test_a_missing_split_column_revision_or_file_raises(tmp_path):
@@ -203,11 +182,11 @@ FEATURES = {"prompt": Value("string"), "image": ImageFeature(), "label": ClassLa
 FEATURES |= {"n": Value("int64"), "note": Value("string"), "grid": Array2D((2, 2), "int32"), "edit": {"a": List(Value("int8"))}}
 
 
-def picture(number: int) -> Image.Image:
+def picture(number):
     return Image.fromarray(np.random.default_rng(number).integers(0, 255, (8, 8, 3), dtype=np.uint8))
 
 
-def plain(**changes) -> Dataset:
+def plain(**changes):
     """Eight rows whose values include 0, False, None and empty texts."""
     rows = [
         {"prompt": f"p{i}", "image": picture(i), "label": i % 2, "flag": i % 2 == 1, "n": i, "note": ["", None, "x"][i % 3]}
@@ -218,9 +197,7 @@ def plain(**changes) -> Dataset:
 
 
 GIVEN = {
-    "as loaded": plain,
-    "numpy": lambda: plain().with_format("numpy"),
-    "torch": lambda: plain().with_format("torch"),
+    "as loaded": plain, "numpy": lambda: plain().with_format("numpy"), "torch": lambda: plain().with_format("torch"),
     "pandas": lambda: plain().with_format("pandas"),
     "selected, shuffled and joined": lambda: concatenate_datasets([plain().shuffle(seed=1), plain().select([3, 4])]),
     "mapped": lambda: plain().map(lambda row: {"prompt": row["prompt"] + "!", "n": 0}),
@@ -229,7 +206,7 @@ GIVEN = {
     "torch for some columns, and all others": lambda: plain().with_format("torch", columns=["n"], output_all_columns=True),
     "a list of its rows": lambda: list(plain()),
     "a list of rows whose images are not decoded": lambda: list(plain().cast_column("image", ImageFeature(decode=False))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", GIVEN)
@@ -254,26 +231,19 @@ def test_point_1_5_a_run_sees_the_values_that_the_rows_of_a_data_set_give(case):
 REFUSED = {
     "random changes at each access": (
         lambda: plain().with_transform(lambda rows: {"prompt": rows["prompt"], "n": [np.random.rand() for _ in rows["prompt"]]}),
-        "has a transform .* apply it once with dataset.map",
-    ),
+        "has a transform .* apply it once with dataset.map"),
     "set_transform": (lambda: (data := plain(), data.set_transform(lambda rows: {"prompt": rows["prompt"]}))[0], "has a transform"),
     "images in another mode": (lambda: plain(image=ImageFeature(mode="L")), "converts its images to mode 'L'"),
-    "the class 0 as the prompt": (
-        lambda: plain().remove_columns("prompt").rename_column("label", "prompt"),
-        "'prompt' has the numbers of classes, such as 0",
-    ),
+    "the class 0 as the prompt": (lambda: plain().remove_columns("prompt").rename_column("label", "prompt"),
+        "'prompt' has the numbers of classes, such as 0"),
     "a class as the text to show": (lambda: plain().rename_column("label", "text"), "'text' has the numbers of classes"),
-    "the number 0 as the prompt": (
-        lambda: plain().remove_columns("prompt").rename_column("n", "prompt"),
-        "'prompt': the instruction should be text, not 0",
-    ),
+    "the number 0 as the prompt": (lambda: plain().remove_columns("prompt").rename_column("n", "prompt"),
+        "'prompt': the instruction should be text, not 0"),
     "a mapping of splits": (lambda: {"train": plain()}, "give one split of it"),
     "a generator": (lambda: ({"prompt": str(n)} for n in range(3)), "not a table|IterableDataset"),
-    "a stream of images in another mode": (
-        lambda: plain(image=ImageFeature(mode="L")).to_iterable_dataset(),
-        "converts its images to mode 'L'",
-    ),
-}
+    "a stream of images in another mode": (lambda: plain(image=ImageFeature(mode="L")).to_iterable_dataset(),
+        "converts its images to mode 'L'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from PIL.Image import new
 from retouch.data.base import DataContext
 from retouch.data.checks import accept_rows
 from retouch.data.kinds import check, read_path
-from retouch.data.rows import LONGEST_THOUGHT, RowRequirements, thought_of
+from retouch.data.rows import LONGEST_THOUGHT, thought_of
 from retouch.data.sources.features import Feature, read_feature
 from retouch.data.sources.tokens import TokenData, TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
@@ -36,7 +35,7 @@ def earl(number=0, **changes):
     return {**made, "CoT": {"plan": "Find the cup.", "edit": "Paint it."}, **changes}
 
 
-def save(root: Path, features, *, prefix="/nowhere"):
+def save(root, features, *, prefix="/nowhere"):
     """A data set: ``feature/`` and its list."""
     (root / "feature").mkdir(parents=True)
     (root / "list").mkdir()
@@ -95,14 +94,12 @@ def test_pth_files_with_arbitrary_objects_raise_and_run_no_code(tmp_path, capsys
     [
         ({"original_image": None}, "has no original_image"),
         ({"edited_image": np.zeros((3, 3), dtype=int)}, "edited_image is 3x3 codes, and original_image 2x3"),
-        ({"original_image": np.zeros(GRID)}, "not a grid of whole numbers"),
-        ({"original_image": np.full(GRID, -1)}, "the code -1"),
-        ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"),
-        ({"instruction": " "}, "its instruction is not a text"),
+        ({"original_image": np.zeros(GRID)}, "not a grid of whole numbers"), ({"original_image": np.full(GRID, -1)}, "the code -1"),
+        ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"), ({"instruction": " "}, "its instruction is not a text"),
         ({"task": {"text": 5}}, "a text or a tag of its task is not a text"),
         ({"task": {"tags": {"level": 5}}}, "a text or a tag of its task is not a text"),
     ],
-)
+)  # fmt: skip
 def test_invalid_fields_of_a_feature_file_raise_with_the_file_name(tmp_path, changes, said):
     torch.save(earl(**changes), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=rf"7\.pth.*{said}"):
@@ -248,21 +245,3 @@ def test_evaluation_on_other_token_data_uses_all_rows_and_no_coefficients(tmp_pa
     other = TokenData.model_validate_json(json.dumps(keys))
     assert list(other.problems("data", eval_split="test")) == []
     assert ids(other.build(DataContext(trains=False)).heldout) == [f"other/edit/{k}" for k in range(3)]
-
-
-def test_a_run_can_be_evaluated_on_its_training_rows(tmp_path):
-    save(tmp_path / "d", [feature(k) for k in range(4)])
-    section = TokenData(lists=(str(tmp_path / "d"),), coefficients=(2,), held_out=0)
-    sets = section.build(DataContext(eval_split="train"))
-    assert len(sets.train) == 8
-    assert ids(sets.heldout) == [f"d/edit/{k}" for k in range(4)]
-
-
-def test_rows_without_required_fields_raise_or_are_skipped(tmp_path):
-    save(tmp_path / "d", [feature(0, task={"text": "SALE"}), feature(1), feature(2, task={"text": "OPEN"})])
-    context = DataContext(required=RowRequirements(images=(1, 1), text=True))
-    section = TokenData(lists=(str(tmp_path / "d"),), held_out=1)
-    with pytest.raises(ValueError, match=r"1 of 3 rows cannot be used:\n.*1\.safetensors: error: no text for the reward"):
-        section.build(context)
-    sets = section.model_copy(update={"on_bad_row": "skip"}).build(context)
-    assert ids([*sets.train, *sets.heldout]) == ["d/edit/0", "d/edit/2"]

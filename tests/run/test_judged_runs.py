@@ -1,41 +1,45 @@
-"""Runs whose reward calls a judge server: predicted calls, missing scores after failed calls, and no API key in any output."""
+"""Runs whose reward asks a judge server: predicted calls, missing scores, no key in any output, and servers that die."""
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from judge_double import KEY, Double
+from live_server import live
 from retouch import cli
 from retouch.recipe.document import apply
-from retouch.recipe.recipe import Recipe, load, parse
+from retouch.recipe.recipe import load, parse
+from retouch.records.folder import RunFolder
+from retouch.run import checkpoint
 from retouch.run.build import build_sets
 from retouch_judge.calls import judge_calls
 from retouch_plan.checks import calls_of, check_keys, check_scoring
-from retouch_plan.findings import Finding
+from warm_python import python
 
 
 class Leaky(Double):
     """A server that repeats the caller's API key in every answer and every error."""
 
-    def content(self, body: dict[str, Any]) -> tuple[str, Any]:
+    def content(self, body):
         content, words = super().content(body)
         return json.dumps({**json.loads(content), "reasoning": f"you sent Bearer {KEY}"}), words
 
 
-def document(url: str, out: Path, **changes: Any) -> dict[str, Any]:
+PRICES = {"input": 2, "output": 8}
+
+
+def document(url, out, **changes):
     made: dict[str, Any] = {
-        "name": "judged",
-        "out": str(out),
-        "steps": 3,
-        "tasks_per_step": 2,
-        "group_size": 3,
-        "learning_rate": 1e-4,
-        "device": "cpu",
+        "name": "judged", "out": str(out), "steps": 2, "tasks_per_step": 2, "group_size": 3, "learning_rate": 1e-4, "device": "cpu",
         "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "lora", "rank": 4, "alpha": 8}},
         "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 1}},
         "data": {"kind": "playground", "complexity": [1], "count": 8},
@@ -43,35 +47,27 @@ def document(url: str, out: Path, **changes: Any) -> dict[str, Any]:
             "kind": "several",
             "rewards": {
                 "judge": {
-                    "kind": "aspects",
-                    "n_evals": 2,
-                    "judge": {
-                        "kind": "endpoint",
-                        "model": "m",
-                        "base_url": url,
-                        "pause": 0.01,
-                        "prices": {"input": 2, "output": 8},
-                    },
+                    "kind": "aspects", "n_evals": 2,
+                    "judge": {"kind": "endpoint", "model": "m", "base_url": url, "pause": 0.01, "prices": PRICES},
                 },
                 "exact": {"kind": "playground"},
             },
-            "combine": "0.6 * alignment + 0.4 * quality",
-            "max_missing": 0.9,
+            "combine": "0.6 * alignment + 0.4 * quality", "max_missing": 0.9,
         },
         "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
         "eval": {"tasks": 3, "every": 1, "column": "judge/alignment"},
-    }
+    }  # fmt: skip
     return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def write(folder: Path, made: dict[str, Any]) -> str:
+def write(folder, made):
     file = folder / "judged.json"
     file.write_text(json.dumps(made))
     return str(file)
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def key(monkeypatch):
     """Set the API key in the environment, and close the log files afterwards."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     yield
@@ -81,18 +77,18 @@ def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         handler.close()
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_run_makes_the_predicted_judge_calls_and_leaks_no_api_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_makes_the_predicted_judge_calls_and_leaks_no_api_key(tmp_path, capfd):
     with Leaky() as double:
         file = write(tmp_path, document(double.url, tmp_path / "runs"))
         assert cli.main(["train", file, "--debug"]) == 0
         asked = len(double.requests)
         assert double.refused == []
-    (calls,) = judge_calls(load(file), steps=[3], heldout=3)
-    assert calls.training == 3 * 6 * 3 * 2
+    (calls,) = judge_calls(load(file), steps=[2], heldout=3)
+    assert calls.training == 2 * 6 * 3 * 2
     assert asked == calls.training + calls.evaluation
     said = capfd.readouterr()
     assert f"{calls.training} questions in training" in said.out
@@ -113,10 +109,8 @@ def test_run_makes_the_predicted_judge_calls_and_leaks_no_api_key(tmp_path: Path
     assert KEY not in said.out + said.err
 
 
-def test_failed_judge_calls_give_missing_scores_per_column_and_are_reported(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def fault(digest: str, times: int) -> str | None:
+def test_failed_judge_calls_give_missing_scores_per_column_and_are_reported(tmp_path, capfd):
+    def fault(digest, times):
         return "400" if int(digest[:8], 16) % 8 == 0 else None  # the body of this error contains the API key
 
     with Double(fault) as double:
@@ -152,11 +146,11 @@ def test_failed_judge_calls_give_missing_scores_per_column_and_are_reported(
 # Before a run
 
 
-def recipe(url: str = "http://127.0.0.1:9/v1", **changes: Any) -> Recipe:
+def recipe(url="http://127.0.0.1:9/v1", **changes):
     return parse(document(url, Path("runs"), **changes))
 
 
-def test_doctor_reports_an_api_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_an_api_key_that_is_not_set(monkeypatch, tmp_path):
     assert list(check_keys(recipe())) == []
     monkeypatch.delenv("OPENAI_API_KEY")
     (finding,) = check_keys(recipe())
@@ -170,7 +164,7 @@ def test_doctor_reports_an_api_key_that_is_not_set(monkeypatch: pytest.MonkeyPat
     assert list(check_keys(recipe(reward__rewards__judge__judge__key="MY_JUDGES_KEY"))) == []
 
 
-def test_doctor_calls_the_judge_and_reports_missing_columns() -> None:
+def test_doctor_calls_the_judge_and_reports_missing_columns():
     with Double() as double:
         assert check_judge(double.url).status == "ok"
         asked = len(double.requests)
@@ -183,12 +177,12 @@ def test_doctor_calls_the_judge_and_reports_missing_columns() -> None:
     assert "judge/alignment, judge/quality missing" in failing.text
 
 
-def check_judge(url: str) -> Finding:
+def check_judge(url):
     made = recipe(url)
     return check_scoring(made, build_sets(made, made.data, size=None))
 
 
-def test_judge_estimate_contains_calls_tokens_and_dollars() -> None:
+def test_judge_estimate_contains_calls_tokens_and_dollars():
     (planned,) = calls_of(recipe(), steps=[3], sets=None)
     assert str(planned).startswith("reward.rewards.judge asks m at http://127.0.0.1:9/v1 108 questions in training and 90 in")
     (calls,) = judge_calls(recipe(), steps=[3], heldout=3)
@@ -204,7 +198,7 @@ def test_judge_estimate_contains_calls_tokens_and_dollars() -> None:
     assert judge_calls(recipe(reward={"kind": "playground", "combine": {"IF": 1}}, eval__column=None), steps=[3], heldout=3) == []
 
 
-def test_recipe_with_an_api_key_is_rejected_without_printing_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_with_an_api_key_is_rejected_without_printing_it(tmp_path, capsys):
     made = document(
         "http://127.0.0.1:9/v1", tmp_path, reward={"kind": "import", "class": "a:B", "args": {"k": KEY}, "combine": {"a": 1}}
     )
@@ -214,9 +208,7 @@ def test_recipe_with_an_api_key_is_rejected_without_printing_it(tmp_path: Path, 
     assert KEY not in said.err + said.out
 
 
-def test_unreachable_judge_ends_the_run_before_its_first_step_without_stored_results(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_judge_ends_the_run_before_its_first_step_without_stored_results(tmp_path, capfd):
     file = write(tmp_path, document("http://127.0.0.1:9/v1", tmp_path / "runs", reward__rewards__judge__judge__attempts=1))
     assert cli.main(["train", file]) == 2
     printed = capfd.readouterr().err
@@ -226,5 +218,94 @@ def test_unreachable_judge_ends_the_run_before_its_first_step_without_stored_res
     assert not (folder / "evals.jsonl").exists()
     assert not (folder / "metrics.jsonl").exists()
     with Double() as double:
-        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs")), "--debug"]) == 0
+        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs", steps=1)), "--debug"]) == 0
     assert json.loads((folder / "summary.json").read_text())["before"] is not None
+
+
+TINY = {
+    "tasks_per_step": 2, "group_size": 2, "microbatch": 4, "device": "cpu", "trackers": [], "ranks": 2, "rollout.chunk": 2,
+    "rollout.num_steps": 3, "rollout.window": {"mode": "window", "size": 2, "high": 2}, "eval.tasks": 4, "eval.best_of_k": 0,
+    "samples.every": 0, "checkpoints.every": 1000,
+}  # fmt: skip
+DEADLINE = 8
+
+
+@contextmanager
+def training(out, reward, *, ranks, steps):
+    """A process that trains a tiny version of `playground/grpo` with the given reward."""
+    settings = {**TINY, "name": "run", "out": str(out), "steps": steps, "reward": reward}
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    launch = ["launch", "--nproc", str(ranks)] if ranks > 1 else ["train"]
+    command = [python(), "-W", "ignore", "-m", "retouch.cli", *launch, "recipes/playground/grpo.jsonnet", *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def steps_of(folder):
+    file = folder.root / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def check_end(process, folder, says, *, ranks, of_ranks=all):
+    """Check that all ranks (or any) ended with this error, and that the newest checkpoint includes every step of the metrics."""
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 2, said
+    logs = [said] if ranks == 1 else [(folder.root / "logs" / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+    assert of_ranks(says in log for log in logs), logs
+    newest = checkpoint.latest(folder.checkpoints)
+    assert newest is not None
+    assert checkpoint.load(newest).step == steps_of(folder)
+
+
+@contextmanager
+def servers(ports):
+    with ExitStack() as stack:
+        yield [stack.enter_context(live("playground", port=port)).url for port in ports]
+
+
+def remote(urls, **settings):
+    return {"kind": "remote", "endpoints": urls, **settings, "combine": {"overall": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_death_of_all_reward_servers_ends_every_rank_with_a_checkpoint_and_the_run_resumes(tmp_path, ranks):
+    folder = RunFolder(tmp_path / "run")
+    with ExitStack() as alive:
+        urls = alive.enter_context(servers([0, 0]))
+        reward = remote(urls, deadline=DEADLINE)
+        with training(tmp_path, reward, ranks=ranks, steps=10_000) as process:
+            while steps_of(folder) < 2:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            alive.close()
+            check_end(process, folder, "could not be judged, and the recipe allows", ranks=ranks)
+    done = steps_of(folder)
+    ports = [urlsplit(url).port or 0 for url in urls]
+    with servers(ports), training(tmp_path, reward, ranks=ranks, steps=done + 1) as process:
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+    assert steps_of(folder) == done + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_spent_budget_ends_every_rank_with_a_checkpoint_and_a_larger_budget_resumes(tmp_path, ranks):
+    """Each rank makes two calls before the first step; a step makes two in total. With seven more calls, the fourth step fails."""
+    folder = RunFolder(tmp_path / "run")
+    with servers([0]) as urls:
+        reward = remote(urls, calls=2 * ranks + 7, rate_file=str(tmp_path / "quota"))
+        with training(tmp_path, reward, ranks=ranks, steps=4) as process:
+            # The budget is shared, so any rank may make the call that exceeds it; the other ranks refer to the log of that rank.
+            check_end(process, folder, "raise its `calls` to continue", ranks=ranks, of_ranks=any)
+        assert steps_of(folder) == 3
+        with training(tmp_path, {**reward, "calls": 100}, ranks=ranks, steps=4) as process:
+            said, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, said
+    assert steps_of(folder) == 4

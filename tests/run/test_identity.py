@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageStat
-from torch import nn
 
 import retouch
-from retouch.models.parts import bits_hash, frozen_hashes
+from retouch.models.parts import bits_hash
 from retouch.run.evaluation import EvaluationResult
 from retouch.run.ledger import changed_tasks, task_content
 from retouch.types import Task
@@ -37,12 +36,12 @@ def brightness(images, **kwargs):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def photos(**changed: Any) -> None:
+def photos(**changed):
     """A folder of photographs with masks. ``changed``: the file or the key of the last row that is different."""
     place = Path("photos")
     place.mkdir(exist_ok=True)
@@ -64,43 +63,34 @@ def photos(**changed: Any) -> None:
     (place / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def edited(*, steps: int, **keys: Any) -> Any:
+def edited(*, steps, **keys):
     model = retouch.models.PlaygroundModel()
     return retouch.Trainer(
         model, brightness, run_name="edited", train_dataset="photos", **{**SETTINGS, **keys, "steps": steps}
     ).train()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_point_1_2_a_run_goes_on_only_with_the_content_of_its_training_data():
+    photos()
+    edited(steps=1)
+    kept = Path("runs/edited/metrics.jsonl").read_text()
+    for changed, message in (
         ({"pixel": 1}, "an image of a row was changed"),
         ({"mask": 1}, "an image of a row was changed"),
         ({"instruction": "another"}, "the text of a row was changed"),
         ({"added": [{"id": "row20", "file_name": "0.png", "instruction": "more"}]}, "the number of rows was changed"),
-    ],
-    ids=["pixel", "mask", "instruction", "row"],
-)
-def test_point_1_2_a_run_whose_training_data_changed_does_not_go_on(changed: dict[str, Any], message: str) -> None:
-    photos()
-    edited(steps=1)
-    photos(**changed)
-    kept = Path("runs/edited/metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=f"the training data: {message}") as raised:
-        edited(steps=2)
-    assert "fresh" in str(raised.value)
-    assert Path("runs/edited/metrics.jsonl").read_text() == kept
+    ):
+        photos(**changed)
+        with pytest.raises(ValueError, match=f"the training data: {message}") as raised:
+            edited(steps=2)
+        assert "fresh" in str(raised.value)
+        assert Path("runs/edited/metrics.jsonl").read_text() == kept
+    for steps, same in enumerate(({"reordered": 1}, {"level": 1}), start=2):
+        photos(**same)
+        assert edited(steps=steps).steps == steps
 
 
-@pytest.mark.parametrize("changed", [{}, {"reordered": 1}, {"level": 1}], ids=["touched", "reordered", "saved-again"])
-def test_point_1_2_a_run_with_the_same_content_goes_on(changed: dict[str, Any]) -> None:
-    photos()
-    edited(steps=1)
-    photos(**changed)
-    assert edited(steps=2).steps == 2
-
-
-def test_point_1_2_a_held_out_task_is_compared_by_its_content_and_named() -> None:
+def test_point_1_2_a_held_out_task_is_compared_by_its_content_and_named():
     image, other = Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))
     other.putpixel((3, 3), (0, 0, 1))
     tasks = [Task("a", "edit", (image,), target=image), Task("b", "edit it", (image, image), mask=image.convert("L"))]
@@ -121,19 +111,19 @@ def test_point_1_2_a_held_out_task_is_compared_by_its_content_and_named() -> Non
     assert EvaluationResult.from_json(result.to_json(), tasks[::-1]).rewards.tolist() == [2.0, 1.0]
 
 
-def test_point_1_2_the_hash_of_weights_notices_every_small_change() -> None:
+def test_point_1_2_the_hash_of_weights_notices_every_small_change():
     weights = torch.randn(3 * 2**15 + 77, generator=torch.Generator().manual_seed(0))
 
-    def signs(tensor: torch.Tensor) -> None:
+    def signs(tensor):
         tensor[[1, 9]] *= -1
 
-    def order(tensor: torch.Tensor) -> None:
+    def order(tensor):
         tensor[[3, 70000]] = tensor[[70000, 3]]
 
-    def blocks(tensor: torch.Tensor) -> None:
+    def blocks(tensor):
         tensor[: 2**16] = tensor[: 2**16].roll(2**15)
 
-    def last(tensor: torch.Tensor) -> None:
+    def last(tensor):
         tensor[-1] = torch.nextafter(tensor[-1], torch.tensor(9.0))
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -148,63 +138,29 @@ def test_point_1_2_the_hash_of_weights_notices_every_small_change() -> None:
     assert [int(bits_hash(torch.tensor(value))) for value in (True, 1.0 + 1.0j)]  # types of other sizes
 
 
-def test_point_1_2_the_same_hash_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    weights = torch.randn(10**6).bfloat16()
-    assert int(bits_hash(weights)) == int(bits_hash(weights.cuda()))
-
-
-def test_point_1_2_trained_weights_and_the_place_of_modules_do_not_matter() -> None:
-    class Model:
-        def __init__(self, module: nn.Module, vae: nn.Module) -> None:
-            self.module, self.texts = module, {"one": [vae]}
-
-    def made() -> Model:
-        torch.manual_seed(0)
-        return Model(nn.Linear(4, 4).requires_grad_(False), nn.Linear(2, 2).requires_grad_(False))
-
-    first, second = made(), made()
-    assert frozen_hashes(first).keys() == {"transformer", "texts.one.0"}
-    first.module.lora_A = nn.Linear(4, 1)
-    assert frozen_hashes(first) == frozen_hashes(second)
-    second.texts["one"][0].bias[1] += 1
-    assert [key for key, value in frozen_hashes(first).items() if frozen_hashes(second)[key] != value] == ["texts.one.0"]
-
-
-def one_bias(pipeline: Any) -> None:
+def one_bias(pipeline):
     next(each for name, each in pipeline.transformer.named_parameters() if name.endswith("bias")).data[0] += 0.1
 
 
-def fused_lora(pipeline: Any) -> None:
-    pipeline.transformer.transformer_blocks[0].attn.to_q.weight.data += 0.01
-
-
-def other_vae(pipeline: Any) -> None:
-    next(pipeline.vae.parameters()).data.mul_(1.1)
-
-
-def other_text_encoder(pipeline: Any) -> None:
-    next(pipeline.text_encoder_2.parameters()).data.mul_(1.1)
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    **{"transformer": one_bias, "transformer ": fused_lora, "vae": other_vae, "text.clips.1": other_text_encoder},
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "transformer": one_bias,
+    "vae": lambda pipeline: next(pipeline.vae.parameters()).data.mul_(1.1),
+    "text.clips.1": lambda pipeline: next(pipeline.text_encoder_2.parameters()).data.mul_(1.1),
 }
 
 
 @pytest.mark.parametrize("part", slow_after(1, CHANGES))
-def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part, caplog):
     build_models(seed=0).save_pretrained("base")
     kind = type(build_models(seed=0))
 
-    def own() -> Any:
+    def own():
         pipeline = kind.from_pretrained("base")
         pipeline.set_progress_bar_config(disable=True)
         CHANGES[part](pipeline)
         return pipeline
 
-    def trainer(pipeline: Any, steps: int) -> Any:
+    def trainer(pipeline, steps):
         return retouch.Trainer(pipeline, brightness, PROMPTS, run_name="own", size=32, steps=steps, **SETTINGS)
 
     first = trainer(own(), 1)
@@ -212,30 +168,24 @@ def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part: str, c
     first.save_pretrained("lora")
     card = Path("lora/README.md").read_text()
     assert "A LoRA for base," not in card
-    assert f"({part.strip()})" in card
-    wrong = f"the base weights are not those of the run in runs/own: {part.strip()} differs"
+    assert f"({part})" in card
+    wrong = f"the base weights are not those of the run in runs/own: {part} differs"
     with pytest.raises(ValueError, match=wrong):
         trainer(kind.from_pretrained("base"), 2).train()
-    for open_again in (lambda: retouch.load_run("runs/own").pipeline(), lambda: retouch.load_run("runs/own").policy):
-        with pytest.raises(ValueError, match=wrong):
-            open_again()
+    with pytest.raises(ValueError, match=wrong):
+        _ = retouch.load_run("runs/own").policy
     with pytest.raises(ValueError, match=wrong):
         retouch.load_run("runs/own", model=kind.from_pretrained("base")).pipeline()
-    retouch.load_run("runs/own", model=own()).pipeline()
-    assert trainer(own(), 2).train().steps == 2
     identity = Path("runs/own/identity.json")
     identity.unlink()
     with caplog.at_level(logging.WARNING):
-        assert trainer(own(), 3).train().steps == 3
-        assert trainer(own(), 4).train().steps == 4
-    assert [each.message for each in caplog.records].count(
-        f"{identity} is missing: whether the data and the base weights are the same cannot be checked"
-    ) == 1
+        assert trainer(own(), 2).train().steps == 2
+    assert f"{identity} is missing: whether the data and the base weights are the same cannot be checked" in caplog.text
     with pytest.raises(ValueError, match=wrong):
-        trainer(kind.from_pretrained("base"), 5).train()
+        trainer(kind.from_pretrained("base"), 3).train()
 
 
-def test_point_1_3_the_card_of_an_unchanged_base_names_it() -> None:
+def test_point_1_3_the_card_of_an_unchanged_base_names_it():
     build_models(seed=0).save_pretrained("base")
     trainer = retouch.Trainer(
         type(build_models(seed=0)).from_pretrained("base"), brightness, PROMPTS, run_name="same", size=32, steps=1, **SETTINGS
@@ -246,20 +196,24 @@ def test_point_1_3_the_card_of_an_unchanged_base_names_it() -> None:
     assert len(retouch.load_run("runs/same").policy.sample(["red"])) == 1
 
 
-def test_point_1_2_a_run_with_a_new_judge_is_compared_with_its_first_evaluation_by_that_judge() -> None:
-    def judge(factor: float) -> Any:
+def test_point_1_2_a_run_with_a_new_judge_is_compared_with_its_first_evaluation_by_that_judge():
+    def judge(factor):
         @retouch.reward(low=0, high=1)
         def light(images, **kwargs):
             return [factor * ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
 
         return light
 
-    settings = {**SETTINGS, "run_name": "judged", "size": 32, "learning_rate": 1e-12}
-    retouch.Trainer(build_models(seed=0), judge(0.25), PROMPTS, steps=1, **settings).train()
+    def trainer(factor, steps):
+        model = retouch.models.PlaygroundTextToImage()
+        return retouch.Trainer(
+            model, judge(factor), PROMPTS, run_name="judged", steps=steps, **{**SETTINGS, "learning_rate": 1e-12}
+        )
+
+    trainer(0.25, 1).train()
     with pytest.raises(ValueError, match=r"the variable factor around .*light was changed"):
-        retouch.Trainer(build_models(seed=0), judge(1.0), PROMPTS, steps=2, **settings).train()
-    summary = retouch.Trainer(build_models(seed=0), judge(1.0), PROMPTS, steps=2, **settings).train(new_judge=True)
-    assert summary is not None
+        trainer(1.0, 2).train()
+    summary = trainer(1.0, 2).train(new_judge=True)
     assert summary.on.endswith("from step 1, when the judge changed")
     assert summary.gain == pytest.approx(0, abs=1e-6)  # with the first judge it would be three quarters of the score
     assert (summary.before > 0.1, summary.ceiling, summary.best_of_k) == (True, None, None)
