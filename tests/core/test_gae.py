@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from retouch.core.gae import clipped_value_loss, discounted_returns, explained_variance, gae, whiten
 
 NAN = math.nan
-REFUSED = (ValueError, TypeCheckError)
 number = st.integers(-40, 40).map(lambda n: n / 8)
 share = st.sampled_from([0.0, 0.3, 0.9, 1.0])
 
@@ -52,13 +50,6 @@ def test_gae_with_gamma_and_lambda_1_equals_reward_minus_value(chain):
     found = gae(rewards, values, mask, gamma=1.0, lam=1.0)
     wanted = (rewards[:, None] - values).masked_fill(~mask | rewards.isnan()[:, None], 0.0)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-
-
-@given(chain=chains(), gamma=share, lam=share)
-def test_gae_is_0_if_values_equal_the_discounted_returns(chain, gamma, lam):
-    rewards, _, mask = (torch.tensor(part) for part in chain)
-    values = discounted_returns(rewards.nan_to_num(0.0), mask, gamma=gamma)
-    assert gae(rewards, values, mask, gamma=gamma, lam=lam).abs().max() < 1e-4
 
 
 @given(chain=chains(), gamma=share, lam=share)

@@ -68,41 +68,6 @@ def test_exponential_weights_equal_a_loop_over_groups(temperature, rows):
     torch.testing.assert_close(ours, exponential_by_hand(rewards, group, temperature, 1e-3), atol=1e-5, rtol=1e-5)
 
 
-def test_best_of_group_equals_weights_computed_by_hand():
-    rewards = torch.tensor([0.1, 0.9, 0.5, 0.9, NAN, 0.2, 0.3, 0.3])
-    group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
-    assert best_of_group(rewards, group).tolist() == [0, 3, 0, 2, 0, 0, 0, 0]
-    assert best_of_group(rewards, group, keep=2).tolist() == [0, 1.5, 1.5, 0, 0, 0, 0, 0]
-    tie = torch.tensor([2.0, 1.0, 1.0, 0.0])
-    assert best_of_group(tie, torch.zeros(4, dtype=torch.long), keep=2).tolist() == [2, 1, 1, 0]
-
-
-@pytest.mark.parametrize("weigh", [best_of_group, exponential_weights])
-def test_groups_with_equal_or_too_few_rewards_get_weight_0(weigh):
-    group = torch.tensor([0, 0, 0, 1, 1, 2, 2])
-    rewards = torch.tensor([0.7, 0.7, 0.7, NAN, 0.4, NAN, NAN])
-    assert weigh(rewards, group).tolist() == [0] * 7
-
-
-@pytest.mark.parametrize("weigh", [best_of_group, exponential_weights])
-@properties
-@given(rows=rows)
-def test_weights_have_mean_1_over_the_valid_rewards_of_a_group(weigh, rows):
-    rewards, group = [r for r, _ in rows], [g for _, g in rows]
-    weights = weigh(torch.tensor(rewards), torch.tensor(group))
-    assert (weights >= 0).all()
-    assert (weights[torch.tensor(rewards).isnan()] == 0).all()
-    for members, scores in groups_of(rewards, group):
-        total = weights[members].sum().item()
-        assert total == pytest.approx(len(members) if len(set(scores)) > 1 else 0, abs=1e-4)
-
-
-def test_low_temperature_keeps_the_best_sample_and_high_gives_equal_weights():
-    rewards, group = torch.tensor([0.3, 0.1, 0.2, 0.8, 0.9]), torch.tensor([0, 0, 0, 1, 1])
-    torch.testing.assert_close(exponential_weights(rewards, group, temperature=0.01), best_of_group(rewards, group))
-    torch.testing.assert_close(exponential_weights(rewards, group, temperature=1e5), torch.ones(5), atol=1e-3, rtol=0)
-
-
 def test_invalid_keep_or_temperature_and_infinite_rewards_raise():
     rewards, group = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
     with pytest.raises(ValueError, match="keep 0"):

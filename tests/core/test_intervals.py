@@ -19,16 +19,6 @@ def test_a_mean_of_independent_values_has_the_usual_t_interval() -> None:
     assert estimate_mean([1.0, 2.0, 3.0, 6.0], list("abcd")) == found
 
 
-def test_repeating_every_value_of_a_cluster_changes_no_interval() -> None:
-    """Two tasks of a source with equal scores contain no more information than one."""
-    once = estimate_mean([1.0, 2.0, 6.0], list("abc"))
-    twice = estimate_mean([1.0, 1.0, 2.0, 2.0, 6.0, 6.0], list("aabbcc"))
-    assert (twice.mean, twice.clusters) == (once.mean, once.clusters)
-    assert twice.error == pytest.approx(once.error)
-    assert twice.interval == pytest.approx(once.interval)
-    assert estimate_mean([1.0, 1.0, 2.0, 2.0, 6.0, 6.0], [""] * 6).error < 0.7 * once.error
-
-
 def test_a_mean_of_one_cluster_has_no_interval_and_a_mean_of_no_values_is_nan() -> None:
     one = estimate_mean([1.0, 2.0], ["a", "a"])
     assert (one.mean, one.interval, one.sigmas) == (1.5, None, 0.0)

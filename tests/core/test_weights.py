@@ -64,13 +64,6 @@ def test_a_valid_row_without_actions_does_not_dilute_the_sequence_mean():
     assert weights.tolist() == [[0.5, 0.5], [0, 0]]
 
 
-@pytest.mark.parametrize(("normalise", "max_length"), MODES)
-def test_batches_without_valid_rows_get_weight_0(normalise, max_length):
-    mask, valid = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
-    for rows in (slice(0, 2), slice(0, 0)):
-        assert (loss_weights(mask[rows], valid[rows], normalise=normalise, max_length=max_length) == 0).all()
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [

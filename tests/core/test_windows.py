@@ -3,13 +3,9 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from retouch.core.random import generator
 from retouch.core.windows import all_steps, random_window, sliding_window
-
-properties = settings(deadline=None, max_examples=100, derandomize=True)
 
 
 def test_all_steps_leaves_out_the_last():
@@ -26,34 +22,10 @@ def test_random_window_uses_every_valid_start_and_no_other():
     assert random_window(10, 3, low=1, high=6, generator=generator(0, "window", 7)) == windows[7]
 
 
-@properties
-@given(st.data())
-def test_random_window_stays_in_its_range(data):
-    num_steps = data.draw(st.integers(2, 50))
-    low = data.draw(st.integers(0, num_steps - 2))
-    high = data.draw(st.integers(low + 1, num_steps - 1))
-    size = data.draw(st.integers(1, high - low))
-    window = random_window(num_steps, size, low=low, high=high, generator=generator(data.draw(st.integers(0, 99))))
-    assert len(window) == size
-    assert low <= window.start < window.stop <= high < num_steps
-
-
 def test_sliding_window_advances_and_wraps_around():
     starts = [sliding_window(10, 4, step=step, every=2, stride=2).start for step in range(12)]
     assert starts == [0, 0, 2, 2, 4, 4, 5, 5, 0, 0, 2, 2]
     assert [sliding_window(10, 9, step=step, every=1, stride=1) for step in range(3)] == [range(9)] * 3
-
-
-@properties
-@given(st.data())
-def test_sliding_window_trains_every_step_but_the_last(data):
-    num_steps = data.draw(st.integers(2, 40))
-    size = data.draw(st.integers(1, num_steps - 1))
-    every, stride = data.draw(st.integers(1, 4)), data.draw(st.integers(1, size))
-    windows = [sliding_window(num_steps, size, step=step, every=every, stride=stride) for step in range(every * num_steps)]
-    assert {action for window in windows for action in window} == set(range(num_steps - 1))
-    assert all(len(window) == size for window in windows)
-    assert all(windows[i] == windows[i - i % every] for i in range(len(windows)))
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,10 @@ import tiny_writer_runs
 from rank_commands import SUPPORT, on_two_ranks
 from retouch.distributed import fsdp
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
 from retouch_worlds.playground import playground_weights
-from tiny_recipes import SMALL
 from vllm_double import Double, serving
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -207,21 +205,6 @@ def test_value_head_with_a_sharded_writer_matches_the_replicated_run(tmp_path: P
     name = "value_head/weights/network.outer.weight"
     torch.testing.assert_close(heads[1][name], heads[0][name], rtol=0, atol=1e-4)
     assert heads[0][name].abs().max() > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARED)
-def test_sharded_editor_run_matches_a_replicated_run(tmp_path: Path, sharding: str) -> None:
-    metrics = []
-    for name, key in (("plain", "null"), (sharding, sharding)):
-        file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps(apply(SMALL, [f"name={name}", f"out={tmp_path}", f"sharding={key}", "trackers=[]"])))
-        on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs" / name)
-        metrics.append(RunFolder(tmp_path / name).read_metrics())
-    assert len(metrics[0]) == len(metrics[1]) == 2
-    for wanted, found in zip(*metrics, strict=True):
-        for name in ("policy/grad_norm", "reward/mean", "policy/loss", "policy/ratio_max_first"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
 
 
 # What is refused

@@ -106,22 +106,3 @@ def test_the_default_noise_is_absent_from_a_stored_recipe():
     """So the digest of a recipe from before this key is unchanged."""
     assert "noise" not in AWM().model_dump()
     assert AWM(noise="initial").model_dump()["noise"] == "initial"
-
-
-def test_gradient_is_independent_of_microbatch_size():
-    batch, gradients = tiny.batch(), []
-    for microbatch in (1, 3, 4):
-        policy = tiny.policy(microbatch=microbatch)
-        tiny.perturb(policy)
-        minibatch = tiny.minibatch(batch, policy.rollout(batch), ADVANTAGES)
-        gradients.append(tiny.gradient(policy, AWM(reference_weight=0.3), minibatch)[0])
-    for cut in gradients[:2]:
-        assert tiny.distance(cut, gradients[2]) < 1e-4
-
-
-def test_a_zero_advantage_has_no_gradient():
-    policy, batch = tiny.policy(), tiny.batch()
-    tiny.perturb(policy)
-    minibatch = tiny.minibatch(batch, policy.rollout(batch), torch.zeros(4))
-    found, _ = tiny.gradient(policy, AWM(), minibatch)
-    assert all(not slope.any() for slope in found.values())

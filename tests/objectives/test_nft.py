@@ -96,44 +96,11 @@ def test_nft_gradient_matches_the_hand_written_formula_and_finite_differences(mo
     assert tiny.distance(found, wanted) < 1e-4
 
 
-def test_zero_advantage_has_zero_gradient_if_the_policy_equals_the_old_policy():
-    """v+ = v- = v_old, and the gradients of the two halves cancel."""
-    policy, batch, trajectory = old_rollout()
-    found, losses = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [0.0] * 4))
-    good, _ = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [5.0] * 4))
-    assert tiny.distance(found, good) == pytest.approx(1.0, abs=1e-4)  # |0 - good| / |good|
-    assert sum(loss.value for loss in losses) > 0
-
-
 def step(policy, objective, minibatch, size):
     found, _ = tiny.gradient(policy, objective, minibatch)
     with torch.no_grad():
         for name, parameter in tiny.trained(policy).items():
             parameter.sub_(size * found[name])
-
-
-def test_zero_advantage_moves_the_policy_towards_the_old_policy():
-    policy, batch, trajectory = old_rollout(moved=0.05)
-    minibatch = tiny.minibatch(batch, trajectory, [0.0] * 4)
-
-    def apart():
-        return sum((velocity - old).square().mean() for velocity, old, *_ in rows(policy, batch, trajectory))
-
-    before = apart()
-    step(policy, NFT(), minibatch, 1e-2)
-    assert apart() < before
-
-
-@pytest.mark.parametrize(("advantage", "nearer"), [(3.0, True), (-3.0, False)])
-def test_positive_advantage_moves_towards_the_images_and_negative_away_from_them(advantage, nearer):
-    policy, batch, trajectory = old_rollout()
-
-    def denoising_errors():
-        return [(x - sigma * velocity - x0).square().mean() for velocity, _, x, x0, sigma in rows(policy, batch, trajectory)]
-
-    before = sum(denoising_errors())
-    step(policy, NFT(), tiny.minibatch(batch, trajectory, [advantage] * 4), 1e-2)
-    assert (sum(denoising_errors()) < before) == nearer
 
 
 def test_gradient_adds_the_kl_to_the_reference_with_its_weight():
@@ -177,20 +144,6 @@ def test_noise_draws_are_averaged_and_differ_between_epochs():
     assert tiny.distance(two, one) > 0.05
     again, _ = tiny.gradient(policy, NFT(), replace(minibatch, epoch=1))
     assert tiny.distance(again, one) > 0.05
-
-
-def test_old_policy_is_updated_with_the_decay_of_the_step():
-    policy, _, _ = old_rollout(moved=0.05)
-    name, parameter = next(iter(tiny.trained(policy).items()))
-    objective = NFT(old_decay=OldDecay(rate=0.1, max=0.25))
-    old = policy.copies.copies["old"][name].clone()
-    for taken, decay in [(1, 0.1), (2, 0.2), (3, 0.25), (50, 0.25)]:
-        tiny.perturb(policy, 0.05, key=taken)
-        now = parameter.detach().clone()
-        objective.after_step(policy, taken)
-        old = decay * old + (1 - decay) * now
-        torch.testing.assert_close(policy.copies.copies["old"][name], old)
-        assert torch.equal(parameter, now)
 
 
 def test_decay_schedules_of_the_old_policy_match_the_published_code():

@@ -1,6 +1,5 @@
 """The policy gradient on tokens and transitions: hand-written losses, metrics, and no effect of microbatches and masks."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from retouch.core.transitions import gradient_balance, ratio_norm
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
 from retouch.types import Needs, Slice
-from token_policy import STOP, VOCABULARY_SIZE, TokenPolicy
+from token_policy import TokenPolicy
 
 ADVANTAGES = [1.0, -0.5, 0.25, -2.0]
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -91,21 +90,6 @@ def test_dual_clip_bounds_the_loss_of_actions_with_negative_advantage():
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
-@pytest.mark.parametrize("microbatch", [1, 3])
-def test_loss_metrics_and_gradient_are_independent_of_microbatch_size(surrogate, microbatch):
-    policy, _, minibatch = changed_token_policy()
-    policy.microbatch = 4
-    whole, (loss,) = tiny.gradient(policy, objective(surrogate, kl=Kl(kind="k3", weight=0.3)), minibatch)
-    policy.microbatch = microbatch
-    cut, losses = tiny.gradient(policy, objective(surrogate, kl=Kl(kind="k3", weight=0.3)), minibatch)
-    assert len(losses) == -(-4 // microbatch)
-    assert tiny.distance(cut, whole) < 1e-6
-    for name, value in loss.sums.items():
-        torch.testing.assert_close(sum(each.sums[name] for each in losses), value)
-    assert max(each.maxima["policy/ratio_max"] for each in losses) == loss.maxima["policy/ratio_max"]
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES)
 def test_nan_log_probabilities_of_masked_actions_do_not_affect_gradient_or_metrics(surrogate):
     policy, trajectory, minibatch = changed_token_policy()
     told = objective(surrogate, kl=Kl(kind="k3", weight=0.3))
@@ -114,14 +98,6 @@ def test_nan_log_probabilities_of_masked_actions_do_not_affect_gradient_or_metri
     found, losses = tiny.gradient(policy, told, replace(minibatch, trajectory=dirty))
     assert tiny.distance(found, clean) == 0
     assert all(torch.isfinite(torch.as_tensor(value)) for loss in losses for value in {**loss.sums, **loss.maxima}.values())
-
-
-def test_forced_tokens_and_tokens_after_the_end_have_zero_gradient():
-    policy, _, minibatch = changed_token_policy()
-    found, _ = tiny.gradient(policy, objective(), minibatch)
-    assert found["table"][0].abs().max() == 0
-    assert found["table"][1:, STOP].abs().max() == 0
-    assert found["table"].abs().max() > 0
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.7])
@@ -146,17 +122,6 @@ def test_the_entropy_is_subtracted_with_its_weight(surrogate):
     (slope,) = torch.autograd.grad(entropy, policy.module.table)
     torch.testing.assert_close(found["table"], plain["table"] - 0.3 * slope)
     torch.testing.assert_close(sum(loss.sums["policy/entropy"] for loss in losses), entropy.detach())
-
-
-def test_entropy_bonus_alone_makes_the_policy_uniform():
-    """With advantages of 0 only the bonus has a gradient: the distributions at the sampled positions become uniform."""
-    policy, _, minibatch = changed_token_policy()
-    minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
-    for _ in range(100):
-        found, losses = tiny.gradient(policy, objective("reinforce", entropy_bonus=1.0), minibatch)
-        with torch.no_grad():
-            policy.module.table.sub_(10.0 * found["table"])
-    assert sum(loss.sums["policy/entropy"] for loss in losses).item() == pytest.approx(math.log(VOCABULARY_SIZE), rel=1e-3)
 
 
 def test_clip_fraction_kl_loss_and_ratio_metrics_match_hand_computed_values():
@@ -281,33 +246,6 @@ def test_ratio_norm_is_rejected_with_all_surrogates_but_clip(surrogate):
     only_clip = "objective.ratio_norm: it balances the steps only with surrogate clip; remove it, or use clip"
     reinforce = "objective.ratio_norm: reinforce has no ratio; remove it"
     assert found == {"clip": [], "reinforce": [reinforce]}.get(surrogate, [only_clip])
-
-
-@pytest.mark.parametrize("mode", ["all", "window", "branch"])
-@pytest.mark.parametrize(
-    "options", [{}, {"kl": Kl(kind="closed", weight=0.1)}, {"kl": Kl(kind="velocity", weight=5.0), "ratio_norm": True}]
-)
-def test_gradient_of_transitions_is_independent_of_microbatch_size(mode, options):
-    batch = tiny.batch()
-    gradients = []
-    for microbatch in (1, 3, 100):
-        policy = tiny.policy(mode=mode, microbatch=microbatch, keep_means=True)
-        trajectory = policy.rollout(batch)
-        tiny.perturb(policy, 0.02)
-        gradients.append(tiny.gradient(policy, objective(**options), tiny.minibatch(batch, trajectory, ADVANTAGES))[0])
-    for cut in gradients[:2]:
-        assert tiny.distance(cut, gradients[2]) < 1e-5
-
-
-def test_gradient_step_increases_the_advantage_weighted_log_probability():
-    policy, batch = tiny.policy(mode="window", microbatch=100), tiny.batch()
-    trajectory = policy.rollout(batch)
-    found, _ = tiny.gradient(policy, objective(), tiny.minibatch(batch, trajectory, ADVANTAGES))
-    with torch.no_grad():
-        for name, parameter in tiny.trained(policy).items():
-            parameter.sub_(0.1 * found[name])
-        moved = policy.evaluate(trajectory, Slice(slice(0, 4), slice(0, 2)), Needs()).log_ratio
-    assert (torch.tensor(ADVANTAGES) @ moved).sum() > 0
 
 
 def test_clip_ranges_that_fit_their_reduction_pass():

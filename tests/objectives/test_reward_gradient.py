@@ -79,37 +79,6 @@ def test_refl_scores_the_clean_image_that_the_model_predicts():
     assert tiny.distance(found, by_hand(policy, -TARGET.score_tensors(image, tasks).mean())) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        DRaFT(reward=TARGET, steps=2),
-        ReFL(reward=TARGET, low=1, high=3),
-        DRaFT(reward=BOTH, steps=2),
-        ReFL(reward=BOTH, low=1, high=3),
-    ],
-    ids=["draft", "refl", "draft, several", "refl, several"],
-)
-def test_gradient_matches_finite_differences(objective):
-    policy, _, minibatch = made(objective, train="full")
-    found, _ = tiny.gradient(policy, objective, minibatch)
-    length = torch.sqrt(sum(part.square().sum() for part in found.values()))
-
-    def value(step):
-        with torch.no_grad():
-            for name, parameter in tiny.trained(policy).items():
-                parameter.add_(step / length * found[name])
-            total = 0.0
-            for rows in policy.row_slices(minibatch.trajectory):
-                images = policy.images(minibatch.trajectory, rows, predicted=objective.predicted)
-                tasks = [minibatch.batch.tasks[k] for k in minibatch.batch.group[rows]]
-                total -= objective.reward.score_tensors(images.double(), tasks).sum().item() / len(minibatch.batch)
-            for name, parameter in tiny.trained(policy).items():
-                parameter.sub_(step / length * found[name])
-        return total
-
-    assert (value(0.01) - value(-0.01)) / 0.02 == pytest.approx(length.item(), rel=0.02)
-
-
 def test_several_rewards_give_their_weighted_sum_and_pass_gradcheck():
     random = torch.Generator().manual_seed(0)
     images = torch.rand((2, 3, 4, 5), generator=random, dtype=torch.float64, requires_grad=True)
@@ -191,13 +160,6 @@ def test_model_without_decode_tensors_raises_with_its_class_name() -> None:
         DenoisingPolicy.images(SimpleNamespace(model=model, module=model.module), trajectory, slice(0, 2), predicted=False)
 
 
-def test_one_step_of_draft_is_refl_at_the_last_step():
-    draft, refl = DRaFT(reward=TARGET, steps=1), ReFL(reward=TARGET, low=tiny.NUM_STEPS - 1)
-    found, other = (tiny.gradient(*(policy, objective, minibatch))[0] for objective, (policy, _, minibatch) in
-                    ((each, made(each)) for each in (draft, refl)))  # fmt: skip
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
 def test_refl_draws_its_gradient_step_deterministically_from_seed_and_training_step():
     objective = ReFL(reward=TARGET, low=10, high=30)
     drawn = [objective.first_gradient_step(40, seed=3, step=step) for step in range(300)]
@@ -235,32 +197,6 @@ def test_memory_depends_on_the_steps_with_gradient_alone():
     one, two = DRaFT(reward=TARGET, steps=1), DRaFT(reward=TARGET, steps=2)
     assert saved(one, 3) == saved(one, 9) == saved(ReFL(reward=TARGET, low=0), 9)
     assert saved(two, 9)[1] > saved(one, 9)[1]
-
-
-def test_only_trained_weights_get_a_gradient():
-    objective = DRaFT(reward=TARGET, steps=2)
-    policy, batch = playground_policy(tiny.sampling("ode", num_steps=3))
-    policy.first_gradient_step = objective.first_gradient_step
-    for loss in objective.losses(policy, tiny.minibatch(batch, policy.rollout(batch), [0.0] * len(batch))):
-        loss.value.backward()
-    trained = set(map(id, tiny.trained(policy).values()))
-    for part in policy.model.parts:
-        for parameter in part.parameters():
-            assert parameter.grad is None or id(parameter) in trained
-    assert any(parameter.grad is not None for parameter in policy.module.parameters())
-
-
-@pytest.mark.parametrize("objective", [DRaFT(reward=TARGET, steps=2), ReFL(reward=TARGET, low=2)], ids=["draft", "refl"])
-def test_gradient_step_increases_the_score(objective):
-    policy, _, minibatch = made(objective, train="full")
-    found, losses = tiny.gradient(policy, objective, minibatch)
-    length = torch.sqrt(sum(part.square().sum() for part in found.values()))
-    with torch.no_grad():
-        for name, parameter in tiny.trained(policy).items():
-            parameter.sub_(0.02 / length * found[name])
-    before, after = (sum(loss.sums["policy/score"] for loss in each) for each in
-                     (losses, list(objective.losses(policy, minibatch))))  # fmt: skip
-    assert after > before
 
 
 def test_image_with_a_score_above_the_cap_has_zero_gradient():
@@ -328,11 +264,6 @@ OTHER = {"kind": "share"}
 def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
     rewards = {"near": {"kind": "target"}, "other": other}
     return {"objective__reward": {"kind": "several", "rewards": rewards, "combine": {"near": 1}, **keys}}
-
-
-def test_recipe_with_several_rewards_and_clip_cosine_round_trips() -> None:
-    recipe = parse(changed(**two_rewards({"kind": "clip", "path": "x"}, combine={"near/closeness": 1, "other/cosine": 2})))
-    assert parse(recipe.document()) == recipe
 
 
 @pytest.mark.parametrize(

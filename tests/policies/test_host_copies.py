@@ -87,15 +87,6 @@ def test_a_page_locked_reference_is_not_overwritten_while_it_is_copied(device: l
     assert len(device) == 6
 
 
-def test_using_the_reference_applies_the_loaded_values(device: list[Tensor]) -> None:
-    copies = CopiesOnGpu(nn.Linear(3, 2))
-    copies.snapshot("reference")
-    copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
-    with copies.using("reference"):
-        assert all(bool((parameter.data.as_subclass(Tensor) == 9).all()) for parameter in copies.parameters.values())
-    assert all(not bool((parameter.data.as_subclass(Tensor) == 9).any()) for parameter in copies.parameters.values())
-
-
 def test_on_the_cpu_nothing_is_copied() -> None:
     tensor = torch.arange(3.0)
     assert page_locked(tensor, CPU) is tensor

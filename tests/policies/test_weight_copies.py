@@ -60,17 +60,6 @@ def test_weights_are_restored_if_the_block_raises():
     assert torch.equal(module.weight, now)
 
 
-def test_a_snapshot_has_only_trainable_weights_and_is_not_changed_by_updates():
-    module = linear()
-    copies = WeightCopies(module)
-    copies.snapshot("old")
-    assert list(copies.copies["old"]) == ["weight"]
-    kept = module.weight.detach().clone()
-    with torch.no_grad():
-        module.weight.mul_(3)
-    assert torch.equal(copies.copies["old"]["weight"], kept)
-
-
 def test_a_copy_on_another_device_is_moved_only_for_its_block():
     copies = WeightCopies(linear(), devices={"reference": torch.device("meta")})
     for name in ("reference", "old"):

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.answers import answer_in
-from retouch.models.language import enhancer_system_prompt
 
 PROMPT = "a red cat's hat, 35mm: soft light"
 THOUGHTS = [
@@ -105,26 +104,9 @@ def test_line_breaks_and_repeated_spaces_are_collapsed():
     assert answer_in(" a red  cat,\n soft light\t") == "a red cat, soft light"
 
 
-WORD = st.text(st.characters(categories=("Ll", "Lo", "Nd")), min_size=1, max_size=6)
-
-
-@given(
-    st.lists(WORD, min_size=1, max_size=12).map(" ".join), st.sampled_from(TAGS), st.sampled_from(LABELS), st.sampled_from(QUOTES)
-)
-def test_any_prompt_is_extracted_from_tags_labels_and_quotes(prompt, tag, label, quote):
-    assert answer_in(tag.format(label.format(quote.format(prompt)))) == prompt
-
-
 @given(st.text(st.sampled_from('<>/think answer:"*`#\n\r\t’“” sure here prompt'), max_size=400))
 def test_an_answer_is_one_line_with_a_letter_or_digit(written):
     answer = answer_in(written)
     if answer is not None:
         assert answer == " ".join(answer.split())
         assert any(sign.isalnum() for sign in answer)
-
-
-def test_the_enhancer_system_prompt_contains_the_requirements_of_the_source():
-    asked = enhancer_system_prompt().lower()
-    assert asked == asked.strip()
-    for word in ("subject", "style", "lighting", "technical terms", "concise"):
-        assert word in asked

@@ -51,12 +51,6 @@ def test_reward_in_the_score_table_is_the_combined_reward_even_if_a_column_has_t
     assert score_table(result)[0]["all"] == {"n": 2, "reward": 0.5, "overall": 0.0}
 
 
-def test_one_value_has_a_mean_and_no_interval() -> None:
-    means, intervals = score_table(evaluated())
-    assert means["complexity=1"]["overall"] == 8.0
-    assert intervals["complexity=1"] == {}
-
-
 def test_confidence_intervals_of_proportions_are_wilson_intervals() -> None:
     """Wilson's interval of 10 of 10 and of 5 of 10, as in published tables; the normal approximation of the first is [1, 1]."""
     for share, low, high in ((1.0, 0.7225, 1.0), (0.5, 0.2366, 0.7634)):

@@ -152,16 +152,6 @@ def test_gradient_and_metrics_on_several_ranks_match_one_rank(world, advantage):
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_step_with_one_scored_sample_per_group_has_zero_gradient():
-    """Only one sample of each group has a score."""
-    missing = [(group, slot) for group in range(2) for slot in (0, 1)]
-    found, metrics, collected, rows = step_on(count=2, group_size=3, missing=missing, max_missing=0.7)
-    assert not collected.advantages.any()
-    assert metrics["policy/grad_norm"] == 0
-    assert rows == [1, 1]
-    assert all(not slope.any() for slope in found.values())
-
-
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

@@ -1,19 +1,13 @@
 """The training loop: the gradient of a step does not depend on chunks, microbatches, ranks, or rows without a score."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 
 import tiny_loop
 import tiny_policies as tiny
@@ -28,12 +22,10 @@ from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.reward_gradient import DRaFT
 from retouch.rewards.base import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.run.step import RewardFailed, ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
+from retouch.run.step import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
 from token_policy import TokenPolicy
-from warm_python import python
 
-SUPPORT = Path(__file__).parents[1] / "support"
 STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
 NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "acting": "old"}
 DRAFT = DRaFT(reward=TargetReward(), steps=2)
@@ -98,16 +90,6 @@ def test_collected_images_rewards_and_advantages_belong_to_the_same_rows():
     torch.testing.assert_close(collected.advantages, wanted[:, None].expand(-1, 2))
     again = run.renderer([collected.batch.tasks[k] for k in collected.batch.group], collected.trajectory)
     assert max_level_difference(encode(again), encode(collected.images)) <= ROUNDING  # six rows, and chunks of four and two
-
-
-def test_tasks_with_the_same_instruction_form_separate_groups():
-    alike = tuple(replace(task, instruction="the same") for task in tiny.tasks(2))
-    phase = tiny_loop.phase(count=2, group_size=3)
-    batch = replace(phase.batch(0), tasks=alike)
-    collected = collect(tiny_loop.run(tiny.policy(mode="window")), replace(phase, batch=lambda step: batch), 0)
-    for group in collected.advantages[:, 0].view(2, 3):
-        assert group.sum().item() == pytest.approx(0, abs=1e-3)
-        assert group.abs().max() > 0.1
 
 
 # Microbatches, chunks and ranks do not change the result
@@ -182,17 +164,6 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
     shared = tiny_loop.run_on_threads(2, lambda ranks: advantages(policies[1 + ranks.rank], ranks))
     torch.testing.assert_close(torch.cat(shared), wanted, atol=1e-3, rtol=1e-3)
     assert wanted.abs().min() > 1e-2
-
-
-def test_gradient_of_two_rank_processes_matches_one_rank(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
-    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])
-    assert tiny.distance(load_file(tmp_path / "gradient.safetensors"), alone) < 1e-5
-    # Images drawn two at a time may differ by a level of 255 in a pixel or two.
-    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
 # Rows without a score
@@ -270,40 +241,6 @@ def test_share_of_missing_scores_equal_to_max_missing_is_accepted():
     assert collected.valid.tolist() == [False, True, True, True, True] * 2
 
 
-def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
-    """Only scores of rank 1 are missing, and both ranks stop."""
-    policies = [tiny.policy(mode="window") for _ in range(2)]
-
-    def act(ranks):
-        run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.RedJudge([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
-        with pytest.raises(TooManyMissing):
-            collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
-        return ranks.rank
-
-    assert tiny_loop.run_on_threads(2, act) == [0, 1]
-
-
-def test_failing_reward_of_one_rank_raises_its_error_there_and_names_the_other_log_on_the_other_rank():
-    class Failing(tiny_loop.RedJudge):
-        def __call__(self, batch, samples):
-            future = super().__call__(batch, samples)
-            if len(self.sample_counts) == 2:
-                future = Future()
-                future.set_exception(ValueError("reward red raised KeyError: 'size'"))
-            return future
-
-    policies = [tiny.policy(mode="window") for _ in range(2)]
-
-    def act(ranks):
-        judge = tiny_loop.RedJudge() if ranks.is_main else Failing()
-        run = tiny_loop.run(policies[ranks.rank], judge=judge, ranks=ranks, chunk=1)
-        with pytest.raises(RewardFailed, match="as its log says" if ranks.is_main else "reward red raised KeyError: 'size'"):
-            collect(run, tiny_loop.phase(count=2, group_size=3, ranks=ranks), 0)
-        return ranks.rank
-
-    assert tiny_loop.run_on_threads(2, act) == [0, 1]
-
-
 def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submitted():
     """The budget is spent at the second chunk of rank 1; both ranks stop, after rank 1 has also submitted its third chunk."""
     collected = []
@@ -363,13 +300,6 @@ def test_resumed_phase_continues_its_step_and_optimizer_step_counts():
     phase = tiny_loop.phase(objective, count=1, group_size=2, epochs=2, steps=range(5, 8))
     assert [step for step, _, _ in train(tiny_loop.run(tiny.policy(mode="window")), phase, start=6)] == [6, 7]
     assert objective.taken == [3, 4, 5, 6]
-
-
-def test_metrics_are_means_over_optimizer_steps():
-    phase = tiny_loop.phase(Counting(), count=2, group_size=2, minibatches=2, epochs=3, steps=range(1))
-    ((_, _, metrics),) = train(tiny_loop.run(tiny.policy(mode="window")), phase, start=0)
-    assert metrics["policy/loss"] == pytest.approx(2.0)
-    assert metrics["policy/grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize("world", [1, 2])

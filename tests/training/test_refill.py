@@ -209,12 +209,6 @@ def test_refill_with_streamed_tasks_raises():
         build_phase(recipe, phase, steps=range(1), tasks=Stream(), ranks=tiny_loop.ALONE, reward_range=(0.0, 10.0))
 
 
-def test_document_of_a_recipe_without_refill_has_no_refill_key():
-    plain = load("recipes/playground/grpo.jsonnet")
-    assert "refill" not in plain.document()["rollout"]
-    assert load("recipes/playground/grpo.jsonnet", ['rollout.refill={"rounds":2}']).document()["rollout"]["refill"] == {"rounds": 2}
-
-
 def test_ledger_records_every_sample_including_those_of_replaced_groups(tmp_path):
     """Scores below 0.8 count as 0.8, so that many pairs of samples are equal."""
     settings = [

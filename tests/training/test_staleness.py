@@ -100,15 +100,6 @@ def test_metrics_report_the_staleness_of_the_samples():
         assert each["policy/ratio_max_first"] <= 1e-5
 
 
-def test_samples_of_later_steps_are_sent_to_the_judge_before_the_update():
-    run, phase = stale_run(2, steps=4)
-    sample_counts, order = run.judge.sample_counts, []
-    for _ in train(run, phase, start=0):
-        order.append(sum(sample_counts))
-    rows = sum(len(phase.batch(step)) for step in range(4))
-    assert order == [3 * rows / 4, rows, rows, rows]
-
-
 def test_without_staleness_there_are_no_weight_copies_metrics_or_importance_weights():
     run, phase = stale_run(0)
     plain = [metrics for _, _, metrics in train(run, phase, start=0)]

@@ -13,7 +13,7 @@ from torch import nn
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.distributed.optimizer import HeadStepper, NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper
 from retouch.inference.exporting import export_target
 from retouch.objectives.advantages import GAEAdvantage
 from retouch.objectives.base import ValueHead
@@ -235,24 +235,6 @@ def test_loss_scale_is_removed_from_the_value_head_gradient():
         made.step(0.1)
         moments.append(made.state()["value_head/weight/exp_avg"])
     torch.testing.assert_close(*moments)
-
-
-def test_step_without_a_value_loss_does_not_change_the_value_head():
-    made, policy, head = pair()
-    before = head.weight.detach().clone()
-    made.backward(policy(torch.ones(1, 2)).sum())
-    made.step(0.1)
-    assert torch.equal(head.weight, before)
-
-
-def test_nan_loss_raises_and_changes_neither_policy_nor_value_head():
-    made, policy, head = pair()
-    before = {name: tensor.clone() for name, tensor in made.state().items()}, policy.weight.detach().clone()
-    made.backward((policy(torch.ones(1, 2)).sum() + head(torch.ones(1, 3)).sum()) * torch.nan)
-    with pytest.raises(NonFiniteGradient):
-        made.step(0.1)
-    assert all(torch.equal(tensor, before[0][name]) for name, tensor in made.state().items())
-    assert torch.equal(policy.weight, before[1])
 
 
 def test_head_stepper_state_restores_the_head_and_the_next_step_bitwise():

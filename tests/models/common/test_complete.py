@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import constants
-from safetensors.torch import save_file
 
 import family_runs
 import tiny_models
@@ -18,7 +16,6 @@ from retouch.models import pretrained
 from retouch.models.language import QwenLanguageModel
 from retouch.models.pretrained import MODEL, TOKENIZER, IncompleteWeights, fetch_weights, find_weights, require_complete
 from retouch.recipe.recipe import parse
-from retouch.rewards.weights import weights_folder
 from retouch.run.session import run
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
@@ -74,10 +71,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "flux"))
-
-
-def test_complete_folder_is_accepted(folder: Path) -> None:
-    assert fetch_weights(str(folder)) == folder
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -159,24 +152,8 @@ def test_an_interrupted_download_is_continued(cached: Path, whole: Path, monkeyp
     assert find_weights("me/flux") == cached
 
 
-def test_download_that_stays_incomplete_raises_with_the_missing_files(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (cached / TRANSFORMER).unlink()
-    monkeypatch.setattr(pretrained, "snapshot_download", lambda path, **options: str(cached))
-    with pytest.raises(IncompleteWeights, match=r"transformer has no safetensors file.*`hf download me/flux`"):
-        fetch_weights("me/flux")
-
-
 def test_fetch_tokenizer_does_not_require_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert fetch_weights(str(tmp_path), TOKENIZER) == find_weights(str(tmp_path), TOKENIZER) == tmp_path
     with pytest.raises(IncompleteWeights, match=r"model-1\.safetensors is missing"):
         fetch_weights(str(tmp_path), MODEL)
-
-
-def test_a_reward_model_without_complete_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    assert weights_folder(tmp_path) == tmp_path
-    cut("model.safetensors", 75)(tmp_path)
-    with pytest.raises(IncompleteWeights, match=r"^reward: .* has 75 of \d+ bytes"):
-        weights_folder(tmp_path)

@@ -8,16 +8,12 @@ import pytest
 import torch
 
 import tiny_writer_runs
-from retouch.cli import main
 from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
-from retouch.distributed.ranks import Ranks
 from retouch.recipe.document import apply, evaluate
-from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
-from retouch.run.build import assemble
 from retouch.run.session import run
-from slow_params import slow_after, slow_except
+from slow_params import slow_after
 
 RL = {
     **{"sft_s__rl_s": "s", "sft_s__rl_c": "c", "sft_s__rl_sc": "sc", "sft_sc__rl_c": "c", "sft_sc__rl_sc": "sc"},
@@ -129,24 +125,6 @@ def test_each_final_reward_loads_with_the_v1_url_of_the_judge(
     assert {path: value for path, value in found.items() if path.startswith("combine")} == REWARDS[final]
 
 
-def test_unset_environment_variable_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("APP__DATA_DIR")
-    with pytest.raises(ValueError, match="APP__DATA_DIR"):
-        evaluate(find(name_of("sft_s__rl_s")))
-
-
-@pytest.mark.parametrize("stem", [*RL, *SFT])
-def test_recipe_header_describes_a_healthy_run(stem: str) -> None:
-    said = " ".join(line.removeprefix("//").strip() for line in find(name_of(stem)).read_text().split("\nlocal ")[0].splitlines())
-    assert "A healthy run" in said
-    assert f"retouch launch --nproc 8 {name_of(stem)}" in said
-    assert "Claims of the source, none of them measured here" in said
-    if stem in RL:
-        assert "4877" in said
-        pushing = [word for word in said.split() if word.startswith("push.")]
-        assert load(name_of(stem), [word.rstrip("`") for word in pushing]).push == Push(repo="USER/NAME", every=100)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("emu3")
@@ -189,19 +167,6 @@ def small(stem: str, folder: Path, data: Path, out: Path, monkeypatch: pytest.Mo
     return parse(apply(document, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
 
 
-@pytest.mark.parametrize("stem", slow_except(["sft_s__rl_c", "sft_think_s"], [*RL, *SFT]))
-def test_each_recipe_is_built_with_a_tiny_model(
-    stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = assemble(small(stem, folder, data, tmp_path, monkeypatch), Ranks())
-    assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
-    for sets in parts.sets:
-        assert sets.train[0].images[0].size == sets.heldout[0].images[0].size == (24, 24)
-        assert {sets.heldout[k].id.split("/")[0] for k in range(len(sets.heldout))} == {"validation_22march_256"}
-        assert {sets.train[k].id.split("/")[0] for k in range(len(sets.train))} <= {*LISTS["sc"]}
-    assert ("reference" in parts.copies.copies) == (stem in RL)
-
-
 @pytest.mark.parametrize("stem", slow_after(1, ["sft_s__rl_sc", "sft_think_s", "sft_sc2stage"]))
 def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
     stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,12 +176,3 @@ def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
     steps = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == len(recipe.resolved_phases())
     assert all(step["policy/grad_norm"] > 0 for step in steps)
-
-
-def test_doctor_reports_that_the_recipe_is_ready(
-    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "recipe.json"
-    file.write_text(json.dumps(small("sft_think_s__rl_sc", folder, data, tmp_path, monkeypatch).document()))
-    assert main(["doctor", str(file), "--device", "cpu"]) == 0
-    assert "ready" in capsys.readouterr().out

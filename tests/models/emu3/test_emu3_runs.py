@@ -62,27 +62,6 @@ def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder, docum
     assert "report.html" in {path.name for path in run.iterdir()}
 
 
-@pytest.mark.slow
-def test_setting_the_reference_device_gives_bitwise_equal_metrics(tmp_path, document):
-    kl = {"kind": "policy_gradient", "surrogate": "reinforce", "kl": {"kind": "k3", "weight": 0.1}}
-    default = trained(tmp_path, document(name="default", objective=kl))
-    away = trained(tmp_path, document(name="away", objective=kl, devices={"reference": "cpu"}))
-    assert (default / "metrics.jsonl").read_bytes() == (away / "metrics.jsonl").read_bytes()
-    assert metrics(away)[-1]["policy/kl"] > 0
-
-
-def test_supervised_training_reduces_the_loss(tmp_path, document):
-    objective = {"kind": "sft", "normalise": "token"}
-    run = trained(tmp_path, document(objective=objective, steps=12, group_size=1, tasks_per_step=4, learning_rate=3e-3))
-    losses = [step["policy/loss"] for step in metrics(run)]
-    assert losses[-1] < 0.8 * losses[0]
-
-
-def test_lora_training_step_has_a_nonzero_gradient(tmp_path, document):
-    run = trained(tmp_path, document(policy__train={"kind": "lora", "rank": 4, "alpha": 8}, steps=1))
-    assert metrics(run)[0]["policy/grad_norm"] > 0
-
-
 @pytest.mark.parametrize(
     "stem",
     slow_except(

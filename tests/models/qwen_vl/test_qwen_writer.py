@@ -139,32 +139,6 @@ def test_frozen_vision_tower_runs_only_when_prompts_are_encoded(kind):
     assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", tiny_writers.VISION_KINDS)
-def test_states_depend_on_images_and_their_order(kind):
-    writer = tiny_writers.writer(kind)
-    shapes = ((16, 16), (32, 16))
-    tasks = [
-        Task(id=str(k), instruction="a", images=tuple(tiny_models.image(k + 9 * n, *shape) for n, shape in enumerate(shapes)))
-        for k in (0, 1)
-    ]
-    with torch.no_grad():
-        states, _ = writer.prefill(writer.module, writer.encode(tasks))
-        swapped, _ = writer.prefill(writer.module, writer.encode([Task(id="s", instruction="a", images=tasks[0].images[::-1])]))
-    assert (states[0] - states[1]).abs().max() > 1e-3
-    assert (states[0] - swapped[0]).abs().max() > 1e-3
-
-
-def test_prompt_states_do_not_depend_on_earlier_batches():
-    """transformers' models remember the positions of the last batch; explicit positions do not."""
-    writer = tiny_writers.writer()
-    first, second = tiny_writers.tasks(6)[:3], tiny_writers.tasks(6)[3:5]
-    with torch.no_grad():
-        fresh, _ = writer.prefill(writer.module, writer.encode(second))
-        writer.prefill(writer.module, writer.encode(first))
-        again, _ = writer.prefill(writer.module, writer.encode(second))
-    assert torch.equal(fresh, again)
-
-
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_grammar_excludes_image_and_video_placeholder_tokens(kind):
     writer = tiny_writers.writer(kind)
@@ -245,17 +219,3 @@ def test_invalid_writer_settings_and_tasks_raise():
         writer.encode(tiny_writers.tasks())
     with pytest.raises(ValueError, match="special token"):
         writer.encode([Task(id="a", instruction="<|im_end|>")])
-
-
-def test_concatenated_prompts_equal_prompts_encoded_in_a_batch():
-    writer = tiny_writers.writer()
-    prompts = prompts_of("qwen2.5-vl", writer)
-    short = single_prompt(prompts, 0)
-    assert short.ids.shape[1] == int(prompts.mask[0].sum())
-    joined = Prompts.concat([short, single_prompt(prompts, 1), single_prompt(prompts, 2)])
-    for name in ("mask", "positions"):
-        assert torch.equal(getattr(joined, name), getattr(prompts, name))
-    assert torch.equal(joined.ids * joined.mask, prompts.ids * prompts.mask)
-    with torch.no_grad():
-        a, b = (writer.prefill(writer.module, each)[0] for each in (joined, prompts))
-    torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-6)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from retouch.core.random import generator
 from retouch_worlds.playground.scenes import THINGS, Edit, Scene, Thing, random_scene
-from retouch_worlds.playground.texts import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
+from retouch_worlds.playground.texts import KEEPS, PHRASES, corpus, instruction, phrase, untouched, vocabulary
 from scene_reader import all_single_edits, meaning, random_edits, read
 
 
@@ -24,16 +24,6 @@ def test_an_instruction_is_parsed_back_to_its_edits(seed: int, complexity: int, 
     edits = random_edits(scene, complexity, random)
     text = instruction(edits, untouched(scene, edits), random, filler=filler)
     assert read(text) == {meaning(edit) for edit in edits}
-
-
-@given(st.integers(0, 10**6), st.integers(1, 4))
-def test_content_does_not_depend_on_edit_order_or_source_cells(seed: int, complexity: int) -> None:
-    random = generator("content", seed)
-    edits = random_edits(random_scene(random, least=4), complexity, random)
-    assert content(edits) == content(edits[::-1])
-    assert len(content(edits).split(" + ")) == complexity
-    first, second = Edit("move", 1, THINGS[0], 0, THINGS[0]), Edit("move", 2, THINGS[0], 0, THINGS[0])
-    assert content([first]) == content([second])
 
 
 def test_filler_puts_the_edit_at_other_positions() -> None:
@@ -69,9 +59,3 @@ def test_the_vocabulary_is_small_and_equals_the_words_of_the_corpus() -> None:
     assert words == set(vocabulary())
     assert len(words) < 200
     assert all(word == word.lower() for word in words)
-
-
-def test_the_corpus_contains_every_complexity_and_is_deterministic() -> None:
-    texts = list(corpus(generator("corpus"), 80))
-    assert [len(read(text)) for text in texts] == [1 + i // 2 % 4 for i in range(80)]
-    assert texts == list(corpus(generator("corpus"), 80))

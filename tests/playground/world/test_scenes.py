@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from retouch.core.random import generator
 from retouch_worlds.measuring import DEAD, SCALE
-from retouch_worlds.playground.rendering import TEMPLATES, pixels, render
+from retouch_worlds.playground.rendering import TEMPLATES, render
 from retouch_worlds.playground.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing, random_scene
 
 seeds = st.integers(0, 10**6)
@@ -65,11 +65,6 @@ def test_a_rendered_image_consists_of_its_cell_templates(seed: int) -> None:
         row, column = divmod(cell, 3)
         part = np.asarray(picture)[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
         assert np.array_equal(part, TEMPLATES[scene.background, CODES[thing]])
-
-
-def test_images_rendered_as_a_batch_equal_single_ones() -> None:
-    scenes = [random_scene(generator(i)) for i in range(20)]
-    assert np.array_equal(pixels(scenes), np.stack([np.asarray(render(scene)) for scene in scenes]))
 
 
 def test_things_have_their_colour_in_the_middle_and_the_background_in_the_corner() -> None:

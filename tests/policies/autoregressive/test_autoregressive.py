@@ -14,7 +14,7 @@ from retouch.policies.decoding import AutoregressiveTrajectory, CachedDecoding
 from retouch.policies.engine import Generation
 from retouch.policies.rollout import CachedEngine
 from retouch.protocols import AutoregressiveModel, Policy
-from retouch.types import Completion, Kind, Needs, Slice
+from retouch.types import Kind, Needs, Slice
 from retouch_worlds.testing import check_policy
 
 TRUNCATED = {"top_k": 40, "top_p": 0.9, "temperature": 0.8}
@@ -100,20 +100,6 @@ def test_log_probs_equal_those_of_the_transformers_forward_pass(kind):
         torch.testing.assert_close(trajectory.log_probs[row, :length], wanted[:, 0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen2.5"])
-def test_a_row_has_the_same_log_probs_and_entropy_alone_and_in_a_batch(kind, share):
-    policy = tiny_writing.policy(kind, share=share)
-    tiny_writers.perturb(policy.module)
-    trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
-    with torch.no_grad():
-        together = policy.evaluate(trajectory, all_actions(trajectory), Needs(entropy=True))
-        for row in range(len(trajectory)):
-            alone = policy.evaluate(trajectory.take(slice(row, row + 1)), Slice(slice(0, 1), slice(0, 7)), Needs(entropy=True))
-            torch.testing.assert_close(alone.log_probs[0], together.log_probs[row], atol=2e-6, rtol=1e-6)
-            torch.testing.assert_close(alone.entropy[0], together.entropy[row], atol=4e-6, rtol=1e-6)
-
-
 def test_a_shared_prompt_gives_the_same_gradient():
     gradients = []
     for share in (True, False):
@@ -169,20 +155,6 @@ def test_entropy_and_k3_kl_equal_their_formulas():
     assert evaluation.kl.max() > 1e-3
 
 
-def test_masked_tokens_have_no_gradient_and_their_stored_values_are_ignored():
-    policy = tiny_writing.policy()
-    trajectory = policy.rollout(tiny_writing.batch())
-    mask = trajectory.mask & (torch.arange(7) % 2 == 0)
-    spoilt = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
-    evaluation = policy.evaluate(spoilt, all_actions(spoilt), Needs(kl="k3", entropy=True))
-    for column in (evaluation.log_probs, evaluation.log_ratio, evaluation.kl, evaluation.entropy):
-        assert (column[~mask] == 0).all()
-        assert column.isfinite().all()
-    parameters = [p for p in policy.module.parameters() if p.requires_grad]
-    found = torch.autograd.grad((evaluation.log_ratio * ~mask).sum(), parameters)
-    assert all((part == 0).all() for part in found)
-
-
 def test_truncated_completions_are_masked_if_mask_truncated_is_set():
     batch = tiny_writing.batch(group_size=6)
     plain, masked = (tiny_writing.policy(mask_truncated=how).rollout(batch) for how in (False, True))
@@ -191,15 +163,6 @@ def test_truncated_completions_are_masked_if_mask_truncated_is_set():
     assert masked.outputs == plain.outputs
     assert torch.equal(masked.mask, plain.mask & ~cut[:, None])
     assert plain.mask[cut].all()
-
-
-def test_a_batch_of_only_masked_rows_has_a_gradient_of_0():
-    policy = tiny_writing.policy(mask_truncated=True, sampling={"max_new_tokens": 1})
-    trajectory = policy.rollout(tiny_writing.batch(seed=1))
-    dead = replace(trajectory, mask=torch.zeros_like(trajectory.mask))
-    loss = policy.evaluate(dead, all_actions(dead), Needs(kl="k3", entropy=True))
-    found = torch.autograd.grad(loss.log_ratio.sum(), [p for p in policy.module.parameters() if p.requires_grad])
-    assert all((part == 0).all() for part in found)
 
 
 def test_outputs_have_the_ids_without_the_stop_token_and_their_text():
@@ -302,20 +265,6 @@ def test_ratios_of_bf16_models_are_1_if_chunks_are_multiples_of_the_microbatch(c
         assert (policy.evaluate(trajectory, part, Needs()).log_ratio == 0).all()
 
 
-def test_an_update_moves_log_probs_in_the_direction_of_the_advantages():
-    policy = tiny_writing.policy()
-    batch = tiny_writing.batch(group_size=4)
-    trajectory = policy.rollout(batch)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0] * 3)
-    gradient, losses = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))
-    assert max(float(loss.maxima["policy/ratio_max"]) for loss in losses) <= 1e-5
-    with torch.no_grad():
-        for name, parameter in tiny_policies.trained(policy).items():
-            parameter.sub_(0.01 * gradient[name])
-        moved = policy.evaluate(trajectory, all_actions(trajectory), Needs()).log_ratio.sum(1)
-    assert (moved * advantages).sum() > 0.1
-
-
 def test_unsupported_needs_and_temperature_0_raise():
     policy = tiny_writing.policy()
     trajectory = policy.rollout(tiny_writing.batch())
@@ -324,17 +273,6 @@ def test_unsupported_needs_and_temperature_0_raise():
             policy.evaluate(trajectory, all_actions(trajectory), needs)
     with pytest.raises(ValueError, match="temperature"):
         tiny_writing.policy(sampling={"temperature": 0.0})
-
-
-def test_completions_with_equal_fields_are_equal():
-    assert Completion((1, 2), "a", False) == Completion((1, 2), "a", False) != Completion((1, 2), "a", True)
-
-
-def test_completions_have_the_key_of_their_row():
-    batch = tiny_writing.batch()
-    keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
-    for acted in (tiny_writing.policy().rollout(batch), tiny_writing.policy().sample(batch)):
-        assert [written.key for written in acted.outputs] == keys
 
 
 def test_demonstrate_returns_the_completions_of_the_tasks_as_a_trajectory():
@@ -370,13 +308,3 @@ def test_missing_invalid_or_too_long_demonstrations_raise(meta, says):
     tasks = tuple(replace(task, meta=meta) for task in tiny_writers.tasks())
     with pytest.raises(ValueError, match=says):
         tiny_writing.policy().demonstrate(tiny_writing.batch(tasks))
-
-
-def test_max_new_tokens_as_advised_for_a_long_demonstration_is_sufficient():
-    text = "A B C D E " * 4
-    batch = tiny_writing.batch(tuple(replace(task, meta={"completion": text}) for task in tiny_writers.tasks()))
-    count = len(tiny_writing.policy().model.text_ids(text))
-    with pytest.raises(ValueError, match=rf"has {count} tokens .* raise rollout.max_new_tokens above {count}$"):
-        tiny_writing.policy().demonstrate(batch)
-    shown = tiny_writing.policy(sampling={"max_new_tokens": count + 1}).demonstrate(batch)
-    assert {written.text for written in shown.outputs} == {text}

@@ -108,19 +108,6 @@ def test_banned_tokens_are_sampled_only_if_the_grammar_allows_them():
     assert not allowed[write(writer, tiny_writing.batch(group_size=40), max_new_tokens=1).ids].all()
 
 
-def test_rows_end_at_a_stop_token_and_are_padded_after_it():
-    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
-    made = write(writer, tiny_writing.batch(group_size=20))
-    lengths = made.lengths.tolist()
-    assert len(set(lengths)) > 3
-    for row, length, logged in zip(made.ids.tolist(), lengths, made.log_probs, strict=True):
-        assert not set(row[: length - 1]) & set(writer.stop)
-        assert row[length - 1] in writer.stop or length == 7
-        assert set(row[length:]) <= {writer.pad}
-        assert (logged[length:] == 0).all()
-        assert (logged[:length] < 0).all()
-
-
 def test_a_completion_depends_on_its_row_key_and_not_on_the_batch():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     batch = tiny_writing.batch(group_size=6)
@@ -149,20 +136,6 @@ def test_tokens_are_sampled_with_the_uniforms_from_the_full_forward_distribution
         twin = Categorical(logits=logits)
         torch.testing.assert_close(made.log_probs[row, :length], twin.log_prob(ids[0]), atol=1e-5, rtol=0)
         assert torch.equal(sample_tokens(logits, numbers[row, :length]), ids[0])
-
-
-@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.3}])
-def test_the_tokens_kept_by_top_k_and_top_p_are_recorded(how):
-    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
-    made = write(writer, tiny_writing.batch(group_size=8), **how)
-    for row, length in enumerate(made.lengths.tolist()):
-        for place in range(length):
-            kept = made.support[row, place]
-            kept = kept[kept >= 0]
-            assert int(made.ids[row, place]) in kept.tolist()
-            assert len(kept) <= how.get("top_k", 400)
-        assert (made.support[row, length:] == -1).all()
-    assert write(writer, tiny_writing.batch()).support is None
 
 
 def test_a_grammar_forces_and_restricts():

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from PIL.Image import new
 
@@ -15,8 +14,7 @@ from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, TokenCycle
 from retouch.policies.decoding import CachedDecoding
 from retouch.run.metrics import Clock
-from retouch.run.step import Run, accumulate, collect, make_minibatch, train
-from retouch.types import Needs
+from retouch.run.step import Run, accumulate, collect, make_minibatch
 
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01))
 TASKS = tiny_writers.tasks(2)
@@ -55,41 +53,6 @@ def phase(*, ranks=tiny_loop.ALONE, group_size=4, minibatches=1, **options):
         return assign(seed=3, step=step, tasks=TASKS, group_size=group_size, **shares)
 
     return replace(made, batch=batch)
-
-
-def first_gradient(policy, ranks=tiny_loop.ALONE, *, chunk=4):
-    made = run(policy, ranks=ranks, chunk=chunk)
-    ((_, _, metrics),) = train(made, phase(ranks=ranks, steps=range(1)), start=0)
-    return tiny_loop.gradient(made), metrics
-
-
-def test_training_increases_the_mean_reward():
-    policy = tiny_writing.policy(sampling={"max_new_tokens": 4}, microbatch=32)
-    made = run(policy, chunk=32)
-    learning = phase(group_size=16, steps=range(25), learning_rate=lambda step: 0.02)
-    means = [metrics["reward/mean"] for _, _, metrics in train(made, learning, start=0)]
-    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1
-    collected = collect(made, learning, 99)
-    for part in policy.microbatches(collected.trajectory):
-        ratio = policy.evaluate(collected.trajectory, part, Needs()).log_ratio.exp()
-        assert (ratio - 1).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("other", [{"chunk": 3}, {"chunk": 100}, {"microbatch": 1}, {"microbatch": 8}, {"share": False}], ids=str)
-def test_chunks_microbatches_and_prompt_sharing_do_not_change_the_gradient(other):
-    wanted, metrics = first_gradient(tiny_writing.policy())
-    chunk = other.get("chunk", 4)
-    found, same = first_gradient(tiny_writing.policy(**{key: value for key, value in other.items() if key != "chunk"}), chunk=chunk)
-    assert tiny_policies.distance(found, wanted) < 1e-5
-    assert same["reward/mean"] == pytest.approx(metrics["reward/mean"])
-
-
-def test_two_ranks_get_the_gradient_of_one_rank():
-    wanted, metrics = first_gradient(tiny_writing.policy())
-    policies = [tiny_writing.policy() for _ in range(2)]
-    for found, same in tiny_loop.run_on_threads(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
-        assert tiny_policies.distance(found, wanted) < 1e-5
-        assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
 EARL = PolicyGradient(surrogate="reinforce", kl=Kl(kind="k3", weight=3e-4))

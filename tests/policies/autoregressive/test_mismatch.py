@@ -18,7 +18,6 @@ from retouch.policies.decoding import CachedDecoding
 from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import CachedEngine
 from retouch.run.metrics import completion_metrics
-from retouch.types import Needs, Slice
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 OURS = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, 0.0, 0.0]])
@@ -52,11 +51,6 @@ def test_a_nan_mismatch_raises():
     with pytest.raises(EngineFault, match="nan"):
         check_mismatch(OURS, THEIRS, torch.ones_like(MASK), limit=0.1)
     check_mismatch(OURS, THEIRS, torch.zeros_like(MASK), limit=1e-9)
-
-
-def test_a_mismatch_on_one_rank_raises_on_all_ranks():
-    with pytest.raises(EngineFault):
-        check_mismatch(OURS, OURS, torch.zeros_like(MASK), limit=0.1, any_rank=lambda flag: True)
 
 
 class ShiftedLogProbs:
@@ -111,10 +105,3 @@ def test_completion_metrics_report_the_mismatch_of_an_engine():
     assert told["engine/kl"] == pytest.approx(-drawn.mean().item(), rel=1e-3)
     alone = tiny_writing.policy(writer=way.model).rollout(batch)
     assert not any(name.startswith("engine/") for name in completion_metrics(alone, ranks=Ranks()))
-
-
-def test_the_built_in_engine_has_no_importance_weights():
-    way = tiny_writing.policy(sampling={"engine": CachedEngine(truncate_at=2.0)})
-    trajectory = way.rollout(tiny_writing.batch())
-    whole = Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
-    assert way.evaluate(trajectory, whole, Needs()).scale is None

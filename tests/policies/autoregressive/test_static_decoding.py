@@ -103,14 +103,6 @@ def test_static_decoding_equals_dynamic_decoding(made, sampling):
     same(decode(made, sampling=sampling), decode(made, sampling=sampling, static=True, check_every=4))
 
 
-def test_greedy_static_decoding_equals_greedy_dynamic_decoding(made):
-    assert torch.equal(decode(made, greedy=True).ids, decode(made, greedy=True, static=True).ids)
-
-
-def test_check_every_does_not_change_completions(made):
-    same(decode(made, sampling={"top_k": 5}), decode(made, sampling={"top_k": 5}, check_every=5))
-
-
 def test_static_decoding_uses_the_same_shapes_for_every_token(made):
     fixed, growing = (calls(made, static=static).shapes for static in (True, False))
     assert len(fixed) > 16
