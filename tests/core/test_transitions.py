@@ -1,7 +1,8 @@
-"""Transitions against golden vectors, torch.distributions, the diffusers scheduler and the marginals that they must keep."""
+"""Transitions, divergences, RatioNorm and windows, against golden vectors, torch.distributions and published formulas."""
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from jaxtyping import TypeCheckError
 from torch import Tensor
-from torch.distributions import Normal
+from torch.distributions import Categorical, Normal, kl_divergence
 
-from retouch.core.transitions import TransitionResult, transition
+from retouch.core.random import generator
+from retouch.core.surrogates import gaussian_kl, k3
+from retouch.core.transitions import TransitionResult, ratio_norm, transition
+from retouch.core.windows import all_steps, random_window, sliding_window
+
+# Transitions against golden vectors, torch.distributions, the diffusers scheduler and the marginals t
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "support" / "golden" / "flow_transitions.json").read_text())["cases"]
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -198,3 +204,140 @@ def test_invalid_arguments_raise_with_the_valid_values(kind, change, says):
     x, velocity, noise = draw(2, 6)
     with pytest.raises(REFUSED, match=f"{says}|Type-check"):
         act(kind, x, velocity, change.get("noise", noise), 0.5, 0.3, **{k: v for k, v in change.items() if k != "noise"})
+
+
+# RatioNorm against the published formula, and its two purposes
+
+
+def pair(
+    kind: str, sigma: float, sigma_next: float, *, rows: int = 4, reduction: str = "mean"
+) -> tuple[TransitionResult, TransitionResult]:
+    """A sampled step, and the same step evaluated with another velocity."""
+    generator = torch.Generator().manual_seed(0)
+    x, velocity, other, noise = (torch.randn(rows, 3, 5, generator=generator) for _ in range(4))
+    columns = (torch.full((rows,), sigma), torch.full((rows,), sigma_next))
+    options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": reduction}
+    acted = transition(kind, x, velocity, *columns, noise=noise, **options)
+    moved = (velocity + 0.1 * other).requires_grad_()
+    return acted, transition(kind, x, moved, *columns, next=acted.next, **options)
+
+
+def norm(acted: TransitionResult, new: TransitionResult, reduction: str = "mean") -> Tensor:
+    return ratio_norm(acted.next, new.mean, acted.mean, step_std=acted.step_std, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["sde", "dance"])
+def test_ratio_norm_equals_the_published_formula(kind, reduction):
+    acted, new = pair(kind, 0.8, 0.6, reduction=reduction)
+    moved = (new.mean - acted.mean).square().flatten(1)
+    bias = (moved.mean(1) if reduction == "mean" else moved.sum(1)) / (2 * acted.step_std**2)
+    expected = (new.log_prob - acted.log_prob + bias) * acted.step_std
+    torch.testing.assert_close(norm(acted, new, reduction), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_ratio_norm_of_cps_equals_the_gaussian_formula():
+    acted, new = pair("cps", 0.8, 0.6)
+    moved = (new.mean - acted.mean).square().flatten(1).mean(1)
+    gaussian = (new.log_prob - acted.log_prob + moved) / (2 * acted.step_std**2)
+    torch.testing.assert_close(norm(acted, new), gaussian * acted.step_std, atol=1e-6, rtol=1e-4)
+
+
+def test_ratio_norm_without_density_is_nan_and_can_be_masked_out():
+    mean = torch.ones(2, 3, requires_grad=True)
+    log_ratio = ratio_norm(torch.ones(2, 3), mean, torch.zeros(2, 3), step_std=torch.tensor([0.0, 0.5]), reduction="mean")
+    assert log_ratio.isnan().tolist() == [True, False]
+    log_ratio.masked_fill(torch.tensor([True, False]), 0).sum().backward()
+    torch.testing.assert_close(mean.grad, torch.tensor([[0.0] * 3, [2 / 3] * 3]))
+
+
+# Divergences against exact sums, torch.distributions and Monte Carlo over real transitions
+
+
+def test_k3_has_the_kl_as_its_exact_expectation():
+    generator = torch.Generator().manual_seed(0)
+    p, q = (Categorical(logits=torch.randn(4, 9, generator=generator)) for _ in range(2))
+    values = k3(p.logits, q.logits)
+    assert (values >= 0).all()
+    torch.testing.assert_close((p.probs * values).sum(1), kl_divergence(p, q))
+
+
+def test_k3_is_accurate_for_small_differences():
+    d = 1e-3
+    assert float(k3(torch.zeros(1, 1), torch.full((1, 1), d))) == pytest.approx(d * d / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("padding", [math.nan, -math.inf, 1e4])
+def test_k3_of_masked_actions_is_zero_with_zero_gradient(padding):
+    mask = torch.tensor([[True, False, True]])
+    log_probs = torch.tensor([[-1.0, padding, -2.0]], requires_grad=True)
+    values = k3(log_probs, torch.tensor([[-1.5, 0.0, -1.0]]), mask=mask)
+    values.sum().backward()
+    assert values[0, 1] == 0
+    assert log_probs.grad[0, 1] == 0
+    assert (values[mask] > 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gaussian_kl_equals_torch_distributions(reduction):
+    generator = torch.Generator().manual_seed(0)
+    mean, reference = (torch.randn(3, 2, 4, 4, generator=generator) for _ in range(2))
+    step_std = torch.tensor([0.1, 0.5, 2.0])
+    each = kl_divergence(Normal(mean, step_std.view(3, 1, 1, 1)), Normal(reference, step_std.view(3, 1, 1, 1))).flatten(1)
+    expected = each.mean(1) if reduction == "mean" else each.sum(1)
+    torch.testing.assert_close(gaussian_kl(mean, reference, step_std, reduction=reduction), expected)
+
+
+def test_gaussian_kl_without_density_is_nan_and_can_be_masked_out():
+    mean = torch.ones(2, 3, requires_grad=True)
+    kl = gaussian_kl(mean, torch.zeros(2, 3), torch.tensor([0.0, 1.0]), reduction="mean")
+    assert kl.isnan().tolist() == [True, False]
+    kl.masked_fill(torch.tensor([True, False]), 0).sum().backward()
+    torch.testing.assert_close(mean.grad, torch.tensor([[0.0] * 3, [1 / 3] * 3]))
+
+
+def test_invalid_reduction_raises_with_the_valid_values():
+    with pytest.raises((ValueError, TypeCheckError), match=r"'mean' or 'sum'|Type-check"):
+        gaussian_kl(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1), reduction="max")
+
+
+# Windows
+
+
+def test_all_steps_leaves_out_the_last():
+    assert all_steps(10) == range(9)
+    assert all_steps(2) == range(1)
+
+
+def test_random_window_uses_every_valid_start_and_no_other():
+    windows = [random_window(10, 3, low=1, high=6, generator=generator(0, "window", k)) for k in range(400)]
+    starts = Counter(window.start for window in windows)
+    assert set(starts) == {1, 2, 3}
+    assert min(starts.values()) > 90
+    assert all(len(window) == 3 and window.stop <= 6 for window in windows)
+    assert random_window(10, 3, low=1, high=6, generator=generator(0, "window", 7)) == windows[7]
+
+
+def test_sliding_window_advances_and_wraps_around():
+    starts = [sliding_window(10, 4, step=step, every=2, stride=2).start for step in range(12)]
+    assert starts == [0, 0, 2, 2, 4, 4, 5, 5, 0, 0, 2, 2]
+    assert [sliding_window(10, 9, step=step, every=1, stride=1) for step in range(3)] == [range(9)] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: all_steps(1), "at least 2"),
+        (lambda: random_window(10, 3, low=0, high=10, generator=generator(0)), "high <= 9"),
+        (lambda: random_window(10, 3, low=5, high=5, generator=generator(0)), "low < high"),
+        (lambda: random_window(10, 4, low=0, high=3, generator=generator(0)), "give 1 to 3"),
+        (lambda: random_window(10, 0, low=0, high=3, generator=generator(0)), "give 1 to 3"),
+        (lambda: sliding_window(10, 10, step=0, every=1, stride=1), "give 1 to 9"),
+        (lambda: sliding_window(10, 3, step=0, every=1, stride=4), "stride 1 to 3"),
+        (lambda: sliding_window(10, 3, step=0, every=0, stride=1), "every >= 1"),
+        (lambda: sliding_window(10, 3, step=-1, every=1, stride=1), "step >= 0"),
+    ],
+)
+def test_invalid_windows_raise_with_the_valid_values(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

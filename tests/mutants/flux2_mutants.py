@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 _MODEL = "models/flux2/model.py"
-_TEST = "tests/models/flux2/test_flux2.py"
+_TEST = "tests/models/test_families.py"
 _SAMPLES = f"{_TEST}::test_sampled_latents_match_the_pipeline"
 
 FLUX2 = (
@@ -34,7 +34,7 @@ FLUX2 = (
         _MODEL,
         "compute_empirical_mu(tokens, num_steps)",
         "compute_empirical_mu(tokens, 50)",
-        f"{_TEST}::test_sigmas_match_the_pipeline[4-size0]",
+        f"{_TEST}::test_sigmas_of_flux2_match_the_pipeline[4-size0]",
     ),
     Mutant(
         "reference images have the position ids of the output",
@@ -55,6 +55,6 @@ FLUX2 = (
         _MODEL,
         "(image.width - width) // 2, (image.height - height) // 2",
         "0, 0",
-        f"{_TEST}::test_reference_image_preprocessing_is_bitwise_equal_to_the_pipeline[70-81]",
+        f"{_TEST}::test_reference_images_of_flux2_are_preprocessed_bitwise_as_in_the_pipeline[70-81]",
     ),
 )

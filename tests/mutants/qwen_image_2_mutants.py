@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 _MODEL = "models/qwen_image_2/model.py"
-_TEST = "tests/models/qwen_image_2/test_qwen_image_2.py"
+_TEST = "tests/models/test_families.py"
 _SAMPLES = f"{_TEST}::test_sampled_latents_are_bitwise_equal_to_the_pipeline"
 
 QWEN_IMAGE_2 = (
@@ -26,7 +26,7 @@ QWEN_IMAGE_2 = (
         _MODEL,
         'lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []',
         'lengths, rows = [conditioning.tensors["mask"].shape[1]] * len(x), []',
-        "tests/models/test_family_contract.py::test_a_model_passes_the_contract_checks[qwen-image-2-0]",
+        "tests/models/test_families.py::test_a_model_passes_the_contract_checks[qwen-image-2-0]",
     ),
     Mutant(
         "source images come after the output in the token sequence",
@@ -40,7 +40,7 @@ QWEN_IMAGE_2 = (
         _MODEL,
         'ground = new("RGB", image.size, (255, 255, 255))',
         'ground = new("RGB", image.size)',
-        f"{_TEST}::test_encoded_and_decoded_images_match_the_autoencoder",
+        f"{_TEST}::test_an_image_round_trip_matches_the_autoencoder[qwen-image-2]",
     ),
     Mutant("an empty prompt is encoded without a space", _MODEL, '(prompt or " ")', "prompt", f"{_SAMPLES}[-0-1.0]"),
     Mutant(

@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-_TEST = "tests/models/z_image/test_z_image.py"
+_TEST = "tests/models/test_families.py"
 _WALK = f"{_TEST}::test_sampled_latents_match_the_pipeline"
 
 Z_IMAGE = (
@@ -32,7 +32,7 @@ Z_IMAGE = (
         "models/z_image/model.py",
         "[row[:length] for row",
         "[row for row",
-        "tests/models/test_family_contract.py::test_a_model_passes_the_contract_checks[z-image-0]",
+        "tests/models/test_families.py::test_a_model_passes_the_contract_checks[z-image-0]",
     ),
     Mutant(
         "the last hidden states are used instead of the next-to-last",
@@ -53,7 +53,7 @@ Z_IMAGE = (
         "models/z_image/model.py",
         "torch.where(mask[..., None], states, 0)",
         "states",
-        f"{_TEST}::test_the_embeddings_of_padding_are_zero",
+        f"{_TEST}::test_the_embeddings_of_padding_of_z_image_are_zero",
     ),
     Mutant(
         "the last sigma is 0.001 instead of 1 / num_steps",

@@ -1,15 +1,30 @@
 """Building the playground's base models: the same bits from the same seed, in the layout that loading expects."""
 
+import json
+from functools import partial
+from itertools import combinations
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from diffusers import QwenImagePipeline
 
+from retouch.models.flux.model import FluxFill
 from retouch.records.files import read_json
-from retouch_worlds.data import PlaygroundData
-from retouch_worlds.models.family import PlaygroundModel
+from retouch.rewards.text.ocr import OcrReward
+from retouch_worlds.data import PlaygroundData, TextToImageData, WordData
+from retouch_worlds.models import language
+from retouch_worlds.models.family import PlaygroundModel, PlaygroundTextToImage, PlaygroundWords
+from retouch_worlds.models.language import PlaygroundEmu3, PlaygroundEnhancer
+from retouch_worlds.models.tiny_fill import text
 from retouch_worlds.playground import playground_weights
 from retouch_worlds.pretraining import editor as qwen_parts
+from retouch_worlds.pretraining import emu3 as build_module
+from retouch_worlds.pretraining import text_to_image as building
+from retouch_worlds.pretraining import words as building_build_words
+from retouch_worlds.pretraining import writer as building_build_writer
 from retouch_worlds.pretraining.editor import (
     SPECIAL_TOKENS,
     AutoencoderTraining,
@@ -20,6 +35,14 @@ from retouch_worlds.pretraining.editor import (
     deepened,
     measure,
 )
+from retouch_worlds.pretraining.emu3 import CodesTraining, Emu3Training, build_emu3
+from retouch_worlds.pretraining.text_to_image import EnhancerTraining, TextToImageTraining, build_text_to_image, described
+from retouch_worlds.pretraining.text_to_image import measure as measure_build_text_to_image
+from retouch_worlds.pretraining.words import WordAutoencoderTraining, WordRound, WordTraining, build_words
+from retouch_worlds.pretraining.writer import WriterRound, WriterTraining, build_writer
+from small_builds import build_three
+
+# Building the playground's base models
 
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
@@ -103,3 +126,264 @@ def test_the_text_encoder_attends_at_most_6_tokens_back() -> None:
         one, other = (encoder.model(input_ids=ids, use_cache=False).last_hidden_state for ids in (tokens, changed))
     differing = (one - other).abs().amax(dim=-1)[0].gt(1e-6).nonzero().flatten().tolist()
     assert differing == list(range(5, 12))
+
+
+# A small `retouch playground build --emu3` writes files that a recipe can load
+
+CODES = CodesTraining(steps=3, free_steps=2, batch=4)
+STARTS = {
+    "s": Emu3Training(complexity={1: 1.0}, rounds=(2,), batch=2),
+    "sc": Emu3Training(complexity={1: 0.5, 2: 0.5}, rounds=(1, 1), batch=2),
+}
+FURTHER = {
+    "s-distractors": ("s", Emu3Training(complexity={1: 1.0}, rounds=(1,), before=1, batch=2, impossible=1.0)),
+    "sc-unfinished": ("sc", Emu3Training(complexity={2: 1.0}, rounds=(1,), before=2, batch=2, unfinished=1.0)),
+}
+ALL = (*STARTS, *FURTHER)
+
+
+def build(path):
+    """A few steps of training, and a few tasks to measure."""
+    with patch.object(build_module, "HELD_OUT", 6):
+        return build_emu3(path, seed=3, codes=CODES, starts=STARTS, further=FURTHER)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    path = tmp_path_factory.mktemp("built") / "emu3"
+    return path, build(path)
+
+
+@pytest.mark.slow
+def test_every_start_can_be_loaded_from_the_build_folder(built, monkeypatch):
+    path, scores = built
+    told = json.loads((path / "build.json").read_text())
+    assert told["command"] == "retouch playground build --emu3 --seed 3"
+    assert told["held_out"] == scores
+    assert {name for name in scores if "ceiling" in name} == {
+        f"{start}, ceiling {what}" for start in ALL for what in ("overall", "exact")
+    }
+    monkeypatch.setattr(language, "playground_weights", lambda name: path)
+    heads = []
+    for start in ALL:
+        section = PlaygroundEmu3(start=start)
+        editor = section.build(device=torch.device("cpu"), gradient_checkpointing=False)
+        assert editor.grid == (3, 3)
+        heads.append(editor.module.lm_head.weight)
+    assert all(not torch.equal(a, b) for a, b in combinations(heads, 2))
+
+
+@pytest.mark.slow
+def test_the_same_seed_makes_the_same_weights(built, tmp_path):
+    path, _ = built
+    build(tmp_path)
+    for part in ("autoencoder", *ALL):
+        assert (tmp_path / part / "model.safetensors").read_bytes() == (path / part / "model.safetensors").read_bytes()
+
+
+def test_the_packaged_weights_score_well_on_single_edits_and_contain_no_local_path():
+    shipped = playground_weights("emu3")
+    scores = json.loads((shipped / "build.json").read_text())["held_out"]
+    assert min(scores["s, ceiling overall"], scores["sc, ceiling overall"]) >= 9
+    assert min(scores["s, complexity=1 overall"], scores["sc, complexity=1 overall"]) >= 7
+    assert min(scores[f"s-distractors, complexity={number} overall"] for number in (1, 2)) >= 7
+    for config in shipped.rglob("*.json"):
+        assert "/tmp/" not in config.read_text()
+        assert "_name_or_path" not in json.loads(config.read_text())
+
+
+def test_distractors_are_requests_that_the_target_ignores():
+    """A demonstration of the base editor `s-distractors` has one edit, and most instructions have more clauses than that."""
+    start, settings = build_module.FURTHER["s-distractors"]
+    assert start == "s"
+    assert set(settings.complexity) == {1}
+    data = PlaygroundData(seed=0, count=40, complexity={1: 1.0}, filler=settings.filler, impossible=settings.impossible)
+    plain = PlaygroundData(seed=0, count=40, complexity={1: 1.0}, filler=settings.filler)
+    pairs = [*zip(data.tasks(), plain.tasks(), strict=True)]
+    assert all(len(task.meta["edits"]) == 1 for task, _ in pairs)
+    assert sum(len(task.instruction) > len(without.instruction) for task, without in pairs) >= 10
+
+
+# Building the playground's text-to-image model and its enhancer
+
+BUILD_TEXT_TO_IMAGE_TINY = {
+    "text_to_image": TextToImageTraining(steps=2, batch=4, warmup=1),
+    "enhancer": EnhancerTraining(steps=2, batch=4, warmup=1),
+}
+
+
+@pytest.fixture(scope="module")
+def built_of_build_text_to_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two builds of one seed, and one of another."""
+    folder = tmp_path_factory.mktemp("built")
+    for scores in build_three(folder, partial(build_text_to_image, **BUILD_TEXT_TO_IMAGE_TINY), measured_by=building):
+        assert 0 <= scores["right words, all overall"] <= 10
+    return folder
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits(built_of_build_text_to_image: Path) -> None:
+    parts = sorted(
+        path.relative_to(built_of_build_text_to_image / "one")
+        for path in (built_of_build_text_to_image / "one").rglob("*.safetensors")
+    )
+    assert len(parts) == 4
+    trained = [part for part in parts if "vae" not in part.parts]
+    for part in parts:
+        assert (built_of_build_text_to_image / "one" / part).read_bytes() == (
+            built_of_build_text_to_image / "two" / part
+        ).read_bytes()
+    for part in trained:
+        assert (built_of_build_text_to_image / "one" / part).read_bytes() != (
+            built_of_build_text_to_image / "other" / part
+        ).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_built_json_files_contain_no_local_path(built_of_build_text_to_image: Path) -> None:
+    for file in (built_of_build_text_to_image / "one").rglob("*.json"):
+        assert "/weights/" not in file.read_text()
+        assert str(built_of_build_text_to_image) not in file.read_text()
+
+
+@torch.no_grad()
+def test_the_diffusers_pipeline_gives_the_same_latents(built_of_build_text_to_image: Path) -> None:
+    folder = built_of_build_text_to_image / "one" / "text_to_image"
+    model = PlaygroundTextToImage(path=str(folder)).build(device=torch.device("cpu"))
+    pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
+    task = described(TextToImageData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
+    ours = model.encode([task])
+    pipeline.prompt_template_encode = model.text.template.head + "{}" + model.text.template.tail
+    pipeline.prompt_template_encode_start_idx = model.text.prefix
+    embeds, mask = pipeline.encode_prompt(task.instruction)
+    assert torch.equal(embeds, ours.tensors["embeds"])
+    assert mask is None or torch.equal(mask.bool(), ours.tensors["mask"])
+    x = model.initial_noise(ours, [torch.Generator().manual_seed(0)])
+    sigmas = model.sigmas(4, ours)
+    for k in range(4):
+        x = x + (sigmas[k + 1] - sigmas[k]) * model.velocity(model.module, x, sigmas[k][None], ours)
+    drawn = pipeline(
+        prompt_embeds=embeds,
+        prompt_embeds_mask=ours.tensors["mask"].long(),
+        height=24,
+        width=24,
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).images
+    torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_without_a_text_to_image_model_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="playground build --text-to-image"):
+        PlaygroundTextToImage(path=str(tmp_path)).build(device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_the_packaged_weights_have_the_scores_in_build_json_of_build_text_to_image() -> None:
+    """The enhancer, from which its recipe starts, names a single thing correctly, and of several things mostly the first."""
+    text_to_image, enhancer = (
+        read_json(playground_weights(name) / "build.json")["held_out"] for name in ("text_to_image", "enhancer")
+    )
+    assert text_to_image == enhancer
+    cpu = torch.device("cpu")
+    model: Any = PlaygroundTextToImage().build(device=cpu)
+    writer: Any = PlaygroundEnhancer().build(device=cpu, gradient_checkpointing=False)
+    found = measure_build_text_to_image(model, writer)
+    assert found.keys() == text_to_image.keys()
+    assert max(abs(found[name] - text_to_image[name]) for name in text_to_image) <= 0.1
+
+
+def test_the_packaged_weights_have_at_most_8_mb() -> None:
+    files = [file for name in ("text_to_image", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
+
+
+# Building the model that renders words
+
+BUILD_WORDS_TINY = {
+    "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
+    "words": WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, wrong_letters=0.4),), batch=4, warmup=1),
+}
+
+
+@pytest.fixture(scope="module")
+def built_of_build_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two builds of one seed, and one of another."""
+    folder = tmp_path_factory.mktemp("built")
+    for scores in build_three(folder, partial(build_words, **BUILD_WORDS_TINY), measured_by=building_build_words):
+        assert 0 <= scores["all correctness"] <= 1
+    return folder
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits_of_build_words(built_of_build_words: Path) -> None:
+    parts = sorted(path.relative_to(built_of_build_words / "one") for path in (built_of_build_words / "one").rglob("*.safetensors"))
+    assert {part.parts[0] for part in parts} == {"transformer", "vae", "text_encoder", "text_encoder_2"}
+    for part in parts:
+        assert (built_of_build_words / "one" / part).read_bytes() == (built_of_build_words / "two" / part).read_bytes()
+        assert (built_of_build_words / "one" / part).read_bytes() != (built_of_build_words / "other" / part).read_bytes()
+
+
+@pytest.mark.slow
+def test_build_json_contains_the_command_and_no_local_path(built_of_build_words: Path) -> None:
+    told = read_json(built_of_build_words / "one" / "build.json")
+    assert told["command"] == "retouch playground build --words --seed 3"
+    for file in (built_of_build_words / "one").rglob("*.json"):
+        assert str(built_of_build_words) not in file.read_text()
+
+
+@torch.no_grad()
+def test_the_built_words_model_loads_as_a_flux_fill_model(built_of_build_words: Path) -> None:
+    folder, cpu = built_of_build_words / "one", torch.device("cpu")
+    model: Any = PlaygroundWords(path=str(folder)).build(device=cpu)
+    assert isinstance(model, FluxFill)
+    task = WordData(seed=0, count=1, split="test").tasks()[0]
+    known = model.encode([task])
+    x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
+    velocity = model.velocity(model.module, x, torch.tensor([0.9]), known)
+    assert velocity.shape == (1, 32, 32)
+    assert velocity.isfinite().all()
+    assert model.text.t5_tokenizer.tokenize(task.instruction)[3:-2] == ["▁'", *task.text]
+    assert model.decode(x, known)[0].size == (64, 32)
+
+
+def test_a_folder_without_a_model_of_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="playground build --words"):
+        PlaygroundWords(path=str(tmp_path)).build(device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_the_packaged_weights_have_the_scores_in_build_json_of_build_words() -> None:
+    told = read_json(playground_weights("words") / "build.json")["held_out"]
+    model: Any = PlaygroundWords().build(device=torch.device("cpu"))
+    found = building_build_words.measure(model, OcrReward(where="box", line_width=160))
+    assert found.keys() == told.keys()
+    assert max(abs(found[name] - told[name]) for name in told) <= 0.05
+    assert found["ceiling correctness"] >= 0.97
+
+
+def test_the_packaged_weights_have_at_most_4_mb() -> None:
+    assert sum(file.stat().st_size for file in playground_weights("words").rglob("*") if file.is_file()) <= 4_000_000
+
+
+def test_every_instruction_fits_the_text_encoder() -> None:
+    encoder = text()
+    for task in WordData(seed=0, count=100).tasks()[:]:
+        encoder.check(task.instruction, task.id)
+
+
+# Building the playground's base writer
+
+ROUNDS = (WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=1.0))
+BUILD_WRITER_TINY = WriterTraining(rounds=ROUNDS, batch=4, warmup=1)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits_of_build_writer(tmp_path: Path) -> None:
+    for scores in build_three(tmp_path, partial(build_writer, writer=BUILD_WRITER_TINY), measured_by=building_build_writer):
+        assert len(scores) == 2 * 2 * 4
+        assert all(0 <= score <= 10 for score in scores.values())
+    one, two, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "other"))
+    assert one == two != other
