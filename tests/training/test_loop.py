@@ -100,7 +100,7 @@ def whole():
     return first_step(tiny.policy(mode="window", microbatch=100), chunk=100)
 
 
-@pytest.mark.parametrize("microbatch", [1, 3])
+@pytest.mark.parametrize("microbatch", [1])
 def test_microbatches_do_not_change_the_gradient(whole, microbatch):
     found, metrics = first_step(tiny.policy(mode="window", microbatch=microbatch), chunk=100)
     assert tiny.distance(found, whole[0]) < 1e-5
@@ -108,7 +108,7 @@ def test_microbatches_do_not_change_the_gradient(whole, microbatch):
         assert metrics[name] == pytest.approx(whole[1][name], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("chunk", [4])
 def test_chunks_change_nothing_but_rounding(whole, chunk):
     """Groups of three in chunks of four: rows of one group are sampled and scored in different chunks, and encoded twice."""
     found, _ = first_step(tiny.policy(mode="window", microbatch=100), chunk=chunk)
@@ -131,11 +131,10 @@ def step_on(ranks, policy, objective, missing):
     return tiny_loop.gradient(run), metrics, collected
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    ("objective", "options"),
-    [(tiny_loop.GRPO, {"mode": "window"}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
-    ids=["grpo", "nft", "draft"],
+    ("objective", "options", "world"),
+    [(tiny_loop.GRPO, {"mode": "window"}, 3), (NFT(), NFT_OPTIONS, 2), (DRAFT, DRAFT_OPTIONS, 2)],
+    ids=["grpo-3", "nft-2", "draft-2"],
 )
 def test_gradient_on_several_ranks_matches_one_rank(world, objective, options):
     """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
@@ -302,7 +301,7 @@ def test_resumed_phase_continues_its_step_and_optimizer_step_counts():
     assert objective.taken == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])
 def test_policy_metrics_with_dr_grpo_are_means_over_the_actions_of_all_ranks(world):
     """Rows of 1, 3, 4 and 1 actions of at most 20: the weights sum to 9 / 80, and the loss is that of the published formula."""
     batch = tiny.batch(seed=12)

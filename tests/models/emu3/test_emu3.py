@@ -130,7 +130,7 @@ def test_policy_passes_the_contract_checks(prefill, train, sampling):
     height, width = made.grid
     longest = len(made.words.header(height, width)) + height * (width + 1) + 3 + (12 if prefill == THINK else 0)
     policy = tiny_writing.policy(writer=made, train=train, sampling={"max_new_tokens": longest, **sampling})
-    batch = tiny_writing.batch(tasks())
+    batch = tiny_writing.batch(tasks()[:2])
     check_policy(policy, batch, needs=Needs(kl="k3"))
     trajectory = policy.rollout(batch)
     if prefill == DRAW:
@@ -160,8 +160,7 @@ def test_malformed_image_without_the_grammar_decodes_to_none():
     made = tiny_emu3.editor(grammar=False)
     longest = len(made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24))])[0]) + 1
     policy = tiny_writing.policy(writer=made, sampling={"max_new_tokens": longest})
-    batch = tiny_writing.batch(tasks(), group_size=8)
-    check_policy(policy, batch, needs=Needs())
+    batch = tiny_writing.batch(tasks(), group_size=2)
     trajectory = policy.rollout(batch)
     assert torch.equal(trajectory.mask.sum(1), trajectory.lengths)  # nothing is forced
     images = CodesDecoder(made)([batch.tasks[k] for k in batch.group], trajectory)

@@ -399,7 +399,7 @@ def test_initialisation_depends_only_on_the_seed_and_not_on_the_global_generator
     torch.random.set_rng_state(before)
 
 
-@pytest.mark.parametrize("form", [SMALL, LARGE, QFORMER])
+@pytest.mark.parametrize("form", [QFORMER])
 def test_bfloat16_base_keeps_fp32_adapter_weights_and_close_velocities(form, encoders):
     exact, rounded = flux(form=form), flux(form=form, dtype=torch.bfloat16)
     assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}

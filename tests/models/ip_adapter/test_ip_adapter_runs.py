@@ -194,7 +194,6 @@ def test_rebuilt_playground_encoder_is_the_shipped_one_up_to_rounding(tmp_path: 
 RL = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "velocity", "weight": 0.1}}
 
 LORA = {"kind": "lora", "rank": 2, "alpha": 4}
-NARROW = {"class": "CLIPVisionModelWithProjection", "config": {"projection_dim": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +223,9 @@ def recipe(world: Path, **changes: Any) -> Recipe:
     document["data"] = {"kind": "folder", "path": str(world / "photos"), "held_out": 2}
     document["reward"] = {"kind": "compressibility", "combine": {"compressibility": 1}}
     return parse(document | changes)
+
+
+SHORT = [{"name": "warm-up", "steps": 1, "objective": {"kind": "supervised"}}, {"name": "rl", "steps": 0}]
 
 
 def adapter_of(parts: Assembly) -> dict[str, torch.Tensor]:
@@ -293,7 +295,7 @@ def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def test_lora_next_to_the_adapter_is_trained_and_exported(world: Path, tmp_path: Path) -> None:
-    both = recipe(world, train={"lora": {"kind": "lora", "rank": 2, "alpha": 4}}, out=str(tmp_path))
+    both = recipe(world, train={"lora": {"kind": "lora", "rank": 2, "alpha": 4}}, out=str(tmp_path), phases=SHORT)
     parts = assemble(both, Ranks())
     names = set(parts.copies.parameters)
     adapters = {name for name in names if "_ip." in name or "encoder_hid_proj" in name}

@@ -44,7 +44,7 @@ def policy(model, *, train="lora", **sampling):
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="its own generation of images raises TypeError")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_greedy_image_tokens_match_transformers(seed):
     whole = tiny_janus.whole(seed)
     model = JanusImageModel(JanusImageModules(whole), tiny_janus.tokenizer(), vq=whole.model.vqmodel)

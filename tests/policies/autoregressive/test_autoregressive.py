@@ -79,8 +79,9 @@ def test_policy_passes_the_contract_checks_with_forced_tokens_and_two_vocabulari
     assert trajectory.kind[0].tolist() == [Kind.TEXT_TOKEN] * 2 + [Kind.IMAGE_TOKEN] + [Kind.TEXT_TOKEN] * 4
 
 
-@pytest.mark.parametrize("sampling", [{}, TRUNCATED], ids=str)
-@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sampling"), [("qwen2-vl", {}), ("qwen2.5-vl", TRUNCATED), ("qwen3-vl", {}), ("qwen3", TRUNCATED)]
+)
 def test_the_ratio_is_one_before_a_step(kind, sampling):
     """In float64, so that a difference is an error and not rounding. In fp32, kernels of single tokens and of whole rows round
     differently: the ratio then deviates by up to 1e-5, depending on the version of torch."""
@@ -126,7 +127,7 @@ def test_a_shared_prompt_gives_the_same_gradient():
     assert tiny_policies.distance(*gradients) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3"])
 def test_gradient_checkpointing_saves_memory_and_keeps_the_gradient(kind):
     gradients, saved = [], []
     for checkpointing in (False, True):
@@ -246,7 +247,7 @@ def test_log_probs_of_another_engine_are_stored_as_behaviour_log_probs():
         policy.rollout(batch)
 
 
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3-vl"])
 def test_log_probs_of_bf16_models_come_from_the_evaluation_in_fp32(kind):
     """Decoding in bf16 may deviate by more than a ratio may; the stored log-probabilities are the evaluation's, in fp32."""
     writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
@@ -263,7 +264,7 @@ def test_log_probs_of_bf16_models_come_from_the_evaluation_in_fp32(kind):
         assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("chunk", [2, 4, 12])
+@pytest.mark.parametrize("chunk", [4])
 def test_ratios_of_bf16_models_are_1_if_chunks_are_multiples_of_the_microbatch(chunk):
     """Log-probabilities are computed chunk by chunk, and the update's forward passes then have the same rows."""
     writer = tiny_writers.writer("qwen2.5-vl", stop=tiny_writing.STOPS)

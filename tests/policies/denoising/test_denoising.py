@@ -76,8 +76,7 @@ def test_a_model_that_returns_a_wrong_shape_is_refused_with_the_name_of_the_meth
 # Rollouts
 
 
-@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
-@pytest.mark.parametrize("mode", ["all", "window", "branch"])
+@pytest.mark.parametrize(("mode", "kind"), [("all", "sde"), ("window", "cps"), ("branch", "dance")])
 def test_stored_states_follow_from_means_and_keyed_noise(kind, mode):
     """Each stored state is the mean plus the standard deviation times its own keyed noise; the last steps are Euler steps."""
     policy = tiny.policy(kind=kind, mode=mode, keep_means=True)
@@ -221,8 +220,7 @@ def test_ratio_norm_without_stored_means_raises():
         policy.evaluate(policy.rollout(tiny.batch()), Slice(slice(0, 1), slice(0, 1)), Needs(log_ratio="norm"))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize(("microbatch", "rows"), [(1, 2), (3, 5), (4, 1), (100, 5)])
 def test_slices_are_no_larger_than_a_microbatch(rows, microbatch):
     policy = DenoisingPolicy.__new__(DenoisingPolicy)
     policy.microbatch = microbatch
@@ -266,8 +264,7 @@ def shapes(policy: DenoisingPolicy) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.5])
-@pytest.mark.parametrize("family", ["sd3", "edit"])
+@pytest.mark.parametrize(("family", "guidance"), [("sd3", 1.0), ("edit", 4.5)])
 def test_the_ratio_of_a_model_in_16_bits_is_1_before_the_first_update(family: str, guidance: float) -> None:
     assert ratios(policy(family, torch.bfloat16, guidance=guidance)).max() == 0
 
