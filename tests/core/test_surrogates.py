@@ -78,13 +78,6 @@ def test_cispo_gradient_is_the_clamped_ratio_times_reinforce(low):
     )
 
 
-def test_reinforce_is_minus_advantage_times_log_prob():
-    log_probs, advantages = draw()
-    ours = reinforce(log_probs, advantages)
-    torch.testing.assert_close(ours, -advantages * log_probs)
-    torch.testing.assert_close(gradient(ours, log_probs), -advantages)
-
-
 def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
     log_probs, advantages = draw()
     log_ratio = log_probs - log_probs.detach()

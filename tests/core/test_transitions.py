@@ -157,16 +157,6 @@ def test_any_float_is_cast_to_fp32_before_anything_is_computed(kind, dtype):
             assert torch.equal(getattr(ours, field), getattr(expected, field))
 
 
-def test_the_stored_next_latent_gets_no_gradient():
-    x, velocity, reached = draw(2, 8)
-    leaves = [tensor.requires_grad_() for tensor in (velocity, reached)]
-    columns = (column(0.7, 2), column(0.5, 2))
-    log_prob = transition("sde", x, velocity, *columns, noise_level=0.7, sigma_max=0.95, reduction="mean", next=reached).log_prob
-    grads = torch.autograd.grad(log_prob.sum(), leaves, allow_unused=True)
-    assert grads[0].abs().min() > 0
-    assert grads[1] is None
-
-
 @pytest.mark.parametrize("kind", ["cps", "sde", "dance"])
 def test_a_row_without_density_is_nan_and_can_be_masked_out(kind):
     x, velocity, noise = draw(2, 6)

@@ -32,13 +32,10 @@ from retouch.distributed.ranks import (
 from retouch.models.emu3 import Emu3ImageTokenizer
 from retouch.models.offloading import on_device, parts_of
 from retouch.models.parts import without_tf32
-from retouch.recipe.document import apply
 from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import parse
-from retouch.records.folder import RunFolder
 from retouch.renderers.base import RendererInContext
 from retouch.run.build import assemble, copies_in_cpu_memory
-from retouch.run.session import run
 from retouch_worlds.playground import playground_weights
 from tiny_models import image
 from tiny_recipes import SMALL
@@ -271,15 +268,6 @@ def test_memory_fraction_limits_every_gpu_of_the_rank_and_is_off_by_default(gpus
     assert gpus.limits == {}
     limit_memory(Devices(memory_fraction=0.85), Placement(THREE.policy, THREE.renderer, CPU))
     assert gpus.limits == {0: 0.85, 1: 0.85}
-
-
-def test_peak_memory_is_logged_with_timings_and_not_with_metrics(tmp_path: Path) -> None:
-    recipe = parse(apply(SMALL, [f"out={tmp_path}", "steps=1", "trackers=[]"]))
-    assert run(recipe, fresh=False) == 0
-    folder = RunFolder(recipe.folder)
-    (times,) = map(json.loads, folder.timings.read_text().splitlines())
-    assert times["memory/peak_gb"] > 0
-    assert not any(name.startswith("memory/") for name in folder.read_metrics()[0])
 
 
 # The recipe's settings for GPU numerics

@@ -38,19 +38,6 @@ def weights(made: ReplicatedStepper) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in made.parameters.items()}
 
 
-def test_gradients_of_several_backward_passes_accumulate() -> None:
-    torch.manual_seed(0)
-    whole, parts = stepper(), stepper()
-    parts.module.load_state_dict(whole.module.state_dict())
-    x = torch.randn(4, 3)
-    whole.backward(whole.module["used"](x).sum())
-    for row in x:
-        parts.backward(parts.module["used"](row).sum())
-    assert whole.step(0.1) == pytest.approx(parts.step(0.1), rel=1e-6)
-    for name, weight in weights(whole).items():
-        torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-6, atol=0)
-
-
 def test_weights_without_gradient_are_not_decayed() -> None:
     made = stepper(weight_decay=0.5)
     before = weights(made)

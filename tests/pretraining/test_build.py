@@ -1,7 +1,8 @@
 """Building the playground's base models: the same bits from the same seed, in the layout that loading expects."""
 
 import json
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,7 @@ from retouch_worlds.models.tiny_fill import text
 from retouch_worlds.playground import playground_weights
 from retouch_worlds.pretraining import editor as qwen_parts
 from retouch_worlds.pretraining import emu3 as build_module
-from retouch_worlds.pretraining import text_to_image as building
-from retouch_worlds.pretraining import words as building_build_words
-from retouch_worlds.pretraining import writer as building_build_writer
+from retouch_worlds.pretraining import text_to_image, words, writer
 from retouch_worlds.pretraining.editor import (
     SPECIAL_TOKENS,
     AutoencoderTraining,
@@ -40,7 +39,6 @@ from retouch_worlds.pretraining.text_to_image import EnhancerTraining, TextToIma
 from retouch_worlds.pretraining.text_to_image import measure as measure_build_text_to_image
 from retouch_worlds.pretraining.words import WordAutoencoderTraining, WordRound, WordTraining, build_words
 from retouch_worlds.pretraining.writer import WriterRound, WriterTraining, build_writer
-from small_builds import build_three
 
 # Building the playground's base models
 
@@ -109,11 +107,6 @@ def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
     found = measure(load(playground_weights()))
     assert found.keys() == kept.keys()
     assert max(abs(found[name] - kept[name]) for name in kept) <= 0.1
-
-
-def test_the_packaged_weights_have_at_most_12_mb() -> None:
-    size = sum(file.stat().st_size for file in playground_weights().rglob("*") if file.is_file())
-    assert size <= 12_000_000
 
 
 def test_the_text_encoder_attends_at_most_6_tokens_back() -> None:
@@ -204,51 +197,80 @@ def test_distractors_are_requests_that_the_target_ignores():
     assert sum(len(task.instruction) > len(without.instruction) for task, without in pairs) >= 10
 
 
-# Building the playground's text-to-image model and its enhancer
+# The text-to-image model, the model of words, and the writer
 
-BUILD_TEXT_TO_IMAGE_TINY = {
-    "text_to_image": TextToImageTraining(steps=2, batch=4, warmup=1),
-    "enhancer": EnhancerTraining(steps=2, batch=4, warmup=1),
+SMALL_BUILDS: dict[str, tuple[Any, Any, tuple[float, float]]] = {
+    "text-to-image": (
+        partial(
+            build_text_to_image,
+            text_to_image=TextToImageTraining(steps=2, batch=4, warmup=1),
+            enhancer=EnhancerTraining(steps=2, batch=4, warmup=1),
+        ),
+        text_to_image,
+        (0, 10),
+    ),
+    "words": (
+        partial(
+            build_words,
+            autoencoder=WordAutoencoderTraining(steps=2, batch=2),
+            words=WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, wrong_letters=0.4),), batch=4, warmup=1),
+        ),
+        words,
+        (0, 1),
+    ),
+    "writer": (
+        partial(
+            build_writer,
+            writer=WriterTraining(
+                rounds=(WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=1.0)), batch=4, warmup=1
+            ),
+        ),
+        writer,
+        (0, 10),
+    ),
 }
 
 
-@pytest.fixture(scope="module")
-def built_of_build_text_to_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two builds of one seed, and one of another."""
-    folder = tmp_path_factory.mktemp("built")
-    for scores in build_three(folder, partial(build_text_to_image, **BUILD_TEXT_TO_IMAGE_TINY), measured_by=building):
-        assert 0 <= scores["right words, all overall"] <= 10
+def build_small(name: str, folder: Path, seed: int = 3) -> Path:
+    """A build whose scores are those of 4 held-out tasks."""
+    make, measured_by, (least, most) = SMALL_BUILDS[name]
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(measured_by, "HELD_OUT", 4)
+        change.setattr(measured_by, "EVAL_STEPS", 1)
+        before = torch.get_num_threads()
+        scores = make(folder, seed=seed)
+        assert torch.get_num_threads() == before
+    assert all(least <= score <= most for score in scores.values())
     return folder
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: build_small(name, tmp_path_factory.mktemp("built") / "one"))
+
+
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits(built_of_build_text_to_image: Path) -> None:
-    parts = sorted(
-        path.relative_to(built_of_build_text_to_image / "one")
-        for path in (built_of_build_text_to_image / "one").rglob("*.safetensors")
-    )
-    assert len(parts) == 4
-    trained = [part for part in parts if "vae" not in part.parts]
+@pytest.mark.parametrize("name", SMALL_BUILDS)
+def test_the_same_seed_gives_the_same_bits_and_json_files_without_a_local_path(
+    first: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    one, again, other = first(name), build_small(name, tmp_path / "again"), build_small(name, tmp_path / "other", seed=4)
+    parts = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert len(parts) == {"text-to-image": 4, "words": 4, "writer": 1}[name]
     for part in parts:
-        assert (built_of_build_text_to_image / "one" / part).read_bytes() == (
-            built_of_build_text_to_image / "two" / part
-        ).read_bytes()
-    for part in trained:
-        assert (built_of_build_text_to_image / "one" / part).read_bytes() != (
-            built_of_build_text_to_image / "other" / part
-        ).read_bytes()
-
-
-@pytest.mark.slow
-def test_the_built_json_files_contain_no_local_path(built_of_build_text_to_image: Path) -> None:
-    for file in (built_of_build_text_to_image / "one").rglob("*.json"):
+        assert (one / part).read_bytes() == (again / part).read_bytes()
+        if (name, part.parts[-2:-1]) != ("text-to-image", ("vae",)):
+            assert (one / part).read_bytes() != (other / part).read_bytes()
+    for file in one.rglob("*.json"):
         assert "/weights/" not in file.read_text()
-        assert str(built_of_build_text_to_image) not in file.read_text()
+        assert str(one) not in file.read_text()
+    if name == "words":
+        assert read_json(one / "build.json")["command"] == "retouch playground build --words --seed 3"
 
 
 @torch.no_grad()
-def test_the_diffusers_pipeline_gives_the_same_latents(built_of_build_text_to_image: Path) -> None:
-    folder = built_of_build_text_to_image / "one" / "text_to_image"
+def test_the_diffusers_pipeline_gives_the_same_latents(first: Callable[[str], Path]) -> None:
+    folder = first("text-to-image") / "text_to_image"
     model = PlaygroundTextToImage(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
     task = described(TextToImageData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
@@ -275,9 +297,31 @@ def test_the_diffusers_pipeline_gives_the_same_latents(built_of_build_text_to_im
     torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
 
 
-def test_a_folder_without_a_text_to_image_model_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="playground build --text-to-image"):
-        PlaygroundTextToImage(path=str(tmp_path)).build(device=torch.device("cpu"))
+@torch.no_grad()
+def test_the_built_words_model_loads_as_a_flux_fill_model(first: Callable[[str], Path]) -> None:
+    folder, cpu = first("words"), torch.device("cpu")
+    model: Any = PlaygroundWords(path=str(folder)).build(device=cpu)
+    assert isinstance(model, FluxFill)
+    task = WordData(seed=0, count=1, split="test").tasks()[0]
+    known = model.encode([task])
+    x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
+    velocity = model.velocity(model.module, x, torch.tensor([0.9]), known)
+    assert velocity.shape == (1, 32, 32)
+    assert velocity.isfinite().all()
+    assert model.text.t5_tokenizer.tokenize(task.instruction)[3:-2] == ["▁'", *task.text]
+    assert model.decode(x, known)[0].size == (64, 32)
+
+
+@pytest.mark.parametrize(("section", "option"), [(PlaygroundTextToImage, "--text-to-image"), (PlaygroundWords, "--words")])
+def test_a_folder_without_the_model_raises(tmp_path: Path, section: Any, option: str) -> None:
+    with pytest.raises(ValueError, match=f"playground build {option}"):
+        section(path=str(tmp_path)).build(device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("names", "megabytes"), [((), 12), (("text_to_image", "enhancer"), 8), (("words",), 4)])
+def test_the_packaged_weights_are_small(names: tuple[str, ...], megabytes: int) -> None:
+    folders = [playground_weights(name) for name in names] or [playground_weights()]
+    assert sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file()) <= megabytes * 10**6
 
 
 @pytest.mark.slow
@@ -295,95 +339,17 @@ def test_the_packaged_weights_have_the_scores_in_build_json_of_build_text_to_ima
     assert max(abs(found[name] - text_to_image[name]) for name in text_to_image) <= 0.1
 
 
-def test_the_packaged_weights_have_at_most_8_mb() -> None:
-    files = [file for name in ("text_to_image", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) <= 8_000_000
-
-
-# Building the model that renders words
-
-BUILD_WORDS_TINY = {
-    "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
-    "words": WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, wrong_letters=0.4),), batch=4, warmup=1),
-}
-
-
-@pytest.fixture(scope="module")
-def built_of_build_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two builds of one seed, and one of another."""
-    folder = tmp_path_factory.mktemp("built")
-    for scores in build_three(folder, partial(build_words, **BUILD_WORDS_TINY), measured_by=building_build_words):
-        assert 0 <= scores["all correctness"] <= 1
-    return folder
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits_of_build_words(built_of_build_words: Path) -> None:
-    parts = sorted(path.relative_to(built_of_build_words / "one") for path in (built_of_build_words / "one").rglob("*.safetensors"))
-    assert {part.parts[0] for part in parts} == {"transformer", "vae", "text_encoder", "text_encoder_2"}
-    for part in parts:
-        assert (built_of_build_words / "one" / part).read_bytes() == (built_of_build_words / "two" / part).read_bytes()
-        assert (built_of_build_words / "one" / part).read_bytes() != (built_of_build_words / "other" / part).read_bytes()
-
-
-@pytest.mark.slow
-def test_build_json_contains_the_command_and_no_local_path(built_of_build_words: Path) -> None:
-    told = read_json(built_of_build_words / "one" / "build.json")
-    assert told["command"] == "retouch playground build --words --seed 3"
-    for file in (built_of_build_words / "one").rglob("*.json"):
-        assert str(built_of_build_words) not in file.read_text()
-
-
-@torch.no_grad()
-def test_the_built_words_model_loads_as_a_flux_fill_model(built_of_build_words: Path) -> None:
-    folder, cpu = built_of_build_words / "one", torch.device("cpu")
-    model: Any = PlaygroundWords(path=str(folder)).build(device=cpu)
-    assert isinstance(model, FluxFill)
-    task = WordData(seed=0, count=1, split="test").tasks()[0]
-    known = model.encode([task])
-    x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
-    velocity = model.velocity(model.module, x, torch.tensor([0.9]), known)
-    assert velocity.shape == (1, 32, 32)
-    assert velocity.isfinite().all()
-    assert model.text.t5_tokenizer.tokenize(task.instruction)[3:-2] == ["▁'", *task.text]
-    assert model.decode(x, known)[0].size == (64, 32)
-
-
-def test_a_folder_without_a_model_of_words_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="playground build --words"):
-        PlaygroundWords(path=str(tmp_path)).build(device=torch.device("cpu"))
-
-
 @pytest.mark.slow
 def test_the_packaged_weights_have_the_scores_in_build_json_of_build_words() -> None:
     told = read_json(playground_weights("words") / "build.json")["held_out"]
     model: Any = PlaygroundWords().build(device=torch.device("cpu"))
-    found = building_build_words.measure(model, OcrReward(where="box", line_width=160))
+    found = words.measure(model, OcrReward(where="box", line_width=160))
     assert found.keys() == told.keys()
     assert max(abs(found[name] - told[name]) for name in told) <= 0.05
     assert found["ceiling correctness"] >= 0.97
-
-
-def test_the_packaged_weights_have_at_most_4_mb() -> None:
-    assert sum(file.stat().st_size for file in playground_weights("words").rglob("*") if file.is_file()) <= 4_000_000
 
 
 def test_every_instruction_fits_the_text_encoder() -> None:
     encoder = text()
     for task in WordData(seed=0, count=100).tasks()[:]:
         encoder.check(task.instruction, task.id)
-
-
-# Building the playground's base writer
-
-ROUNDS = (WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=1.0))
-BUILD_WRITER_TINY = WriterTraining(rounds=ROUNDS, batch=4, warmup=1)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits_of_build_writer(tmp_path: Path) -> None:
-    for scores in build_three(tmp_path, partial(build_writer, writer=BUILD_WRITER_TINY), measured_by=building_build_writer):
-        assert len(scores) == 2 * 2 * 4
-        assert all(0 <= score <= 10 for score in scores.values())
-    one, two, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "other"))
-    assert one == two != other

@@ -30,7 +30,7 @@ from retouch.policies.weights import stale_copies
 from retouch.recipe.recipe import load
 from retouch.run.build import build_phase
 from retouch.run.collecting import collect_ahead, collect_refilled, under_current_weights
-from retouch.run.step import TooManyMissing, begin_collecting, collect, make_minibatch, train, update, weighted_rows
+from retouch.run.step import begin_collecting, collect, make_minibatch, train, update, weighted_rows
 from retouch.types import Minibatch, Needs
 from slow_params import slow_after
 from token_policy import TokenPolicy
@@ -131,14 +131,6 @@ def test_missing_scores_do_not_count_as_equal_rewards():
     assert collected.batch.group_ids == (0, 1, 2)
     rewards = torch.tensor([0.5, 0.5, torch.nan, 0.2, 0.3, torch.nan, 0.7, torch.nan])
     assert equal_groups(rewards, torch.tensor([4, 4, 4, 1, 1, 2, 2, 3])).tolist() == [4]
-
-
-def test_too_many_missing_scores_raise_before_more_tasks_are_sampled():
-    judge = EqualScores(["t1"], [(0, slot) for slot in range(4)])
-    run = tiny_loop.run(tiny.policy(mode="window"), judge=judge, chunk=100, max_missing=0.2)
-    with pytest.raises(TooManyMissing):
-        list(train(run, refilled(3), start=0))
-    assert judge.sample_counts == [12]
 
 
 def test_refilled_step_depends_only_on_weights_and_step_number():
@@ -321,14 +313,6 @@ def test_metrics_report_the_staleness_of_the_samples():
         assert 0 < each["staleness/truncated"] < 1
         assert math.isfinite(each["staleness/kl"])
         assert each["policy/ratio_max_first"] <= 1e-5
-
-
-def test_without_staleness_there_are_no_weight_copies_metrics_or_importance_weights():
-    run, phase = stale_run(0)
-    plain = [metrics for _, _, metrics in train(run, phase, start=0)]
-    assert not any(name.startswith("staleness/") for name in plain[0])
-    assert run.policy.copies.copies.keys() == {"reference"}
-    assert collect(run, phase, 0).importance is None
 
 
 def test_engine_mismatch_weight_of_stale_completions_is_unchanged_by_an_update():

@@ -1,6 +1,7 @@
 """A value head in the training loop: it converges to a closed form, the policy improves with it, and several ranks and the
 preflight do not change the result."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -258,7 +259,16 @@ def test_head_stepper_state_restores_the_head_and_the_next_step_bitwise():
 
 
 def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path):
-    changes = ["steps=1", f"out={tmp_path}", "trackers=[]", "group_size=1", "tasks_per_step=4", "policy.ema=null"]
+    changes = [
+        "steps=1",
+        f"out={tmp_path}",
+        "trackers=[]",
+        "group_size=1",
+        "tasks_per_step=4",
+        "policy.ema=null",
+        "eval.every=0",
+        "eval.tasks=1",
+    ]
     recipe = parse({**apply(SMALL, changes), "advantage": {"kind": "gae"}})
     assert run_session(recipe, fresh=False) == 0
     folder = RunFolder(tmp_path / "small")
@@ -269,6 +279,9 @@ def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path
     assert state.tensors["optimizer"]["value_head/weights/network.outer.weight"].abs().max() > 0
     (metrics,) = folder.read_metrics()
     assert metrics["value/loss"] > 0
+    (times,) = map(json.loads, folder.timings.read_text().splitlines())
+    assert times["memory/peak_gb"] > 0
+    assert not any(name.startswith("memory/") for name in metrics)
     exported = export_target(str(folder.root), to=tmp_path / "exported")
     names = {name for file in exported if file.suffix == ".safetensors" for name in load_file(file)}
     assert names

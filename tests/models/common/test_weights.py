@@ -18,7 +18,7 @@ from retouch.models.base import packaged_config
 from retouch.models.flux2 import Flux2KleinModel
 from retouch.models.language import QwenLanguageModel
 from retouch.models.parts import parameter_count, stored_count
-from retouch.models.pretrained import MODEL, TOKENIZER, IncompleteWeights, fetch_weights, find_weights, require_complete
+from retouch.models.pretrained import MODEL, TOKENIZER, IncompleteWeights, fetch_weights, find_weights
 from retouch.models.qwen_image_2 import QwenImage2Model
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
@@ -87,13 +87,6 @@ def test_missing_or_damaged_files_raise_with_their_names(folder: Path, fault: st
     with pytest.raises(IncompleteWeights, match=rf"^policy\.model\.path: .*flux is incomplete: .*{text}") as error:
         fetch_weights(str(folder))
     assert error.value.command == f"hf download ID --local-dir {folder}"
-
-
-def test_error_lists_every_problem_and_suggests_to_download_the_hub_id(folder: Path) -> None:
-    cut(TRANSFORMER, 20_000)(folder)
-    shutil.rmtree(folder / "vae")
-    with pytest.raises(IncompleteWeights, match=r"vae is missing; transformer/.* has 20000 of .*: `hf download me/flux`"):
-        require_complete(folder, path="me/flux", key="policy.model.path")
 
 
 def test_null_and_optional_parts_can_be_missing(folder: Path) -> None:

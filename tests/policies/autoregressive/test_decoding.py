@@ -15,7 +15,7 @@ import tiny_models
 import tiny_writers
 import tiny_writing
 from retouch.core.tokens import sample_tokens
-from retouch.models.emu3 import DRAW, THINK
+from retouch.models.emu3 import THINK
 from retouch.models.qwen_vl import QwenWriter
 from retouch.policies.decoding import CachedDecoding, uniforms
 from retouch.policies.rollout import CachedEngine, EngineContext, TokenRollout
@@ -233,11 +233,11 @@ def qwen():
     return tiny_writers.writer("qwen2.5-vl", stop=tiny_writing.STOPS), tiny_writers.tasks(), 20
 
 
-def emu3(prefill):
-    model = tiny_emu3.editor(prefill=prefill)
+def emu3():
+    model = tiny_emu3.editor(prefill=THINK)
     names = ("one", "make it red"), ("two", "no"), ("three", "add a blue circle")
     tasks = tuple(tiny_models.task(name, text, tiny_models.image(k, 16, 24)) for k, (name, text) in enumerate(names))
-    return model, tasks, len(model.grammar.form) + (0 if prefill == DRAW else 12)
+    return model, tasks, len(model.grammar.form) + 12
 
 
 def janus():
@@ -246,7 +246,7 @@ def janus():
     return model, tuple(Task(id=text, instruction=text) for text in texts), tiny_janus.SIDE**2 + 1
 
 
-MODELS = {"qwen2.5-vl": qwen, "emu3": lambda: emu3(DRAW), "emu3-thinking": lambda: emu3(THINK), "janus": janus}
+MODELS = {"qwen2.5-vl": qwen, "emu3-thinking": emu3, "janus": janus}
 
 
 @pytest.fixture(params=MODELS, scope="module")
