@@ -34,6 +34,12 @@ from retouch.models.qwen_image.model import (
 from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
 from retouch.types import Conditioning
 
+
+@pytest.fixture(scope="module")
+def parts():
+    return tiny_editing.parts()
+
+
 # Qwen-Image against diffusers' own pipeline, with tiny random models; and the family's official templates
 
 
