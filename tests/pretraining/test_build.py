@@ -234,7 +234,7 @@ SMALL_BUILDS: dict[str, tuple[Any, Any, tuple[float, float]]] = {
 def build_small(name: str, folder: Path, seed: int = 3) -> Path:
     """A build whose scores are those of 4 held-out tasks."""
     make, measured_by, (least, most) = SMALL_BUILDS[name]
-    with pytest.MonkeyPatch.context() as change:
+    with pytest.MonkeyPatch.context() as change, torch.enable_grad():
         change.setattr(measured_by, "HELD_OUT", 4)
         change.setattr(measured_by, "EVAL_STEPS", 1)
         before = torch.get_num_threads()

@@ -239,6 +239,7 @@ def test_invalid_cache_limit_raises(limit: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_cache_folder_and_limit_come_from_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RETOUCH_PROMPT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert EmbeddingStore.of_user().folder == tmp_path / "retouch" / "prompt-embeddings"
     assert EmbeddingStore.of_user().limit == 100 * 10**9
