@@ -1,4 +1,4 @@
-"""Advantages against a plain loop over groups, and properties that every advantage must have."""
+"""Advantages, the weights of imitated samples, and generalised advantage estimation, against plain loops and closed forms."""
 
 import math
 import statistics
@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from retouch.core.advantages import batch_relative, group_relative, zero_std_groups
+from retouch.core.advantages import batch_relative, best_of_group, exponential_weights, group_relative, zero_std_groups
+from retouch.core.gae import clipped_value_loss, discounted_returns, explained_variance, gae, whiten
+
+# Advantages against a plain loop over groups, and properties that every advantage must have
 
 NAN = math.nan
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -54,9 +57,10 @@ def test_group_relative_equals_a_loop_over_groups(baseline, scale, ddof, rows):
     torch.testing.assert_close(ours, by_hand(rewards, group, **options), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("size", [2, 3, 7, 8, 11])
+@pytest.mark.parametrize(
+    ("size", "scale", "baseline"),
+    [(2, "group", "mean"), (3, "batch", "leave_one_out"), (7, "none", "mean"), (11, "group", "leave_one_out")],
+)
 def test_equal_rewards_give_exactly_zero(size, scale, baseline):
     for k in range(1, 40):
         rewards = torch.cat([torch.full((size,), 0.1 * k), torch.tensor([0.0, 1.0])])
@@ -65,63 +69,6 @@ def test_equal_rewards_give_exactly_zero(size, scale, baseline):
         assert (advantages[:size] == 0).all()
         assert (advantages[size:] != 0).all()
         assert (batch_relative(rewards[:size]) == 0).all()
-
-
-def test_one_valid_reward_gives_exactly_zero():
-    rewards = torch.tensor([0.3, NAN, NAN, 0.7, 0.1, 0.9])
-    group = torch.tensor([0, 0, 0, 1, 2, 2])
-    for baseline in ("mean", "leave_one_out"):
-        for scale in ("group", "batch", "none"):
-            assert group_relative(rewards, group, baseline=baseline, scale=scale, ddof=1)[:4].tolist() == [0, 0, 0, 0]
-    assert batch_relative(torch.tensor([NAN, 0.4])).tolist() == [0, 0]
-    assert group_relative(torch.tensor([NAN, NAN]), torch.tensor([0, 0])).tolist() == [0, 0]
-
-
-@properties
-@given(rows=rows, scale=st.sampled_from(["group", "batch", "none"]))
-def test_missing_rewards_get_advantage_0_and_do_not_change_other_rows(rows, scale):
-    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
-    valid = ~rewards.isnan()
-    advantages = group_relative(rewards, group, scale=scale)
-    assert (advantages[~valid] == 0).all()
-    torch.testing.assert_close(advantages[valid], group_relative(rewards[valid], group[valid], scale=scale))
-
-
-@properties
-@given(rows=rows, data=st.data(), baseline=st.sampled_from(["mean", "leave_one_out"]))
-def test_permuting_rows_permutes_advantages(rows, data, baseline):
-    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
-    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
-    advantages = group_relative(rewards, group, baseline=baseline)
-    torch.testing.assert_close(group_relative(rewards[order], group[order], baseline=baseline), advantages[order])
-
-
-@properties
-@given(rows=rows, factor=st.sampled_from([0.01, 0.5, 3.0, 40.0]), shift=st.sampled_from([0.0, -2.0, 10.0]))
-def test_scaling_and_shifting_rewards_does_not_change_advantages(rows, factor, shift):
-    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
-    ours = group_relative(factor * (rewards + shift), group, eps=1e-9)
-    torch.testing.assert_close(ours, group_relative(rewards, group, eps=1e-9), atol=1e-3, rtol=1e-3)
-
-
-@properties
-@given(rows=rows, baseline=st.sampled_from(["mean", "leave_one_out"]), scale=st.sampled_from(["group", "batch", "none"]))
-def test_advantages_of_a_group_sum_to_zero(rows, baseline, scale):
-    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
-    advantages = group_relative(rewards, group, baseline=baseline, scale=scale, clip=None)
-    for g in group.unique():
-        members = advantages[group == g]
-        assert abs(members.sum()) <= 1e-5 * (1 + members.abs().sum())
-
-
-def test_groups_are_identified_by_id_and_not_by_content():
-    apart = group_relative(torch.tensor([0.0, 1.0, 10.0, 11.0]), torch.tensor([7, 7, -3, -3]))
-    torch.testing.assert_close(apart, torch.tensor([-1.0, 1.0, -1.0, 1.0]), atol=1e-3, rtol=0)
-    interleaved = group_relative(torch.tensor([0.0, 10.0, 1.0, 11.0]), torch.tensor([7, -3, 7, -3]))
-    assert interleaved.tolist() == apart[[0, 2, 1, 3]].tolist()
-    twice = group_relative(torch.tensor([0.0, 1.0, 2.0] * 2), torch.tensor([0, 0, 0, 1, 1, 1]), ddof=1)
-    alone = group_relative(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 0]), ddof=1)
-    assert twice.tolist() == alone.tolist() * 2
 
 
 def test_batch_relative_is_the_z_score_of_valid_rewards():
@@ -173,3 +120,221 @@ def test_bad_rewards_and_groups_are_refused():
         group_relative(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
     with pytest.raises(REFUSED, match=r"one integer id per row|Type-check"):
         group_relative(torch.tensor([0.0, 1.0]), torch.tensor([0]))
+
+
+# The weights of samples that a run imitates, against plain loops over groups
+
+reward_of_imitation_weights = st.integers(-4, 4).map(lambda n: n / 4)
+rows_of_imitation_weights = st.lists(
+    st.tuples(reward_of_imitation_weights | st.just(NAN), st.integers(-1, 2)), min_size=1, max_size=20
+)
+
+
+def groups_of(rewards, group):
+    """The valid rewards of each group, and the rows that have them."""
+    for number in set(group):
+        members = [row for row, of in enumerate(group) if of == number and not math.isnan(rewards[row])]
+        yield members, [rewards[row] for row in members]
+
+
+def best_by_hand(rewards, group, keep):
+    """Fill ``keep`` places from the best score down; those who tie for the last places share them."""
+    weights = [0.0] * len(rewards)
+    for members, scores in groups_of(rewards, group):
+        if len(members) <= keep or len(set(scores)) == 1:
+            continue
+        places = float(keep)
+        for score in sorted(set(scores), reverse=True):
+            tied = [row for row in members if rewards[row] == score]
+            for row in tied:
+                weights[row] = min(places, len(tied)) / len(tied) * len(members) / keep
+            places = max(0.0, places - len(tied))
+    return torch.tensor(weights)
+
+
+def exponential_by_hand(rewards, group, temperature, eps):
+    weights = [0.0] * len(rewards)
+    for members, scores in groups_of(rewards, group):
+        if len(set(scores)) < 2:
+            continue
+        mean = math.fsum(scores) / len(scores)
+        std = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+        powers = [math.exp((score - mean) / (std + eps) / temperature) for score in scores]
+        for row, power in zip(members, powers, strict=True):
+            weights[row] = len(members) * power / math.fsum(powers)
+    return torch.tensor(weights)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@properties
+@given(rows=rows_of_imitation_weights)
+def test_best_of_group_equals_a_loop_over_sorted_groups(keep, rows):
+    rewards, group = [r for r, _ in rows], [g for _, g in rows]
+    ours = best_of_group(torch.tensor(rewards), torch.tensor(group), keep=keep)
+    torch.testing.assert_close(ours, best_by_hand(rewards, group, keep), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@properties
+@given(rows=rows_of_imitation_weights)
+def test_exponential_weights_equal_a_loop_over_groups(temperature, rows):
+    rewards, group = [r for r, _ in rows], [g for _, g in rows]
+    ours = exponential_weights(torch.tensor(rewards), torch.tensor(group), temperature=temperature, eps=1e-3)
+    torch.testing.assert_close(ours, exponential_by_hand(rewards, group, temperature, 1e-3), atol=1e-5, rtol=1e-5)
+
+
+def test_invalid_keep_or_temperature_and_infinite_rewards_raise():
+    rewards, group = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
+    with pytest.raises(ValueError, match="keep 0"):
+        best_of_group(rewards, group, keep=0)
+    with pytest.raises(ValueError, match="temperature 0"):
+        exponential_weights(rewards, group, temperature=0.0)
+    for weigh in (best_of_group, exponential_weights):
+        with pytest.raises(ValueError, match="infinite rewards"):
+            weigh(torch.tensor([math.inf, 0.2]), group)
+
+
+# Advantages from values against the published sum and closed forms; the value loss; explained variance
+
+number = st.integers(-40, 40).map(lambda n: n / 8)
+share = st.sampled_from([0.0, 0.3, 0.9, 1.0])
+
+
+@st.composite
+def chains(draw):
+    """Rewards, values and masks of a few rows; a row may have no unmasked action, and its reward may be missing."""
+    length = draw(st.integers(1, 6))
+    rows = draw(st.integers(1, 4))
+    values = [[draw(number) for _ in range(length)] for _ in range(rows)]
+    mask = [[draw(st.booleans()) for _ in range(length)] for _ in range(rows)]
+    return [draw(number | st.just(NAN)) for _ in range(rows)], values, mask
+
+
+def by_sum(reward, values, gamma, lam):
+    """Equation 16 of the paper, for the unmasked actions of one row: sum over l of (gamma lam)^l delta_(k + l)."""
+    last = len(values) - 1
+    deltas = [(reward if k == last else gamma * values[k + 1]) - values[k] for k in range(len(values))]
+    return [sum((gamma * lam) ** (later - k) * deltas[later] for later in range(k, len(values))) for k in range(len(values))]
+
+
+@given(chain=chains(), gamma=share, lam=share)
+def test_gae_equals_the_published_sum_over_the_unmasked_actions(chain, gamma, lam):
+    rewards, values, mask = chain
+    found = gae(torch.tensor(rewards), torch.tensor(values), torch.tensor(mask), gamma=gamma, lam=lam)
+    for row, reward in enumerate(rewards):
+        chosen = [k for k, there in enumerate(mask[row]) if there]
+        wanted = [0.0] * len(values[row])
+        if not math.isnan(reward):
+            for k, advantage in zip(chosen, by_sum(reward, [values[row][k] for k in chosen], gamma, lam), strict=True):
+                wanted[k] = advantage
+        torch.testing.assert_close(found[row], torch.tensor(wanted), atol=1e-4, rtol=1e-5)
+
+
+@given(chain=chains())
+def test_gae_with_gamma_and_lambda_1_equals_reward_minus_value(chain):
+    rewards, values, mask = (torch.tensor(part) for part in chain)
+    found = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    wanted = (rewards[:, None] - values).masked_fill(~mask | rewards.isnan()[:, None], 0.0)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@given(chain=chains(), gamma=share, lam=share)
+def test_masked_actions_do_not_change_gae_or_discounted_returns(chain, gamma, lam):
+    """Moving the unmasked actions of every row to its start gives the same advantages; masked values do not matter."""
+    rewards, values, mask = (torch.tensor(part) for part in chain)
+    found = gae(rewards, values.masked_fill(~mask, NAN), mask, gamma=gamma, lam=lam)
+    order = (~mask).int().argsort(dim=1, stable=True)
+    pushed = gae(rewards, values.gather(1, order), mask.gather(1, order), gamma=gamma, lam=lam)
+    torch.testing.assert_close(pushed, found.gather(1, order))
+    together = discounted_returns(rewards.nan_to_num(0.0), mask.gather(1, order), gamma=gamma)
+    torch.testing.assert_close(together, discounted_returns(rewards.nan_to_num(0.0), mask, gamma=gamma).gather(1, order))
+
+
+def test_returns_are_discounted_once_per_later_unmasked_action():
+    mask = torch.tensor([[True, False, True, True], [False, False, False, False]])
+    found = discounted_returns(torch.tensor([8.0, 8.0]), mask, gamma=0.5)
+    assert found.tolist() == [[2.0, 0.0, 4.0, 8.0], [0.0] * 4]
+
+
+@pytest.mark.parametrize("options", [{"gamma": 1.1, "lam": 1.0}, {"gamma": 1.0, "lam": -0.1}])
+def test_gamma_or_lambda_outside_0_to_1_raises(options):
+    with pytest.raises(ValueError, match="both must be between 0 and 1"):
+        gae(torch.zeros(1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **options)
+
+
+def test_an_infinite_reward_is_refused():
+    with pytest.raises(ValueError, match="infinite rewards"):
+        gae(torch.tensor([math.inf]), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), gamma=1.0, lam=1.0)
+
+
+# Whitening
+
+
+def test_whitened_advantages_have_mean_0_and_std_1_over_counted_actions():
+    advantages = torch.tensor([[1.0, 2.0, 90.0], [4.0, -70.0, 5.0]])
+    counted = torch.tensor([[True, True, False], [True, False, True]])
+    found = whiten(advantages, counted, eps=1e-9)
+    assert found[~counted].abs().max() == 0
+    torch.testing.assert_close(found[counted], torch.tensor([-2.0, -1.0, 1.0, 2.0]) / math.sqrt(2.5))
+    assert whiten(torch.full((2, 2), 0.1), torch.ones(2, 2, dtype=torch.bool)).abs().max() == 0
+    assert whiten(advantages, torch.zeros_like(counted)).abs().max() == 0
+
+
+# The value loss
+
+
+def loss_of(value, old, returned, clip):
+    values = torch.tensor([[value]], requires_grad=True)
+    loss = clipped_value_loss(values, torch.tensor([[old]]), torch.tensor([[returned]]), clip=clip, mask=torch.ones(1, 1).bool())
+    loss.sum().backward()
+    return loss.item(), values.grad.item()
+
+
+@given(value=number, old=number, returned=number)
+def test_value_loss_without_a_clip_is_half_the_squared_error(value, old, returned):
+    assert loss_of(value, old, returned, None) == (pytest.approx(0.5 * (value - returned) ** 2), pytest.approx(value - returned))
+
+
+@given(value=number, old=number, returned=number, clip=st.sampled_from([0.25, 1.0]))
+def test_clipped_value_loss_is_the_larger_of_two_losses(value, old, returned, clip):
+    held = old + max(-clip, min(clip, value - old))
+    wanted = 0.5 * max((value - returned) ** 2, (held - returned) ** 2)
+    assert loss_of(value, old, returned, clip)[0] == pytest.approx(wanted)
+
+
+def test_value_gradient_is_0_beyond_the_clip_in_the_direction_of_the_return():
+    assert loss_of(0.5, 0.0, 1.0, 0.2)[1] == 0
+    assert loss_of(0.1, 0.0, 1.0, 0.2)[1] == pytest.approx(-0.9)
+    assert loss_of(-0.5, 0.0, 1.0, 0.2)[1] == pytest.approx(-1.5)  # moved away from the return: not clipped
+
+
+def test_masked_values_have_loss_0_and_gradient_0():
+    values = torch.tensor([[math.nan, 1.0]], requires_grad=True)
+    nans = torch.tensor([[math.nan, 0.0]])
+    loss = clipped_value_loss(values, nans, nans, clip=9.0, mask=torch.tensor([[False, True]]))
+    loss.sum().backward()
+    assert loss.tolist() == [[0.0, 0.5]]
+    assert values.grad.tolist() == [[0.0, 1.0]]
+
+
+def test_a_clip_that_is_not_above_0_is_refused():
+    with pytest.raises(ValueError, match="must be above 0"):
+        loss_of(0.0, 0.0, 0.0, 0.0)
+
+
+# Explained variance
+
+
+def test_explained_variance_is_1_for_shifted_targets_and_0_for_a_constant():
+    targets, counted = torch.tensor([[1.0, 2.0], [4.0, 100.0]]), torch.tensor([[True, True], [True, False]])
+    assert explained_variance(targets, targets + 3, counted) == pytest.approx(1)  # an offset does not matter
+    assert explained_variance(targets, torch.full_like(targets, 7.0), counted) == pytest.approx(0)
+    assert explained_variance(targets, 2 * targets, counted) == pytest.approx(0)
+    assert explained_variance(targets, -targets, counted) == pytest.approx(-3)
+    assert explained_variance(targets, 0.5 * targets, counted) == pytest.approx(0.75)
+
+
+def test_explained_variance_of_equal_targets_is_nan():
+    targets = torch.ones(2, 2)
+    assert math.isnan(explained_variance(targets, targets, torch.ones(2, 2, dtype=torch.bool)))
+    assert math.isnan(explained_variance(targets, targets, torch.zeros(2, 2, dtype=torch.bool)))

@@ -1,13 +1,20 @@
-"""Surrogates against the textbook formulas in ratio space, their closed-form gradients, and that masked actions have no effect."""
+"""Surrogates, loss weights and the sampled distribution of tokens, against textbook formulas and other libraries."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
+from torch.distributions import Categorical
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from retouch.core.surrogates import approx_kl, cispo, clip_fraction, clipped_surrogate, reinforce, sequence_log_ratio
+from retouch.core.surrogates import approx_kl, cispo, clip_fraction, clipped_surrogate, loss_weights, reinforce, sequence_log_ratio
+from retouch.core.tokens import entropy, gather_logits, log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
+
+# Surrogates against the textbook formulas in ratio space, their closed-form gradients, and that maske
 
 B, T = 6, 40
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -40,28 +47,6 @@ def test_clipped_surrogate_equals_ppo(low, high, dual):
     assert 0.1 < (gradient(ours, log_ratio) == 0).float().mean() < 0.9
 
 
-def test_clipped_gradient_closed_form():
-    log_ratio, advantages = draw()
-    low, high = 0.2, 0.3
-    ratio = log_ratio.detach().exp()
-    cut = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
-    grad = gradient(clipped_surrogate(log_ratio, advantages, low=low, high=high), log_ratio)
-    torch.testing.assert_close(grad, torch.where(cut, 0.0, -advantages * ratio))
-
-
-def test_clipped_gradient_finite_differences():
-    log_ratio, advantages = draw()
-    options = {"low": 0.2, "high": 0.3, "dual": 2.0}
-    h = 1e-2
-    base = log_ratio.detach()
-    slope = (clipped_surrogate(base + h, advantages, **options) - clipped_surrogate(base - h, advantages, **options)) / (2 * h)
-    corners = torch.tensor([0.8, 1.3, 2.0]).log()
-    smooth = ((base[..., None] - corners).abs() > h).all(-1)
-    grad = gradient(clipped_surrogate(log_ratio, advantages, **options), log_ratio)
-    torch.testing.assert_close(grad[smooth], slope[smooth], atol=1e-3, rtol=1e-3)
-    assert smooth.float().mean() > 0.8
-
-
 def test_a_huge_ratio_that_is_clipped_has_no_nan_gradient():
     log_ratio = torch.tensor([[200.0, 200.0, -200.0, 200.0]], requires_grad=True)
     advantages = torch.tensor([[1.0, 0.0, -1.0, -1.0]])
@@ -91,13 +76,6 @@ def test_cispo_gradient_is_the_clamped_ratio_times_reinforce(low):
     assert torch.autograd.grad(cispo(log_ratio, log_probs, advantages, low=low, high=0.3).sum(), log_ratio, allow_unused=True) == (
         None,
     )
-
-
-def test_reinforce_is_minus_advantage_times_log_prob():
-    log_probs, advantages = draw()
-    ours = reinforce(log_probs, advantages)
-    torch.testing.assert_close(ours, -advantages * log_probs)
-    torch.testing.assert_close(gradient(ours, log_probs), -advantages)
 
 
 def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
@@ -155,25 +133,6 @@ def test_sequence_log_ratio_is_the_mean_over_the_row():
         assert (ours[~mask] == 0).all()
 
 
-def test_gspo_and_gspo_token_agree_for_equal_advantages():
-    log_ratio, _ = draw()
-    mask = torch.arange(T) < torch.tensor([[3], [40], [7], [1], [20], [11]])
-    advantages = torch.tensor([[1.0], [-1.0], [0.5], [2.0], [-0.3], [0.1]]).expand(B, T)
-    weights = mask / mask.sum(1, keepdim=True)
-    options = {"low": 5.0 / 6, "high": 5.0, "mask": mask}
-    sequence, token = (
-        gradient(weights * clipped_surrogate(sequence_log_ratio(log_ratio, mask, gradient=kind), advantages, **options), log_ratio)
-        for kind in ("sequence", "token")
-    )
-    torch.testing.assert_close(sequence, token)
-    # The closed form: A s times the gradient of the mean log-ratio.
-    mean = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    torch.testing.assert_close(sequence, (-advantages * mean.exp() * weights).detach())
-    uneven = advantages * torch.linspace(0.5, 2, T)
-    own = gradient(weights * clipped_surrogate(sequence_log_ratio(log_ratio, mask, gradient="token"), uneven, **options), log_ratio)
-    torch.testing.assert_close(own, (-uneven * mean.exp() * weights).detach())
-
-
 def test_clip_fraction_is_1_where_clipping_sets_the_gradient_to_0():
     log_ratio, advantages = draw()
     grad = gradient(clipped_surrogate(log_ratio, advantages, low=0.2, high=0.3), log_ratio)
@@ -181,13 +140,6 @@ def test_clip_fraction_is_1_where_clipping_sets_the_gradient_to_0():
     assert torch.equal(cut.bool(), (grad == 0) & (advantages != 0))
     assert 0.1 < cut.mean() < 0.6
     assert not cut.requires_grad
-
-
-def test_approx_kl_is_the_kl_of_close_policies():
-    old, new = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.05, 1.0)
-    x = torch.randn(400_000, 1, generator=torch.Generator().manual_seed(1))
-    estimate = approx_kl(new.log_prob(x) - old.log_prob(x)).mean()
-    torch.testing.assert_close(estimate, torch.distributions.kl_divergence(old, new), rtol=0.02, atol=0)
 
 
 def test_half_precision_is_computed_in_fp32():
@@ -205,3 +157,166 @@ def test_bad_bounds_are_refused():
         cispo(log_ratio, log_ratio, advantages, low=1.5, high=0.2)
     with pytest.raises(REFUSED, match=r"'sequence' or 'token'|Type-check"):
         sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="row")
+
+
+# Loss weights
+
+MODES = [("token", None), ("sequence", None), ("dr_grpo", 16)]
+properties = settings(deadline=None, max_examples=60, derandomize=True)
+
+
+@st.composite
+def batches(draw):
+    b, t = draw(st.integers(1, 9)), draw(st.integers(1, 7))
+    mask = torch.tensor(draw(st.lists(st.lists(st.booleans(), min_size=t, max_size=t), min_size=b, max_size=b)))
+    return mask, torch.tensor(draw(st.lists(st.booleans(), min_size=b, max_size=b)))
+
+
+@properties
+@given(batch=batches(), mode=st.sampled_from(MODES))
+def test_weights_sum_to_1_and_are_0_for_invalid_rows_and_masked_actions(batch, mode):
+    mask, valid = batch
+    normalise, max_length = mode
+    weights = loss_weights(mask, valid, normalise=normalise, max_length=max_length)
+    live = mask & valid[:, None]
+    assert weights.isfinite().all()
+    assert (weights[~live] == 0).all()
+    assert (weights[live] > 0).all()
+    if normalise != "dr_grpo":
+        torch.testing.assert_close(weights.sum(), torch.tensor(1.0 if live.any() else 0.0))
+
+
+@properties
+@given(batch=batches(), mode=st.sampled_from(MODES), data=st.data())
+def test_weights_do_not_depend_on_the_ranks(batch, mode, data):
+    mask, valid = batch
+    normalise, max_length = mode
+    cut = data.draw(st.integers(0, len(mask)))
+    ranks = [(mask[:cut], valid[:cut]), (mask[cut:], valid[cut:])]
+    counts = []  # the counts of both ranks, which each of them divides by
+    for m, v in ranks:
+        loss_weights(m, v, normalise=normalise, max_length=max_length, over_ranks=lambda count: counts.append(count) or count)
+    parts = [loss_weights(m, v, normalise=normalise, max_length=max_length, over_ranks=lambda count: sum(counts)) for m, v in ranks]
+    assert torch.equal(torch.cat(parts), loss_weights(mask, valid, normalise=normalise, max_length=max_length))
+
+
+def test_each_normalisation_equals_its_published_mean():
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
+    valid = torch.tensor([True, True, False])
+    loss = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 99.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]])
+    expected = {"token": 20 / 5, "sequence": (10 / 4 + 10 / 1) / 2, "dr_grpo": 20 / (2 * 16)}
+    for normalise, max_length in MODES:
+        weights = loss_weights(mask, valid, normalise=normalise, max_length=max_length)
+        assert float((weights * loss).sum()) == pytest.approx(expected[normalise])
+
+
+def test_a_valid_row_without_actions_does_not_dilute_the_sequence_mean():
+    mask = torch.tensor([[True, True], [False, False]])
+    weights = loss_weights(mask, torch.tensor([True, True]), normalise="sequence")
+    assert weights.tolist() == [[0.5, 0.5], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"normalise": "dr_grpo"}, "needs max_length"),
+        ({"normalise": "token", "max_length": 3}, "only it takes one"),
+        ({"normalise": "dr_grpo", "max_length": 0}, "at least 1"),
+        ({"normalise": "mean"}, r"'token', 'sequence' or 'dr_grpo'|Type-check"),
+    ],
+)
+def test_invalid_normalisation_options_raise(options, told):
+    with pytest.raises(REFUSED, match=told):
+        loss_weights(torch.ones(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.bool), **options)
+
+
+# The sampled distribution
+
+
+def logits(rows=6, size=13, seed=0, spread=3.0):
+    return spread * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.6]),
+    top_k=st.sampled_from([None, 1, 3, 12, 13, 40]),
+    top_p=st.sampled_from([None, 0.05, 0.5, 0.9, 0.999, 1.0]),
+)
+def test_sampling_distribution_equals_the_warpers_of_transformers(seed, temperature, top_k, top_p):
+    raw = logits(seed=seed)
+    theirs = TemperatureLogitsWarper(temperature)(None, raw)
+    if top_k is not None:
+        theirs = TopKLogitsWarper(top_k)(None, theirs)
+    if top_p is not None:
+        theirs = TopPLogitsWarper(top_p)(None, theirs)
+    ours = warp_logits(raw, torch.ones(1, 13, dtype=torch.bool), temperature=temperature)
+    stays = top_k_top_p_mask(ours, top_k=top_k, top_p=top_p)
+    assert torch.equal(stays, theirs > -torch.inf)
+    support = mask_to_ids(stays)
+    ids = theirs.argmax(-1)
+    twin = Categorical(logits=theirs)
+    torch.testing.assert_close(log_prob(ours, ids, support=support), twin.log_prob(ids))
+    chances = twin.probs
+    torch.testing.assert_close(entropy(ours, support=support), -torch.special.xlogy(chances, chances).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_forbidden_ids_are_excluded_from_the_distribution():
+    raw, allowed = logits(), torch.ones(1, 13, dtype=torch.bool)
+    allowed[0, [2, 7]] = False
+    ours = warp_logits(raw, allowed, temperature=0.8)
+    left = [k for k in range(13) if k not in (2, 7)]
+    twin = Categorical(logits=raw[:, left] / 0.8)
+    for place, token in enumerate(left):
+        ids = torch.full((6,), token)
+        torch.testing.assert_close(log_prob(ours, ids), twin.log_prob(torch.full((6,), place)))
+    torch.testing.assert_close(entropy(ours), twin.entropy())
+    assert not top_k_top_p_mask(ours, top_k=12, top_p=0.99)[:, [2, 7]].any()
+
+
+def test_ids_tied_with_the_last_top_k_id_are_kept():
+    assert top_k_top_p_mask(torch.tensor([[1.0, 0.0, 1.0, 0.0, -1.0]]), top_k=3).tolist() == [[True, True, True, True, False]]
+
+
+def test_kept_ids_are_padded_with_minus_1_and_their_logits_with_minus_inf():
+    stays = torch.tensor([[True, False, True, True], [False, True, False, False]])
+    ids = mask_to_ids(stays)
+    assert ids.tolist() == [[0, 2, 3], [1, -1, -1]]
+    raw = logits(2, 4)
+    assert gather_logits(raw, ids)[1].tolist() == [raw[1, 1].item(), -torch.inf, -torch.inf]
+
+
+def test_sampled_ids_have_the_frequencies_of_the_distribution():
+    raw = logits(1, 9, seed=3, spread=1.0)
+    count = 20_000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count  # evenly spaced, not random, so a small tolerance is enough
+    ids = sample_tokens(raw.expand(count, -1), uniform)
+    found = torch.bincount(ids, minlength=9) / count
+    torch.testing.assert_close(found, raw[0].softmax(-1), atol=2 / count, rtol=0)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53, 0.5])
+def test_ids_with_probability_0_are_never_sampled(uniform):
+    raw = logits(4, 50_000, spread=0.01)
+    raw[:, ::2] = -torch.inf
+    raw[:, -10_000:] = -torch.inf
+    ids = sample_tokens(raw, torch.full((4,), uniform, dtype=torch.float64))
+    assert (raw.gather(-1, ids[:, None]) > -torch.inf).all()
+
+
+@pytest.mark.parametrize("support", [None, [[0, 3, 4, -1], [1, 2, 3, 4]]])
+def test_gradients_of_log_prob_and_entropy_match_finite_differences(support):
+    raw = logits(2, 6, spread=1.0).double().requires_grad_()
+    support = None if support is None else torch.tensor(support, dtype=torch.int32)
+    ids = torch.tensor([3, 4])
+    allowed = torch.tensor([[True] * 5 + [False]])
+
+    def measured(x):
+        # ``warp_logits`` computes in fp32, which is too inaccurate for finite differences; its own gradient is 1 / temperature.
+        x = x.masked_fill(~allowed, -torch.inf)
+        return log_prob(x, ids, support=support), entropy(x, support=support)
+
+    assert torch.autograd.gradcheck(measured, raw)
+    gradient = torch.autograd.grad(sum(part.sum() for part in measured(raw)), raw)[0]
+    assert gradient.isfinite().all()
+    assert (gradient[:, 5] == 0).all()

@@ -1,7 +1,8 @@
-"""Transitions against golden vectors, torch.distributions, the diffusers scheduler and the marginals that they must keep."""
+"""Transitions, divergences, RatioNorm and windows, against golden vectors, torch.distributions and published formulas."""
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from jaxtyping import TypeCheckError
 from torch import Tensor
-from torch.distributions import Normal
+from torch.distributions import Categorical, Normal, kl_divergence
 
-from retouch.core.transitions import TransitionResult, transition
+from retouch.core.random import generator
+from retouch.core.surrogates import gaussian_kl, k3
+from retouch.core.transitions import TransitionResult, ratio_norm, transition
+from retouch.core.windows import all_steps, random_window, sliding_window
+
+# Transitions against golden vectors, torch.distributions, the diffusers scheduler and the marginals t
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "support" / "golden" / "flow_transitions.json").read_text())["cases"]
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -63,25 +69,6 @@ def test_cps_log_prob_is_minus_the_squared_distance(reduction):
     ours = act("cps", *draw(3, 2, 4, 4), 0.8, 0.7, reduction=reduction)
     distance = (ours.next - ours.mean).square().flatten(1)
     torch.testing.assert_close(ours.log_prob, -(distance.mean(1) if reduction == "mean" else distance.sum(1)))
-
-
-@pytest.mark.parametrize("kind", STOCHASTIC)
-@pytest.mark.parametrize(("sigma", "sigma_next"), [(1.0, 0.95), (0.8, 0.7), (0.3, 0.01)])
-def test_step_std_is_the_standard_deviation_of_next(kind, sigma, sigma_next):
-    x, velocity, noise = draw(100_000, 1)
-    ours = act(kind, x[:1].expand_as(x), velocity[:1].expand_as(x), noise, sigma, sigma_next)
-    torch.testing.assert_close(ours.next.std(), ours.step_std[0], rtol=0.01, atol=0)
-    torch.testing.assert_close(ours.next.mean(), ours.mean[0, 0], rtol=0, atol=0.02 * float(ours.step_std[0]))
-
-
-@pytest.mark.parametrize("sigma", [0.95, 0.5, 0.05])
-def test_sde_mean_identity(sigma):
-    a, dt = 0.7, -0.04
-    x, velocity, noise = draw(4, 16)
-    expected = x * (1 + a * a * dt / (2 * (1 - sigma))) + velocity * (1 + a * a / 2) * dt
-    ours = act("sde", x, velocity, noise, sigma, sigma + dt)
-    torch.testing.assert_close(ours.mean, expected, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(ours.step_std, column(a * math.sqrt(sigma / (1 - sigma)) * math.sqrt(-dt), 4))
 
 
 def test_sde_at_sigma_one_takes_its_noise_from_the_second_sigma():
@@ -141,58 +128,6 @@ def test_ode_is_the_diffusers_scheduler():
     torch.testing.assert_close(ours, theirs)
 
 
-def chain(kind: str, num_steps: int) -> list[float]:
-    """std(x) / sigma after each step but the last, and the last std, on data that is the point 0.7, with its exact velocity."""
-    generator = torch.Generator().manual_seed(0)
-    grid = torch.linspace(1, 1 / num_steps, num_steps)
-    sigmas = torch.cat([3.0 * grid / (1 + 2.0 * grid), torch.zeros(1)])
-    x = torch.randn(200_000, 1, generator=generator)
-    spreads = []
-    for sigma, sigma_next in zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True):
-        noise = torch.randn(x.shape, generator=generator) if sigma_next > 0 else torch.zeros_like(x)
-        x = act(kind, x, (x - 0.7) / sigma, noise, sigma, sigma_next, sigma_max=float(sigmas[1])).next
-        spreads.append(float(x.std()) / (sigma_next if sigma_next > 0 else 1))
-    torch.testing.assert_close(x.mean(), torch.tensor(0.7), atol=2e-3, rtol=0)
-    return spreads
-
-
-def test_cps_keeps_the_marginals():
-    spreads = chain("cps", 10)
-    assert all(abs(spread - 1) < 0.01 for spread in spreads[:-1])
-    assert spreads[-1] < 1e-6
-
-
-def test_sde_disperses_too_much_at_few_steps():
-    spreads = chain("sde", 10)
-    assert spreads[0] == pytest.approx(1.04, abs=0.02)
-    assert max(spreads[:-1]) == pytest.approx(1.29, abs=0.03)
-    assert spreads[-1] == pytest.approx(0.106, abs=0.005)
-
-
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_evaluating_a_rollout_gives_the_same_bits(kind):
-    x, velocity, noise = draw(4, 3, 5)
-    columns = (torch.tensor([1.0, 0.9, 0.5, 0.2]), torch.tensor([0.95, 0.7, 0.2, 0.1]))
-    options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": "mean"}
-    acted = transition(kind, x, velocity, *columns, noise=noise, **options)
-    again = transition(kind, x, velocity, *columns, next=acted.next, **options)
-    for name in ("next", "log_prob", "mean", "step_std"):
-        assert torch.equal(getattr(acted, name), getattr(again, name))
-
-
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_each_row_has_its_own_sigma(kind):
-    x, velocity, noise = draw(4, 3, 5)
-    sigma, sigma_next = torch.tensor([1.0, 0.9, 0.5, 0.2]), torch.tensor([0.95, 0.7, 0.2, 0.1])
-    options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": "sum"}
-    together = transition(kind, x, velocity, sigma, sigma_next, noise=noise, **options)
-    for i in range(4):
-        row = slice(i, i + 1)
-        alone = transition(kind, x[row], velocity[row], sigma[row], sigma_next[row], noise=noise[row], **options)
-        for name in ("next", "log_prob", "mean", "step_std"):
-            torch.testing.assert_close(getattr(together, name)[row], getattr(alone, name))
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", STOCHASTIC)
 def test_log_prob_gradient_closed_form(kind, reduction):
@@ -205,23 +140,6 @@ def test_log_prob_gradient_closed_form(kind, reduction):
     variance = acted.step_std.view(3, 1, 1).square() if kind != "cps" else torch.tensor(0.5)
     elements = 8 if reduction == "mean" else 1
     torch.testing.assert_close(grad, ((acted.next - acted.mean) / variance * per_velocity / elements).detach())
-
-
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_log_prob_gradient_finite_differences(kind):
-    x, velocity, noise = draw(1, 6)
-    columns = (column(0.7, 1), column(0.5, 1))
-    options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": "mean"}
-    reached = transition(kind, x, velocity + 1, *columns, noise=noise, **options).next
-    velocity.requires_grad_()
-    (grad,) = torch.autograd.grad(transition(kind, x, velocity, *columns, next=reached, **options).log_prob.sum(), velocity)
-    h = 0.05
-    for i in range(6):
-        nudge = h * torch.eye(6)[i]
-        above, below = (
-            transition(kind, x, velocity.detach() + sign * nudge, *columns, next=reached, **options).log_prob for sign in (1, -1)
-        )
-        torch.testing.assert_close(grad[0, i], (above - below)[0] / (2 * h), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -237,16 +155,6 @@ def test_any_float_is_cast_to_fp32_before_anything_is_computed(kind, dtype):
         for field in ("next", "log_prob", "mean", "step_std"):
             assert getattr(ours, field).dtype == torch.float32
             assert torch.equal(getattr(ours, field), getattr(expected, field))
-
-
-def test_the_stored_next_latent_gets_no_gradient():
-    x, velocity, reached = draw(2, 8)
-    leaves = [tensor.requires_grad_() for tensor in (velocity, reached)]
-    columns = (column(0.7, 2), column(0.5, 2))
-    log_prob = transition("sde", x, velocity, *columns, noise_level=0.7, sigma_max=0.95, reduction="mean", next=reached).log_prob
-    grads = torch.autograd.grad(log_prob.sum(), leaves, allow_unused=True)
-    assert grads[0].abs().min() > 0
-    assert grads[1] is None
 
 
 @pytest.mark.parametrize("kind", ["cps", "sde", "dance"])
@@ -286,3 +194,140 @@ def test_invalid_arguments_raise_with_the_valid_values(kind, change, says):
     x, velocity, noise = draw(2, 6)
     with pytest.raises(REFUSED, match=f"{says}|Type-check"):
         act(kind, x, velocity, change.get("noise", noise), 0.5, 0.3, **{k: v for k, v in change.items() if k != "noise"})
+
+
+# RatioNorm against the published formula, and its two purposes
+
+
+def pair(
+    kind: str, sigma: float, sigma_next: float, *, rows: int = 4, reduction: str = "mean"
+) -> tuple[TransitionResult, TransitionResult]:
+    """A sampled step, and the same step evaluated with another velocity."""
+    generator = torch.Generator().manual_seed(0)
+    x, velocity, other, noise = (torch.randn(rows, 3, 5, generator=generator) for _ in range(4))
+    columns = (torch.full((rows,), sigma), torch.full((rows,), sigma_next))
+    options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": reduction}
+    acted = transition(kind, x, velocity, *columns, noise=noise, **options)
+    moved = (velocity + 0.1 * other).requires_grad_()
+    return acted, transition(kind, x, moved, *columns, next=acted.next, **options)
+
+
+def norm(acted: TransitionResult, new: TransitionResult, reduction: str = "mean") -> Tensor:
+    return ratio_norm(acted.next, new.mean, acted.mean, step_std=acted.step_std, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["sde", "dance"])
+def test_ratio_norm_equals_the_published_formula(kind, reduction):
+    acted, new = pair(kind, 0.8, 0.6, reduction=reduction)
+    moved = (new.mean - acted.mean).square().flatten(1)
+    bias = (moved.mean(1) if reduction == "mean" else moved.sum(1)) / (2 * acted.step_std**2)
+    expected = (new.log_prob - acted.log_prob + bias) * acted.step_std
+    torch.testing.assert_close(norm(acted, new, reduction), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_ratio_norm_of_cps_equals_the_gaussian_formula():
+    acted, new = pair("cps", 0.8, 0.6)
+    moved = (new.mean - acted.mean).square().flatten(1).mean(1)
+    gaussian = (new.log_prob - acted.log_prob + moved) / (2 * acted.step_std**2)
+    torch.testing.assert_close(norm(acted, new), gaussian * acted.step_std, atol=1e-6, rtol=1e-4)
+
+
+def test_ratio_norm_without_density_is_nan_and_can_be_masked_out():
+    mean = torch.ones(2, 3, requires_grad=True)
+    log_ratio = ratio_norm(torch.ones(2, 3), mean, torch.zeros(2, 3), step_std=torch.tensor([0.0, 0.5]), reduction="mean")
+    assert log_ratio.isnan().tolist() == [True, False]
+    log_ratio.masked_fill(torch.tensor([True, False]), 0).sum().backward()
+    torch.testing.assert_close(mean.grad, torch.tensor([[0.0] * 3, [2 / 3] * 3]))
+
+
+# Divergences against exact sums, torch.distributions and Monte Carlo over real transitions
+
+
+def test_k3_has_the_kl_as_its_exact_expectation():
+    generator = torch.Generator().manual_seed(0)
+    p, q = (Categorical(logits=torch.randn(4, 9, generator=generator)) for _ in range(2))
+    values = k3(p.logits, q.logits)
+    assert (values >= 0).all()
+    torch.testing.assert_close((p.probs * values).sum(1), kl_divergence(p, q))
+
+
+def test_k3_is_accurate_for_small_differences():
+    d = 1e-3
+    assert float(k3(torch.zeros(1, 1), torch.full((1, 1), d))) == pytest.approx(d * d / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("padding", [math.nan, -math.inf, 1e4])
+def test_k3_of_masked_actions_is_zero_with_zero_gradient(padding):
+    mask = torch.tensor([[True, False, True]])
+    log_probs = torch.tensor([[-1.0, padding, -2.0]], requires_grad=True)
+    values = k3(log_probs, torch.tensor([[-1.5, 0.0, -1.0]]), mask=mask)
+    values.sum().backward()
+    assert values[0, 1] == 0
+    assert log_probs.grad[0, 1] == 0
+    assert (values[mask] > 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gaussian_kl_equals_torch_distributions(reduction):
+    generator = torch.Generator().manual_seed(0)
+    mean, reference = (torch.randn(3, 2, 4, 4, generator=generator) for _ in range(2))
+    step_std = torch.tensor([0.1, 0.5, 2.0])
+    each = kl_divergence(Normal(mean, step_std.view(3, 1, 1, 1)), Normal(reference, step_std.view(3, 1, 1, 1))).flatten(1)
+    expected = each.mean(1) if reduction == "mean" else each.sum(1)
+    torch.testing.assert_close(gaussian_kl(mean, reference, step_std, reduction=reduction), expected)
+
+
+def test_gaussian_kl_without_density_is_nan_and_can_be_masked_out():
+    mean = torch.ones(2, 3, requires_grad=True)
+    kl = gaussian_kl(mean, torch.zeros(2, 3), torch.tensor([0.0, 1.0]), reduction="mean")
+    assert kl.isnan().tolist() == [True, False]
+    kl.masked_fill(torch.tensor([True, False]), 0).sum().backward()
+    torch.testing.assert_close(mean.grad, torch.tensor([[0.0] * 3, [1 / 3] * 3]))
+
+
+def test_invalid_reduction_raises_with_the_valid_values():
+    with pytest.raises((ValueError, TypeCheckError), match=r"'mean' or 'sum'|Type-check"):
+        gaussian_kl(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1), reduction="max")
+
+
+# Windows
+
+
+def test_all_steps_leaves_out_the_last():
+    assert all_steps(10) == range(9)
+    assert all_steps(2) == range(1)
+
+
+def test_random_window_uses_every_valid_start_and_no_other():
+    windows = [random_window(10, 3, low=1, high=6, generator=generator(0, "window", k)) for k in range(400)]
+    starts = Counter(window.start for window in windows)
+    assert set(starts) == {1, 2, 3}
+    assert min(starts.values()) > 90
+    assert all(len(window) == 3 and window.stop <= 6 for window in windows)
+    assert random_window(10, 3, low=1, high=6, generator=generator(0, "window", 7)) == windows[7]
+
+
+def test_sliding_window_advances_and_wraps_around():
+    starts = [sliding_window(10, 4, step=step, every=2, stride=2).start for step in range(12)]
+    assert starts == [0, 0, 2, 2, 4, 4, 5, 5, 0, 0, 2, 2]
+    assert [sliding_window(10, 9, step=step, every=1, stride=1) for step in range(3)] == [range(9)] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: all_steps(1), "at least 2"),
+        (lambda: random_window(10, 3, low=0, high=10, generator=generator(0)), "high <= 9"),
+        (lambda: random_window(10, 3, low=5, high=5, generator=generator(0)), "low < high"),
+        (lambda: random_window(10, 4, low=0, high=3, generator=generator(0)), "give 1 to 3"),
+        (lambda: random_window(10, 0, low=0, high=3, generator=generator(0)), "give 1 to 3"),
+        (lambda: sliding_window(10, 10, step=0, every=1, stride=1), "give 1 to 9"),
+        (lambda: sliding_window(10, 3, step=0, every=1, stride=4), "stride 1 to 3"),
+        (lambda: sliding_window(10, 3, step=0, every=0, stride=1), "every >= 1"),
+        (lambda: sliding_window(10, 3, step=-1, every=1, stride=1), "step >= 0"),
+    ],
+)
+def test_invalid_windows_raise_with_the_valid_values(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

@@ -14,12 +14,13 @@ import pytest
 
 from retouch.distributed.launching import launch, rank_environments, run_ranks
 from retouch.records.ownership import Owner
+from warm_python import python
 
 WAIT = "import time; time.sleep(60)"
 
 
-def run(code: str, ranks: int, logs: Path, *, grace: float = 20.0) -> int:
-    return run_ranks([sys.executable, "-c", code], rank_environments(ranks), logs=logs, grace=grace)
+def run(code: str, ranks: int, logs: Path, *, grace: float = 20.0, start: str = sys.executable) -> int:
+    return run_ranks([start, "-c", code], rank_environments(ranks), logs=logs, grace=grace)
 
 
 def test_ranks_get_environment_variables_and_logs_and_rank_0_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,23 +190,6 @@ def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["ready\nSIGINT\nsaved\n"] * 2
 
 
-def test_second_signal_kills_the_ranks(tmp_path: Path) -> None:
-    deaf = """
-import signal, time
-for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: print('heard', flush=True))
-print('ready', flush=True)
-while True: time.sleep(0.05)
-"""
-    with launched(deaf, tmp_path) as launcher:
-        _wait_for_both(tmp_path, "ready")
-        launcher.send_signal(signal.SIGINT)
-        _wait_for_both(tmp_path, "heard")
-        assert launcher.poll() is None
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(30) == 128 + signal.SIGKILL
-    assert (tmp_path / "rank-1.log").read_text() == "ready\nheard\n"
-
-
 PARENT = f"""
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-c', {WAIT!r}])
@@ -292,7 +276,7 @@ ranks.barrier()
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="listening sockets are read from /proc")
 def test_point_3_6_ranks_of_one_machine_listen_only_on_its_loopback_interface(tmp_path: Path) -> None:
-    assert run(LISTENERS, 2, tmp_path) == 0
+    assert run(LISTENERS, 2, tmp_path, start=python()) == 0
     for rank in range(2):
         listening = set((tmp_path / f"rank-{rank}.log").read_text().splitlines())
         assert listening <= {"listens on 0100007F", "listens on 00000000000000000000000001000000"}, listening

@@ -1,10 +1,11 @@
-"""Placement of a run's parts: on separate devices, in turn on one device, and how ranks resolve the device names of a recipe."""
+"""Placement of a run's parts, the memory of its devices, and the settings of their numerics."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,34 @@ import pytest
 import torch
 from torch import nn
 
+import tiny_emu3
 import tiny_writer_runs
 from image_levels import ROUNDING, encode, max_level_difference
-from retouch.distributed.ranks import Placement, Ranks, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
+from retouch.distributed.ranks import (
+    DeviceMemory,
+    Placement,
+    Ranks,
+    gpus_per_rank,
+    init_distributed_from_recipe,
+    limit_memory,
+    peak_bytes,
+    plan_placement,
+    resolve_device,
+    set_numerics,
+)
+from retouch.models.emu3 import Emu3ImageTokenizer
 from retouch.models.offloading import on_device, parts_of
+from retouch.models.parts import without_tf32
 from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import parse
 from retouch.renderers.base import RendererInContext
 from retouch.run.build import assemble, copies_in_cpu_memory
 from retouch_worlds.playground import playground_weights
+from tiny_models import image
+from tiny_recipes import SMALL
 from warm_python import python
+
+# Placement of a run's parts
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CPU = torch.device("cpu")
@@ -188,3 +207,118 @@ def test_missing_cuda_device_raises_with_its_key(tmp_path: Path, writer: Path, m
     recipe = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"renderer": "cuda:1", "reward": "cuda:2"}))
     with pytest.raises(ValueError, match=r"devices\.renderer: cuda:1 of this rank is cuda:4.* has 4 CUDA devices.*uses 3"):
         init_distributed_from_recipe(recipe)
+
+
+# The memory of a run's devices
+
+THREE = Placement(*(torch.device("cuda", index) for index in range(3)))
+
+
+class Gpus:
+    """Replaces the functions of torch.cuda that are called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peaks = {index: 10**9 * (index + 1) for index in range(3)}
+        self.emptied = 0
+        self.limits: dict[int, float] = {}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peaks[device.index])
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.peaks.update({device.index: 0}))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: self._limit(share, device))
+
+    def _empty(self) -> None:
+        self.emptied += 1
+
+    def _limit(self, share: float, device: torch.device) -> None:
+        self.limits[device.index] = share
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+def test_peak_memory_is_reported_per_device_and_step(gpus: Gpus) -> None:
+    memory = DeviceMemory(Ranks(), THREE, Devices())
+    assert memory.after_step(1) == {"memory/peak_gb/policy": 1.0, "memory/peak_gb/renderer": 2.0, "memory/peak_gb/reward": 3.0}
+    gpus.peaks[1] = 5 * 10**8
+    assert memory.after_step(2) == {"memory/peak_gb/policy": 0.0, "memory/peak_gb/renderer": 0.5, "memory/peak_gb/reward": 0.0}
+
+
+def test_single_device_reports_one_peak() -> None:
+    found = DeviceMemory(Ranks(), Placement(CPU, CPU, CPU), None).after_step(1)
+    assert list(found) == ["memory/peak_gb"]
+    assert found["memory/peak_gb"] == pytest.approx(peak_bytes(CPU) / 1e9, rel=0.05)
+    assert found["memory/peak_gb"] > 0.05  # torch alone takes that
+
+
+def test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default(gpus: Gpus) -> None:
+    for every, times in ((None, 0), (5, 2), (3, 4)):
+        gpus.emptied = 0
+        memory = DeviceMemory(Ranks(), THREE, Devices(empty_cache_every=every))
+        for done in range(1, 13):
+            memory.after_step(done)
+        assert gpus.emptied == times
+
+
+def test_memory_fraction_limits_every_gpu_of_the_rank_and_is_off_by_default(gpus: Gpus) -> None:
+    limit_memory(None, THREE)
+    limit_memory(Devices(), THREE)
+    assert gpus.limits == {}
+    limit_memory(Devices(memory_fraction=0.85), Placement(THREE.policy, THREE.renderer, CPU))
+    assert gpus.limits == {0: 0.85, 1: 0.85}
+
+
+# The recipe's settings for GPU numerics
+
+
+def allowed() -> list[bool]:
+    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+
+def record_settings(forward: Callable[..., Any], seen: list[list[bool]]) -> Callable[..., Any]:
+    def noted(*inputs: Any, **options: Any) -> Any:
+        seen.append(allowed())
+        return forward(*inputs, **options)
+
+    return noted
+
+
+def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        environment.pop(name, None)
+    command = [python(), str(SUPPORT / "numerics_run.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    off = {
+        **{"deterministic": False, "warns": False, "workspace": None, "flash_attention": None},
+        **{"cudnn_attention": False, "tf32": [False, False]},
+    }
+    assert found["plain"]["settings"] == off
+    on = {**off, "deterministic": True, "workspace": ":4096:8", "flash_attention": "1"}
+    assert found["exact"]["settings"] == on
+    assert len(found["plain"]["metrics"]) == 2
+    assert found["exact"]["metrics"] == found["plain"]["metrics"]
+
+
+def test_tf32_follows_the_recipe_and_is_off_in_the_image_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        set_numerics(parse(SMALL))
+        assert allowed() == [False, False]
+        set_numerics(parse({**SMALL, "tf32": True}))
+        assert allowed() == [True, True]
+        with without_tf32():
+            assert allowed() == [False, False]
+        seen: list[list[bool]] = []
+        vq = tiny_emu3.module().model.vqmodel
+        monkeypatch.setattr(vq.encoder, "forward", record_settings(vq.encoder.forward, seen))
+        Emu3ImageTokenizer(vq, tiny_emu3.SIZE).encode([image(0, *tiny_emu3.SIZE)])
+        assert seen == [[False, False]]
+        assert allowed() == [True, True]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,4 +1,4 @@
-"""torchrun on two nodes: two agents on this machine, with two ranks each, over the loopback interface."""
+"""Ranks on several nodes, and faults of ranks."""
 
 import os
 import signal
@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import rank_faults
 from folder_faults import WEIGHTS, file_hashes, six_step_recipe
+from retouch.distributed.ranks import lost_contact
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 
-pytestmark = pytest.mark.slow
+# torchrun on two nodes
+
 RANK_TIMEOUT = 20
 MAX_SECONDS = 180  # seconds: the time-out of a rank, torchrun's own wait for its ranks, and a slow machine
 
@@ -71,6 +74,7 @@ def logs(out: Path) -> str:
     return "\n".join(file.read_text(errors="replace")[-3000:] for file in sorted(out.glob("*.log")))
 
 
+@pytest.mark.slow
 def test_two_nodes_match_one_bitwise_and_one_resumes_after_a_node_is_lost(tmp_path: Path) -> None:
     with ExitStack() as stack:
         one = six_step_recipe(tmp_path, "one")
@@ -105,3 +109,45 @@ def test_two_nodes_match_one_bitwise_and_one_resumes_after_a_node_is_lost(tmp_pa
         stack.callback(end, launcher)
         assert launcher.wait(600) == 0, logs(tmp_path)
         assert file_hashes(lost.folder, (*WEIGHTS, "metrics.jsonl")) == file_hashes(one.folder, (*WEIGHTS, "metrics.jsonl"))
+
+
+# Faults of a run on two ranks with sharded weights
+
+
+def check(fault: str, out: Path) -> rank_faults.Outcome:
+    found = rank_faults.outcome(fault, out, rank_faults.run_without_faults(out))
+    assert not found.wrong, found
+    assert found.seconds < rank_faults.MAX_SECONDS
+    return found
+
+
+@pytest.mark.slow
+def test_run_with_a_killed_rank_ends_in_time_and_resumes_bitwise(tmp_path: Path) -> None:
+    assert check("rank 1 is killed", tmp_path).code != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [name for name in rank_faults.FAULTS if name != "rank 1 is killed"])
+def test_run_with_a_process_disk_or_network_fault_ends_in_time_and_resumes_bitwise(fault: str, tmp_path: Path) -> None:
+    if fault.startswith("the network") and not rank_faults.can_partition():
+        pytest.skip("no right to create a network namespace")
+    found = check(fault, tmp_path)
+    assert (found.code == 0) == (fault == "rank 1 is slow for a while")
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3", True),
+        ("Timed out waiting 10000ms for recv operation to complete", True),
+        ("Connection reset by peer", True),
+        ("shape '[3, 4]' is invalid for input of size 5", False),
+    ],
+)
+def test_lost_contact_detects_only_connection_errors_of_distributed_runs(
+    text: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert lost_contact(RuntimeError(text)) == lost
+    monkeypatch.delenv("WORLD_SIZE")
+    assert not lost_contact(RuntimeError(text))

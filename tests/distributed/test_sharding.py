@@ -1,29 +1,37 @@
-"""Sharded training with DeepSpeed's ZeRO-2 and with FSDP2: the same steps as replicated ranks, up to rounding."""
+"""Sharded training with DeepSpeed's ZeRO-2 and with FSDP2: the same steps as replicated ranks, checkpoints, and settings."""
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 import tiny_writer_runs
-from rank_commands import SUPPORT, on_two_ranks
+from rank_commands import SUPPORT, on_ranks, on_two_ranks
+from retouch.config.packaged import packaged_recipes
 from retouch.distributed import fsdp
-from retouch.distributed.ranks import Ranks
-from retouch.recipe.document import apply
-from retouch.recipe.recipe import parse
+from retouch.distributed.launching import rank_environments
+from retouch.distributed.ranks import Ranks, check_sharding
+from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
+from retouch_plan.checks import check_sharding_settings
 from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 from vllm_double import Double, serving
+
+# Sharded training with DeepSpeed's ZeRO-2 and with FSDP2
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
@@ -50,31 +58,15 @@ def test_sharded_steps_match_replicated_steps(stepped: list[dict[str, Any]]) -> 
         assert found["distance"] < 1e-4
         assert found["same_state_names"]
         assert found["state_apart"] < 1e-4
-
-
-def test_nan_loss_on_one_rank_raises_and_changes_nothing_on_any_rank(stepped: list[dict[str, Any]]) -> None:
-    for found in stepped:
-        assert found["refused"]
+        assert found["refused"], "a loss that is NaN on one rank raises on all, and changes nothing"
         assert found["untouched"]
-
-
-def test_sharded_step_is_undone_from_the_snapshot_of_each_rank(stepped: list[dict[str, Any]]) -> None:
-    for found in stepped:
         assert found["stepped"]
-        assert found["undone"]
-
-
-def test_sharded_state_resumes_bitwise_and_loads_into_a_replicated_stepper(stepped: list[dict[str, Any]]) -> None:
-    for found in stepped:
+        assert found["undone"], "from the snapshot of each rank"
         assert found["resumed"]
         assert found["renewed"]
         shared, plain, distance = found["handed_over"]
         assert plain == pytest.approx(shared, rel=1e-4)
         assert distance < 1e-4
-
-
-def test_copies_of_sharded_weights_are_swapped_and_averaged(stepped: list[dict[str, Any]]) -> None:
-    for found in stepped:
         assert found["reference_apart"] == 0
         assert found["swapped_back"]
         assert found["blend_apart"] < 1e-6
@@ -209,21 +201,6 @@ def test_value_head_with_a_sharded_writer_matches_the_replicated_run(tmp_path: P
     assert heads[0][name].abs().max() > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARED)
-def test_sharded_editor_run_matches_a_replicated_run(tmp_path: Path, sharding: str) -> None:
-    metrics = []
-    for name, key in (("plain", "null"), (sharding, sharding)):
-        file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps(apply(SMALL, [f"name={name}", f"out={tmp_path}", f"sharding={key}", "trackers=[]"])))
-        on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs" / name)
-        metrics.append(RunFolder(tmp_path / name).read_metrics())
-    assert len(metrics[0]) == len(metrics[1]) == 2
-    for wanted, found in zip(*metrics, strict=True):
-        for name in ("policy/grad_norm", "reward/mean", "policy/loss", "policy/ratio_max_first"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
-
-
 # What is refused
 
 
@@ -240,3 +217,154 @@ def test_single_rank_uses_the_replicated_stepper(tmp_path: Path, writer: Path) -
         parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, sharding=sharding)), Ranks())
         assert isinstance(parts.stepper(), ReplicatedStepper)
         parts.judge.close()
+
+
+# Sharding settings of accelerate
+
+SHARDING_CHECKS_SUPPORT = Path(__file__).parents[1] / "support"
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
+
+
+def sharded(sharding: str | None) -> Recipe:
+    return parse({**SMALL, "sharding": sharding})
+
+
+@pytest.mark.parametrize(
+    ("sharding", "environment"),
+    [
+        (None, {}),
+        ("fsdp2", {"WORLD_SIZE": "2"}),
+        ("fsdp2", {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}),
+        (None, {"ACCELERATE_USE_DEEPSPEED": "false"}),
+    ],
+)
+def test_launcher_settings_that_match_the_recipe_are_accepted(sharding: str | None, environment: dict[str, str]) -> None:
+    check_sharding(sharded(sharding), environment)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "environment", "why"),
+    [
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, r"zero_stage 3: .*pop from an empty deque.*zero2\.yaml"),
+        (None, {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"has sharding zero2, but the recipe has none"),
+        ("fsdp2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"or launch with recipes/accelerate/fsdp2\.yaml"),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1; only 2 is supported"),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "a DeepSpeed file, which is ignored"),
+        (
+            "zero2",
+            {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            "offloads DeepSpeed's optimizer",
+        ),
+        ("fsdp2", {**FSDP, "FSDP_VERSION": "1"}, "fsdp_version 1; only 2 is supported"),
+        (
+            "fsdp2",
+            {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+            r"offloads FSDP's parameters.*devices\.weights=cpu",
+        ),
+        ("zero2", {**FSDP, "FSDP_VERSION": "2"}, "has sharding fsdp2, but the recipe has zero2"),
+    ],
+)
+def test_unsupported_or_conflicting_launcher_settings_raise(sharding: str | None, environment: dict[str, str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_sharding(sharded(sharding), environment)
+
+
+def test_weights_in_cpu_memory_require_several_sharded_ranks() -> None:
+    recipe = parse({**SMALL, "sharding": "fsdp2", "devices": {"weights": "cpu"}})
+    offloads = {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2"}
+    check_sharding(recipe, offloads)
+    check_sharding(recipe, {**offloads, "FSDP_OFFLOAD_PARAMS": "false"})
+    with pytest.raises(ValueError, match=r"devices\.weights: a single rank does not shard weights"):
+        check_sharding(recipe, {})
+    (found,) = check_sharding_settings(recipe, world=1)
+    assert (found.status, found.fix) == ("FAILED", "--set devices.weights=null")
+
+
+def test_missing_deepspeed_is_reported_only_if_several_ranks_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = sharded("zero2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_sharding(recipe, {})  # a single rank shards nothing
+    (found,) = check_sharding_settings(recipe, world=2)
+    assert (found.status, found.fix) == ("FAILED", "pip install 'retouch[deepspeed]'")
+    (alone,) = check_sharding_settings(recipe, world=1)
+    assert (alone.status, alone.text) == ("ok", "a single rank shards nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
+def test_shipped_accelerate_configurations_start_sharded_ranks(tmp_path: Path, sharding: str) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "writer")
+    document = tiny_writer_runs.recipe(tmp_path, tmp_path / "writer", steps=1, sharding=sharding, eval={"tasks": 2}, ranks=2)
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(document))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SHARDING_CHECKS_SUPPORT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu"}
+    port = rank_environments(2)[0]["MASTER_PORT"]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(packaged_recipes() / "accelerate" / f"{sharding}.yaml")]
+    command += ["--num_processes", "2", "--main_process_port", port, "-m", "retouch.cli", "train", str(file)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    folder = RunFolder(tmp_path / "written")
+    assert f"2 ranks with {sharding}" in folder.log(0).read_text()
+    timings = json.loads(folder.timings.read_text().splitlines()[0])
+    assert {"memory/peak_gb/rank-0", "memory/peak_gb/rank-1"} <= timings.keys()
+    assert folder.summary.exists()
+
+
+# Checkpoints of sharded state
+
+
+@pytest.fixture(scope="module", params=[pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The kind of sharding, and the folder in which two ranks left a checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(2, request.param, folder, "begin")
+    return request.param, folder
+
+
+def run(ranks: int, kind: str, folder: Path, mode: str, dtype: str = "float32") -> dict[str, Tensor]:
+    """What ``ranks`` ranks end with."""
+    on_ranks(ranks, [str(SUPPORT / "sharded_states.py"), kind, str(folder), mode, dtype], folder / f"logs-{ranks}")
+    return load_file(folder / f"{ranks}.safetensors")
+
+
+@pytest.mark.slow
+def test_saving_a_sharded_checkpoint_needs_memory_for_less_than_four_tensors(saved: tuple[str, Path]) -> None:
+    found: dict[str, Any] = json.loads((saved[1] / "2.json").read_text())
+    assert sum(found["state"].values()) > 60 * found["largest"]
+    assert found["held"] < 4 * found["largest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_sharded_checkpoint_resumes_on_other_numbers_of_ranks(saved: tuple[str, Path], ranks: int) -> None:
+    kind, folder = saved
+    wanted = load_file(folder / "2.safetensors")
+    found = run(ranks, kind if ranks > 1 else "alone", folder, "continue")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-6, msg=name)
+    moved = (wanted["blocks.0.linear.weight"] - wanted["reference/blocks.0.linear.weight"]).abs().max()
+    assert moved > 1e-3
+    measured: dict[str, Any] = json.loads((folder / f"{ranks}.json").read_text())
+    moments = measured["state"]["optimizer"] / ranks  # this rank's share; the weights exist before the checkpoint is read
+    assert measured["held"] < moments + measured["largest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
+def test_master_weights_are_saved_by_two_ranks_and_continued_by_one(tmp_path: Path, kind: str) -> None:
+    wanted = run(2, kind, tmp_path, "begin", "bfloat16")
+    found = run(1, "alone", tmp_path, "continue", "bfloat16")
+    assert found.keys() == wanted.keys()
+    masters = [name for name in found if name.endswith("/master")]
+    assert len(masters) == 48
+    for name in masters:
+        # Gradients in bf16 depend on the number of rows that a rank sums, and Adam scales all of them to the learning rate of 1e-3.
+        assert (found[name] - wanted[name]).abs().mean() < 2e-5, name
+        weight = wanted[name.removesuffix("/master")]
+        assert torch.equal(wanted[name].bfloat16(), weight)
+        assert weight.numel() == 3 or not torch.equal(wanted[name], weight.float())

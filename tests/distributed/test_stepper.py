@@ -1,11 +1,32 @@
-"""The stepper: accumulation, non-finite gradients, weights without gradient, saved state, master weights and fused AdamW."""
+"""The steppers: accumulation, master weights, fused AdamW, moments in 8 bits or CPU memory, and ZeRO-2's shards."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, adamw
+from retouch.distributed import zero
+from retouch.distributed.optimizer import (
+    BLOCK,
+    SMALLEST,
+    NonFiniteGradient,
+    ReplicatedStepper,
+    StoredMomentsAdamW,
+    adamw,
+    dequantise,
+    quantise,
+)
 from retouch.distributed.ranks import Ranks
+from retouch.distributed.zero import ZeroStepper
+from warm_python import python
+
+# The stepper
 
 
 def stepper(weight_decay: float = 0.0) -> ReplicatedStepper:
@@ -15,19 +36,6 @@ def stepper(weight_decay: float = 0.0) -> ReplicatedStepper:
 
 def weights(made: ReplicatedStepper) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in made.parameters.items()}
-
-
-def test_gradients_of_several_backward_passes_accumulate() -> None:
-    torch.manual_seed(0)
-    whole, parts = stepper(), stepper()
-    parts.module.load_state_dict(whole.module.state_dict())
-    x = torch.randn(4, 3)
-    whole.backward(whole.module["used"](x).sum())
-    for row in x:
-        parts.backward(parts.module["used"](row).sum())
-    assert whole.step(0.1) == pytest.approx(parts.step(0.1), rel=1e-6)
-    for name, weight in weights(whole).items():
-        torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-6, atol=0)
 
 
 def test_weights_without_gradient_are_not_decayed() -> None:
@@ -51,20 +59,6 @@ def test_non_finite_loss_or_gradient_raises_and_skips_the_step(fault: str) -> No
     assert all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
     made.backward(made.module["used"](torch.ones(1, 3)).sum())
     assert made.step(0.1) > 0
-
-
-def test_stepper_state_restores_the_next_step_bitwise() -> None:
-    torch.manual_seed(0)
-    one, other = stepper(), stepper()
-    x = torch.randn(2, 3)
-    one.backward(one.module["used"](x).sum())
-    one.step(0.1)
-    other.module.load_state_dict(one.module.state_dict())
-    other.load({name: tensor.clone() for name, tensor in one.state().items()})
-    for made in (one, other):
-        made.backward(made.module["used"](x).square().sum())
-        made.step(0.1)
-    assert torch.equal(weights(one)["used.weight"], weights(other)["used.weight"])
 
 
 def test_bf16_training_follows_fp32_training_at_a_small_learning_rate() -> None:
@@ -197,3 +191,205 @@ def test_sharded_and_replicated_weights_are_in_separate_parameter_groups() -> No
         each.backward(each.module(torch.ones(3)).square().sum())
         each.step(0.1)
     assert all(torch.equal(weight, weights(plain)[name]) for name, weight in weights(mixed).items())
+
+
+# AdamW with moments in 8 bits or in CPU memory
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (BLOCK,), (3, 1000)])
+def test_quantisation_error_is_below_2_percent_of_the_block_maximum(signed: bool, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[-1])
+    x = x if signed else x.square()
+    codes, scales = quantise(x, signed=signed)
+    found = dequantise(codes, scales, x, signed=signed)
+    assert (codes.dtype, found.shape, len(scales)) == (torch.uint8, x.shape, -(-x.numel() // BLOCK))
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK).abs().amax(1)
+    assert torch.equal(scales, blocks)
+    whole = scales.repeat_interleave(BLOCK)[: x.numel()].view(shape)
+    assert ((found - x).abs() / whole).max() < 0.02
+    exact = dequantise(*quantise(torch.zeros(shape), signed=signed), x, signed=signed)
+    assert torch.equal(exact, torch.zeros(shape))
+
+
+def trained(optimizer: str, width: int, steps: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the weights of a linear regression of ``width`` columns after some steps."""
+    random = torch.Generator().manual_seed(0)
+    inputs, wanted = torch.randn(64, width, generator=random), torch.randn(width, 70, generator=random)
+    weight = nn.Parameter(torch.zeros(width, 70))
+    settings = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+    if optimizer == "fp32":
+        made: torch.optim.Optimizer = torch.optim.AdamW([weight], **settings)
+    else:
+        made = StoredMomentsAdamW([weight], **settings, moments=optimizer, local=lambda tensor: tensor.detach())
+    for _ in range(steps):
+        loss = (inputs @ (weight - wanted)).square().mean()
+        made.zero_grad()
+        loss.backward()
+        made.step()
+    return loss.detach(), weight.detach()
+
+
+def test_8bit_adamw_matches_torch_on_small_tensors() -> None:
+    assert SMALLEST > 50 * 70
+    (loss, weight), (known, same) = trained("8bit", 50), trained("fp32", 50)
+    torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
+
+
+def test_8bit_adamw_stays_close_to_fp32_on_large_tensors() -> None:
+    assert SMALLEST < 100 * 70
+    (loss, weight), (known, exact) = trained("8bit", 100), trained("fp32", 100)
+    assert loss.item() == pytest.approx(known.item(), rel=0.05)
+    assert (weight - exact).norm() / exact.norm() < 0.1
+
+
+def test_adamw_with_moments_in_cpu_memory_matches_torch() -> None:
+    (loss, weight), (known, exact) = trained("cpu", 100), trained("fp32", 100)
+    torch.testing.assert_close(weight, exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
+
+
+ON_A_DEVICE = """
+import json, torch, several_devices
+from torch import nn
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.optimizer import ReplicatedStepper
+
+def step(made):
+    for parameter in made.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    made.step(1e-3)
+
+device = torch.device("pretend:0")
+with several_devices.SimulatedDevices():
+    module = nn.Linear(8, 8).to(device)
+    made, resumed = (ReplicatedStepper(module, Ranks(device=device), moments="cpu") for _ in range(2))
+    step(made)
+    step(made)
+    resumed.load({name: tensor.cpu() for name, tensor in made.state().items()})
+    step(resumed)
+    print(json.dumps([sorted(several_devices.devices_of([*each.state().values()])) for each in (made, resumed)]))
+"""
+
+
+def test_moments_of_weights_on_a_device_are_in_cpu_memory() -> None:
+    support = Path(__file__).parents[1] / "support"
+    environment = {**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([python(), "-c", ON_A_DEVICE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["cpu"], ["cpu"]]
+
+
+def stepper_of_moments(seed: int, moments: str = "8bit") -> ReplicatedStepper:
+    torch.manual_seed(seed)
+    return ReplicatedStepper(nn.Linear(100, 80, dtype=torch.bfloat16), Ranks(), moments=moments)
+
+
+def step(made: ReplicatedStepper, key: int) -> None:
+    inputs = torch.randn(4, 100, generator=torch.Generator().manual_seed(key)).bfloat16()
+    made.backward(made.module(inputs).float().square().mean())
+    made.step(1e-2)
+
+
+@pytest.mark.parametrize("moments", ["8bit", "cpu"])
+def test_saved_optimizer_state_resumes_bitwise(moments: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    one, other = stepper_of_moments(0, moments), stepper_of_moments(1, moments)
+    for key in range(3):
+        step(one, key)
+    state = {name: tensor.contiguous() for name, tensor in one.state().items()}
+    assert ("weight/exp_avg_codes" in state) == (moments == "8bit")
+    assert state["bias/exp_avg"].dtype == torch.float32
+    save_file(state, tmp_path / "state.safetensors")
+    other.module.load_state_dict(one.module.state_dict())
+    other.load(load_file(tmp_path / "state.safetensors"))
+    restore = other.snapshot()
+    step(other, 9)
+    restore()
+    other.module.load_state_dict(one.module.state_dict())
+    for made in (one, other):
+        step(made, 3)
+        step(made, 4)
+    for name, tensor in one.module.state_dict().items():
+        assert torch.equal(tensor, other.module.state_dict()[name])
+    for name, tensor in one.state().items():
+        assert torch.equal(tensor, other.state()[name]), name
+
+
+# The shards of ZeRO-2
+
+
+class Engine:
+    """The part of DeepSpeed's engine that holds a rank's shard: fp32 weights, concatenated over all parameters and padded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+        self._place = rank, world
+        (group,) = optimizer.param_groups
+        self._weights: list[nn.Parameter] = list(group["params"])
+        self._share = self._shard()
+        group["params"] = [self._share]
+        self.optimizer = SimpleNamespace(
+            single_partition_of_fp32_groups=[self._share],
+            optimizer=optimizer,
+            param_groups=optimizer.param_groups,
+            refresh_fp32_params=lambda: self._share.copy_(self._shard()),
+        )
+
+    def _shard(self) -> Tensor:
+        rank, world = self._place
+        flat = torch.cat([weight.detach().float().flatten() for weight in self._weights])
+        size = -(-len(flat) // world)
+        return nn.functional.pad(flat, (0, size * world - len(flat)))[rank * size : (rank + 1) * size].clone()
+
+    def destroy(self) -> None:
+        """It has no hooks."""
+
+
+def network() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(5, 3), "idle": nn.Linear(7, 3), "last": nn.Linear(4, 2)}
+    return nn.ModuleDict(parts).to(torch.bfloat16)
+
+
+def shards(monkeypatch: pytest.MonkeyPatch, module: nn.Module, state: dict[str, Tensor], world: int) -> dict[str, Tensor]:
+    """Load ``state`` on each of ``world`` ranks, and return what their shards contain together, by key."""
+    found: dict[str, list[Tensor]] = {}
+    for rank in range(world):
+
+        def initialize(*, optimizer: Any, rank: int = rank, **_: Any) -> tuple[Engine]:
+            return (Engine(optimizer, rank, world),)
+
+        library = SimpleNamespace(initialize=initialize)
+        monkeypatch.setattr(zero, "_deepspeed", lambda device, library=library: library)
+        stepper = ZeroStepper(module, Ranks(rank=rank, world=world))
+        stepper.load(state)
+        (share,) = stepper.engine.optimizer.single_partition_of_fp32_groups
+        kept = stepper.engine.optimizer.optimizer.state[share]
+        for key, value in {"master": share, "exp_avg": kept["exp_avg"], "exp_avg_sq": kept["exp_avg_sq"]}.items():
+            found.setdefault(key, []).append(value)
+    return {key: torch.cat(values) for key, values in found.items()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_weight_without_optimizer_state_keeps_its_value(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """A single rank stores a master weight only for weights that had a gradient."""
+    module = network()
+    alone = ReplicatedStepper(module, Ranks())
+    for _ in range(2):
+        outputs = [module[name](torch.ones(width, dtype=torch.bfloat16)) for name, width in (("first", 5), ("last", 4))]
+        alone.backward(torch.cat(outputs).float().square().sum())
+        alone.step(1e-3)
+    state = {name: tensor.clone() for name, tensor in alone.state().items()}
+    assert {name.split(".")[0] for name in state} == {"first", "last"}
+    assert not torch.equal(state["first.weight/master"], module["first"].weight.float())
+    found = shards(monkeypatch, module, state, world)
+    for key, content in found.items():
+        start = 0
+        for name, weight in module.named_parameters():
+            empty = weight.detach().float() if key == "master" else torch.zeros(weight.shape)
+            wanted = state.get(f"{name}/{key}", empty)
+            assert torch.equal(content[start : start + weight.numel()].view(weight.shape), wanted), f"{name}/{key}"
+            start += weight.numel()
+        assert not content[start:].any(), "padding"

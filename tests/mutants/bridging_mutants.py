@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 BRIDGE = "tests/integrations/test_trl.py"
-CACHE = "tests/models/causal/test_preallocated_cache.py"
+CACHE = "tests/models/qwen_vl/test_qwen_writer.py"
 MEMORY = "tests/recipe/test_out_of_memory.py"
 
 BRIDGING = (

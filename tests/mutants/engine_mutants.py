@@ -5,7 +5,7 @@ from mutant import Mutant
 ENGINE = "tests/policies/engines/test_vllm_engine.py"
 PLUGIN = "tests/policies/engines/test_vllm_plugin.py"
 FULL = "tests/policies/engines/test_full_weights.py"
-MISMATCH = "tests/policies/autoregressive/test_mismatch.py"
+MISMATCH = "tests/policies/autoregressive/test_autoregressive.py"
 
 ENGINES = (
     Mutant(

@@ -10,7 +10,7 @@ GRADIENTS = (
         "objectives/reward_gradient.py",
         "value = -(weights * used).sum()",
         "value = (weights * used).sum()",
-        f"{_TESTS}::test_gradient_step_increases_the_score[draft]",
+        f"{_TESTS}::test_draft_gradient_equals_backpropagation_through_the_last_steps_of_the_chain[3-sd3]",
     ),
     Mutant(
         "the gradient is cut between denoising steps",

@@ -2,9 +2,9 @@
 
 from mutant import Mutant
 
-_WEIGHTS = "tests/core/test_imitation_weights.py"
-_LOOP = "tests/training/test_imitation.py"
-_REFILL = "tests/training/test_refill.py"
+_WEIGHTS = "tests/core/test_advantages.py"
+_LOOP = "tests/training/test_collecting.py"
+_REFILL = "tests/training/test_collecting.py"
 
 IMITATION = (
     Mutant(

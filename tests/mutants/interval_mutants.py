@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-_INTERVALS = "tests/core/test_intervals.py"
+_INTERVALS = "tests/core/test_measures.py"
 
 INTERVALS = (
     Mutant(

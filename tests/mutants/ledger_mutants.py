@@ -6,7 +6,7 @@ _KEPT = "tests/rewards/ledger/test_stored_answers.py"
 _JOURNAL = "tests/rewards/ledger/test_journal.py"
 _LEDGER = "tests/training/test_ledger.py"
 _AUDIT = "tests/audit/test_audit.py"
-_AGREEMENT = "tests/core/test_agreement.py"
+_AGREEMENT = "tests/core/test_measures.py"
 
 LEDGER = (
     # Stored answers

@@ -5,7 +5,7 @@ from mutant import Mutant
 SHARDING = "tests/distributed/test_sharding.py"
 PLACEMENT = "tests/distributed/test_placement.py"
 MEMORY = "tests/plan/test_memory.py"
-CHECKS = "tests/distributed/test_sharding_checks.py"
+CHECKS = "tests/distributed/test_sharding.py"
 
 PLACING = (
     Mutant(
@@ -27,7 +27,7 @@ PLACING = (
         "distributed/fsdp.py",
         "shard.copy_(current[name])",
         "shard.add_(0.0)",
-        f"{SHARDING}::test_copies_of_sharded_weights_are_swapped_and_averaged[fsdp2]",
+        f"{SHARDING}::test_sharded_steps_match_replicated_steps[fsdp2]",
     ),
     Mutant(
         "weights stay on the device although they should be offloaded to the CPU",
@@ -83,6 +83,6 @@ PLACING = (
         "distributed/ranks.py",
         "devices.empty_cache_every or 0",
         "devices.empty_cache_every or 5",
-        "tests/distributed/test_device_memory.py::test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default",
+        "tests/distributed/test_placement.py::test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default",
     ),
 )

@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-READING = "tests/models/qwen_image/test_qwen_responses.py"
+READING = "tests/models/qwen_image/test_qwen_image.py"
 DRAWING = "tests/renderers/test_response_renderer.py"
 PROMPTS = "tests/renderers/test_prompt_renderer.py"
 
@@ -82,6 +82,6 @@ RENDERING = (
         "core/answers.py",
         "if _THINKS.search(text):",
         "if not text:",
-        "tests/renderers/test_answers.py::test_completions_without_a_prompt_give_none",
+        "tests/renderers/test_prompt_renderer.py::test_completions_without_a_prompt_give_none",
     ),
 )

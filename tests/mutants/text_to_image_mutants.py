@@ -40,7 +40,7 @@ TEXT_TO_IMAGE = (
         "renderers/base.py",
         "ids=(), text=task.instruction, truncated=False",
         "ids=(), truncated=False",
-        "tests/renderers/test_blind.py::test_ignore_completions_passes_only_noise_keys_and_instructions_to_the_renderer",
+        "tests/renderers/test_prompt_renderer.py::test_ignore_completions_passes_only_noise_keys_and_instructions_to_the_renderer",
     ),
     Mutant(
         "a sample that fell back to the instruction is not reported",

@@ -3,8 +3,8 @@
 from mutant import Mutant
 
 DATA = "tests/data/sources/test_token_data.py"
-LOOP = "tests/policies/autoregressive/test_language_model_loop.py"
-IMITATING = "tests/objectives/test_cross_entropy.py"
+LOOP = "tests/policies/autoregressive/test_autoregressive.py"
+IMITATING = "tests/objectives/test_policy_gradient.py"
 JANUS = "tests/models/janus/test_janus.py"
 
 TOKENS = (

@@ -41,7 +41,7 @@ WRITING = (
         "core/tokens.py",
         "right=True)",
         "right=False)",
-        "tests/core/test_tokens.py::test_ids_with_probability_0_are_never_sampled",
+        "tests/core/test_surrogates.py::test_ids_with_probability_0_are_never_sampled",
     ),
     Mutant(
         "vision tokens can be generated",
@@ -105,7 +105,7 @@ WRITING = (
         "policies/decoding.py",
         "for start in range(0, len(ids), chunk):\n        part = slice(start, start + chunk)",
         "for start in range(0, len(ids), len(ids)):\n        part = slice(None)",
-        "tests/policies/autoregressive/test_log_probs.py::test_the_update_allocates_the_logits_of_one_chunk_at_most",
+        "tests/policies/autoregressive/test_autoregressive.py::test_the_update_allocates_the_logits_of_one_chunk_at_most",
     ),
     Mutant(
         "log-probabilities from 16-bit decoding with a cache count as exact",

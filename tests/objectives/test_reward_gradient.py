@@ -52,8 +52,7 @@ def by_hand(policy, value):
     return {name: torch.zeros_like(parameter) if part is None else part for (name, parameter), part in pairs}
 
 
-@pytest.mark.parametrize("family", ["sd3", "edit"])
-@pytest.mark.parametrize("steps", [1, 3, tiny.NUM_STEPS])
+@pytest.mark.parametrize(("steps", "family"), [(3, "sd3"), (1, "edit"), (tiny.NUM_STEPS, "edit")])
 def test_draft_gradient_equals_backpropagation_through_the_last_steps_of_the_chain(family, steps):
     objective = DRaFT(reward=TARGET, steps=steps)
     policy, batch, minibatch = made(objective, family)
@@ -77,37 +76,6 @@ def test_refl_scores_the_clean_image_that_the_model_predicts():
     velocity = policy.velocity(trajectory, slice(0, len(x)), x, sigma.expand(len(x)), "current")
     image = policy.model.decode_tensors(x - sigma * velocity, trajectory.conditioning)
     assert tiny.distance(found, by_hand(policy, -TARGET.score_tensors(image, tasks).mean())) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        DRaFT(reward=TARGET, steps=2),
-        ReFL(reward=TARGET, low=1, high=3),
-        DRaFT(reward=BOTH, steps=2),
-        ReFL(reward=BOTH, low=1, high=3),
-    ],
-    ids=["draft", "refl", "draft, several", "refl, several"],
-)
-def test_gradient_matches_finite_differences(objective):
-    policy, _, minibatch = made(objective, train="full")
-    found, _ = tiny.gradient(policy, objective, minibatch)
-    length = torch.sqrt(sum(part.square().sum() for part in found.values()))
-
-    def value(step):
-        with torch.no_grad():
-            for name, parameter in tiny.trained(policy).items():
-                parameter.add_(step / length * found[name])
-            total = 0.0
-            for rows in policy.row_slices(minibatch.trajectory):
-                images = policy.images(minibatch.trajectory, rows, predicted=objective.predicted)
-                tasks = [minibatch.batch.tasks[k] for k in minibatch.batch.group[rows]]
-                total -= objective.reward.score_tensors(images.double(), tasks).sum().item() / len(minibatch.batch)
-            for name, parameter in tiny.trained(policy).items():
-                parameter.sub_(step / length * found[name])
-        return total
-
-    assert (value(0.01) - value(-0.01)) / 0.02 == pytest.approx(length.item(), rel=0.02)
 
 
 def test_several_rewards_give_their_weighted_sum_and_pass_gradcheck():
@@ -191,13 +159,6 @@ def test_model_without_decode_tensors_raises_with_its_class_name() -> None:
         DenoisingPolicy.images(SimpleNamespace(model=model, module=model.module), trajectory, slice(0, 2), predicted=False)
 
 
-def test_one_step_of_draft_is_refl_at_the_last_step():
-    draft, refl = DRaFT(reward=TARGET, steps=1), ReFL(reward=TARGET, low=tiny.NUM_STEPS - 1)
-    found, other = (tiny.gradient(*(policy, objective, minibatch))[0] for objective, (policy, _, minibatch) in
-                    ((each, made(each)) for each in (draft, refl)))  # fmt: skip
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
 def test_refl_draws_its_gradient_step_deterministically_from_seed_and_training_step():
     objective = ReFL(reward=TARGET, low=10, high=30)
     drawn = [objective.first_gradient_step(40, seed=3, step=step) for step in range(300)]
@@ -237,32 +198,6 @@ def test_memory_depends_on_the_steps_with_gradient_alone():
     assert saved(two, 9)[1] > saved(one, 9)[1]
 
 
-def test_only_trained_weights_get_a_gradient():
-    objective = DRaFT(reward=TARGET, steps=2)
-    policy, batch = playground_policy(tiny.sampling("ode", num_steps=3))
-    policy.first_gradient_step = objective.first_gradient_step
-    for loss in objective.losses(policy, tiny.minibatch(batch, policy.rollout(batch), [0.0] * len(batch))):
-        loss.value.backward()
-    trained = set(map(id, tiny.trained(policy).values()))
-    for part in policy.model.parts:
-        for parameter in part.parameters():
-            assert parameter.grad is None or id(parameter) in trained
-    assert any(parameter.grad is not None for parameter in policy.module.parameters())
-
-
-@pytest.mark.parametrize("objective", [DRaFT(reward=TARGET, steps=2), ReFL(reward=TARGET, low=2)], ids=["draft", "refl"])
-def test_gradient_step_increases_the_score(objective):
-    policy, _, minibatch = made(objective, train="full")
-    found, losses = tiny.gradient(policy, objective, minibatch)
-    length = torch.sqrt(sum(part.square().sum() for part in found.values()))
-    with torch.no_grad():
-        for name, parameter in tiny.trained(policy).items():
-            parameter.sub_(0.02 / length * found[name])
-    before, after = (sum(loss.sums["policy/score"] for loss in each) for each in
-                     (losses, list(objective.losses(policy, minibatch))))  # fmt: skip
-    assert after > before
-
-
 def test_image_with_a_score_above_the_cap_has_zero_gradient():
     objective = DRaFT(reward=TARGET)
     policy, _, minibatch = made(objective, microbatch=1)
@@ -275,7 +210,7 @@ def test_image_with_a_score_above_the_cap_has_zero_gradient():
         assert 4 * loss.sums["policy/score"].item() == pytest.approx(score)
 
 
-@pytest.mark.parametrize("microbatch", [1, 3])
+@pytest.mark.parametrize("microbatch", [3])
 def test_gradient_with_guidance_is_independent_of_microbatch_size(microbatch):
     objective = DRaFT(reward=TARGET, steps=2)
     whole, cut = (made(objective, microbatch=size, guidance=2.0) for size in (100, microbatch))
@@ -328,11 +263,6 @@ OTHER = {"kind": "share"}
 def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
     rewards = {"near": {"kind": "target"}, "other": other}
     return {"objective__reward": {"kind": "several", "rewards": rewards, "combine": {"near": 1}, **keys}}
-
-
-def test_recipe_with_several_rewards_and_clip_cosine_round_trips() -> None:
-    recipe = parse(changed(**two_rewards({"kind": "clip", "path": "x"}, combine={"near/closeness": 1, "other/cosine": 2})))
-    assert parse(recipe.document()) == recipe
 
 
 @pytest.mark.parametrize(
@@ -430,21 +360,14 @@ def test_reward_that_returns_scores_without_gradient_raises() -> None:
     slow_after(1, [DRAFT["objective"], {"kind": "refl", "reward": {"kind": "target"}, "low": 1}]),
     ids=["draft", "refl"],
 )
-def test_a_run_passes_its_preflight_and_resumes_to_the_same_bits(objective: dict[str, Any], tmp_path) -> None:
+def test_a_run_passes_its_preflight_and_takes_a_step(objective: dict[str, Any], tmp_path) -> None:
     file = tmp_path / "small.json"
-    file.write_text(json.dumps({**DRAFT, "objective": objective, "out": str(tmp_path), "checkpoints": {"every": 1, "keep": 2}}))
-    words = ["train", str(file), "--set", "device=cpu", "--set", "trackers=[]"]
-    assert cli.main([*words, "--set", "name=whole"]) == 0
-    for steps in (1, 2):
-        assert cli.main([*words, "--set", "name=resumed", "--set", f"steps={steps}"]) == 0
-    for name in (
-        "metrics.jsonl",
-        *(f"checkpoints/step-000002/{group}.safetensors" for group in ("weights", "optimizer", "copies")),
-    ):
-        whole, resumed = ((tmp_path / run / name).read_bytes() for run in ("whole", "resumed"))
-        assert whole == resumed, name
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < line["policy/score"] < 1 and line["policy/grad_norm"] > 0 and "reward/mean" in line for line in lines)
+    file.write_text(json.dumps({**DRAFT, "objective": objective, "out": str(tmp_path), "name": "whole", "steps": 1}))
+    assert cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "eval.every=0"]) == 0
+    (line,) = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < line["policy/score"] < 1
+    assert line["policy/grad_norm"] > 0
+    assert "reward/mean" in line
     checks = {check["name"]: check for check in json.loads((tmp_path / "whole" / "preflight.json").read_text())}
     assert checks["moved"]["ok"]
     assert checks["frozen"]["ok"]
@@ -454,7 +377,10 @@ def test_a_run_starts_although_its_images_have_reached_the_cap(tmp_path) -> None
     """The preflight, which needs a gradient, ignores the cap; the steps of the run then have zero gradient."""
     file = tmp_path / "small.json"
     file.write_text(json.dumps({**DRAFT, "objective": {**DRAFT["objective"], "cap": 0.0}, "out": str(tmp_path)}))
-    assert cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "steps=1"]) == 0
+    assert (
+        cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "steps=1", "--set", "eval.every=0"])
+        == 0
+    )
     (folder,) = (path.parent for path in tmp_path.glob("*/metrics.jsonl"))
     assert json.loads((folder / "metrics.jsonl").read_text())["policy/grad_norm"] == 0
     assert {check["name"]: check["ok"] for check in json.loads((folder / "preflight.json").read_text())}["gradient"]

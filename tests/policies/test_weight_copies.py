@@ -1,15 +1,21 @@
-"""Copies of weights: swapped in and out bitwise, averaged (EMA), and with the adapter disabled as in PEFT."""
+"""Copies of weights: swapped bitwise, averaged, without the adapter, and copied from the host asynchronously."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tiny_policies as tiny
+from retouch.models import offloading
+from retouch.models.parts import page_locked, to_device
 from retouch.policies.weights import WeightCopies, stale_copies
 from retouch.recipe.policy import Ema
 from retouch.run.build import Assembly
+
+# Copies of weights
 
 
 def linear():
@@ -41,34 +47,6 @@ def test_using_a_copy_restores_the_weights_bitwise_and_keeps_the_graph():
     after = torch.autograd.grad(current.square().sum(), parameters, allow_unused=True)
     for a, b in zip(alone, after, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
-
-
-def test_weights_are_restored_if_the_block_raises():
-    module = linear()
-    copies = WeightCopies(module)
-    copies.snapshot("reference")
-    with torch.no_grad():
-        module.weight.add_(1)
-    now = module.weight.detach().clone()
-
-    def fail():
-        with copies.using("reference"):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert torch.equal(module.weight, now)
-
-
-def test_a_snapshot_has_only_trainable_weights_and_is_not_changed_by_updates():
-    module = linear()
-    copies = WeightCopies(module)
-    copies.snapshot("old")
-    assert list(copies.copies["old"]) == ["weight"]
-    kept = module.weight.detach().clone()
-    with torch.no_grad():
-        module.weight.mul_(3)
-    assert torch.equal(copies.copies["old"]["weight"], kept)
 
 
 def test_a_copy_on_another_device_is_moved_only_for_its_block():
@@ -191,3 +169,121 @@ def test_copies_for_stale_rollouts_keep_the_dtype_and_bits_of_the_weights():
     copies.load(state)
     with copies.using("sampling-1"):
         assert torch.equal(module.weight, kept)
+
+
+# Asynchronous copies from the host
+
+CPU = torch.device("cpu")
+
+
+class DelayedTensor(Tensor):
+    """A tensor that reports a GPU as its device, in the memory of the host tensor that it copies."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+
+def late(self: Tensor, device: Any = None, dtype: Any = None, *, non_blocking: bool = False, copy: bool = False) -> Tensor:
+    """``Tensor.to`` for a device that is behind the host: it reads the source of an asynchronous copy only later."""
+    if torch.device(device).type != "cuda":
+        return _TO(self.as_subclass(Tensor), device, dtype, copy=True)
+    assert non_blocking == (type(self) is not DelayedTensor), "only copies from the host are asynchronous"
+    source = self if dtype in (None, self.dtype) else _TO(self, dtype)
+    return source.detach().as_subclass(DelayedTensor)
+
+
+_TO: Callable[..., Tensor] = Tensor.to
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Simulates a GPU that reads late. Returns the list of the tensors that were page-locked."""
+    locked: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "to", late)
+
+    def pin_memory(self: Tensor) -> Tensor:
+        locked.append(self.clone())
+        return locked[-1]
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: any(self is each for each in locked))
+    return locked
+
+
+class CopiesOnGpu(WeightCopies):
+    """Copies of weights that report a GPU as their device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, devices={"reference": CPU})
+        self.parameters = {name: _Parameter(parameter) for name, parameter in self.parameters.items()}  # type: ignore[misc]
+
+
+class _Parameter:
+    device, requires_grad = torch.device("cuda:0"), True
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.dtype, self.data = parameter.dtype, parameter.detach().clone().as_subclass(DelayedTensor)
+
+    def detach(self) -> Tensor:
+        return self.data
+
+
+def test_a_page_locked_reference_is_not_overwritten_while_it_is_copied(device: list[Tensor]) -> None:
+    copies = CopiesOnGpu(nn.Linear(3, 2))
+    copies.snapshot("reference")
+    assert len(device) == 2
+    before = {name: tensor.clone() for name, tensor in copies.copies["reference"].items()}
+    with copies.using("reference"):
+        held = {name: parameter.data for name, parameter in copies.parameters.items()}
+    assert {type(tensor) for tensor in held.values()} == {DelayedTensor}
+    # The device has not read the copies yet when these happen:
+    copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
+    copies.snapshot("reference")
+    for name, tensor in held.items():
+        assert torch.equal(tensor.as_subclass(Tensor), before[name]), "the device read what the host wrote later"
+    assert len(device) == 6
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    tensor = torch.arange(3.0)
+    assert page_locked(tensor, CPU) is tensor
+    assert to_device(tensor, CPU) is tensor
+    assert torch.equal(to_device(tensor, CPU, torch.bfloat16), tensor.bfloat16())
+    copies = WeightCopies(nn.Linear(3, 2), devices={"reference": CPU})
+    copies.snapshot("reference")
+    kept = dict(copies.copies["reference"])
+    copies.load({name: tensor + 1 for name, tensor in copies.state().items()})
+    assert all(copies.copies["reference"][name] is tensor for name, tensor in kept.items())
+
+
+def test_offloaded_weights_are_packed_into_large_shared_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "BUFFER_BYTES", 4096)
+    module = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(40, 40, dtype=torch.bfloat16))
+    module.append(module[0])
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    parameters = list(module.parameters())
+    sizes: list[int] = []
+
+    def allocate(size: int) -> Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    offloading.repack([module, module[1]], allocate)
+    assert sizes == [4096, 4096]
+    assert all(one is other for one, other in zip(parameters, module.parameters(), strict=True))
+    assert module[0].weight is module[3].weight
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.data_ptr() % 16 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in module.state_dict().values()}) == 2
+    offloading.repack([nn.Linear(100, 100)], allocate)
+    assert sizes[2:] == [40000, 4096]
+
+
+def test_weights_are_page_locked_only_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(offloading, "repack", lambda parts, allocate: calls.append(parts))
+    for name in ("cpu", "mps", "cuda:1"):
+        offloading.page_lock([], torch.device(name))
+    assert len(calls) == 1

@@ -1,123 +1,52 @@
-"""Images of rewritten prompts match those of diffusers' pipelines for the same prompts and noise."""
+"""Images of rewritten prompts match those of diffusers' pipelines; prompts are extracted from completions."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
 import tiny_editing
 import tiny_models
 import tiny_writers
 import tiny_writing
-from retouch.models.flux.model import Flux, FluxText
+from families import FAMILIES
+from retouch.core.answers import answer_in
+from retouch.models.flux.model import Flux
 from retouch.models.pipeline import accepts_prompt
+from retouch.models.qwen_image import model as qwen_model
 from retouch.models.qwen_image.model import QwenImage
-from retouch.models.sd3.model import SD3
 from retouch.protocols import Renderer
 from retouch.renderers.base import IgnoreCompletionsRenderer, noise_generators
 from retouch.renderers.prompts import PromptRenderer, TextToImage
-from retouch.types import Completion
+from retouch.types import Completion, Task
 from retouch_worlds.models.family import PlaygroundTextToImage
 from retouch_worlds.testing import check_renderer
 
+# Images of rewritten prompts match those of diffusers' pipelines for the same prompts and noise
+
 STEPS, SIZE = 4, (24, 40)
-SHIFT = {"shift": 3.0, "num_train_timesteps": 1000}
 
 
-def sd3():
-    return SD3(
-        transformer=tiny_models.sd3_transformer(),
-        vae=tiny_models.sd3_vae(),
-        text_encoders=(tiny_models.clip(16, 1), tiny_models.clip(24, 2), tiny_models.t5(48, 3)),
-        tokenizers=[tiny_models.clip_tokenizer(), tiny_models.clip_tokenizer(), tiny_models.t5_tokenizer()],
-        scheduler_config=SHIFT,
-        size=SIZE,
-        max_sequence_length=80,
-    )
-
-
-def sd3_pipeline(model):
-    (first, second), third, (a, b, c) = model.text.clips, model.text.t5, model.text.tokenizers
-    return StableDiffusion3Pipeline(
-        transformer=model.module,
-        vae=model.latents.vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(**SHIFT),
-        text_encoder=first,
-        text_encoder_2=second,
-        text_encoder_3=third,
-        tokenizer=a,
-        tokenizer_2=b,
-        tokenizer_3=c,
-    )
-
-
-def qwen():
-    options = {"template": tiny_models.TEXT_TEMPLATE, "size": SIZE, "max_tokens": 90}
-    return QwenImage(**tiny_editing.parts(), scheduler_config=tiny_models.SCHEDULER, **options)
-
-
-def qwen_pipeline(model):
-    pipe = QwenImagePipeline(
-        transformer=model.module,
-        vae=tiny_models.qwen_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
-        text_encoder=model.text.encoder,
-        tokenizer=model.text.tokenizer,
-    )
-    pipe.prompt_template_encode = tiny_models.TEXT_TEMPLATE
-    pipe.prompt_template_encode_start_idx = model.text.prefix
-    return pipe
-
-
-def flux():
-    return Flux(
-        transformer=tiny_models.flux_transformer(),
-        vae=tiny_models.sd3_vae(),
-        text=FluxText(
-            tiny_models.clip_text(16, 1),
-            tiny_models.t5(48, 3),
-            clip_tokenizer=tiny_models.clip_tokenizer(),
-            t5_tokenizer=tiny_models.t5_tokenizer(),
-            max_sequence_length=80,
-        ),
-        scheduler_config=tiny_models.SCHEDULER,
-        size=SIZE,
-    )
-
-
-def flux_pipeline(model):
-    return FluxPipeline(
-        transformer=model.module,
-        vae=model.latents.vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
-        text_encoder=model.text.clip,
-        tokenizer=model.text.clip_tokenizer,
-        text_encoder_2=model.text.t5,
-        tokenizer_2=model.text.t5_tokenizer,
-    )
-
-
-def flux_options(scale):
-    return {"true_cfg_scale": scale, "max_sequence_length": 80, **({"negative_prompt": ""} if scale > 1 else {})}
-
-
-KINDS = {
-    "flux": (flux, flux_pipeline, flux_options),
-    "sd3": (sd3, sd3_pipeline, lambda scale: {"guidance_scale": scale, "max_sequence_length": 80}),
-    "qwen": (qwen, qwen_pipeline, lambda scale: {"true_cfg_scale": scale, **({"negative_prompt": " "} if scale > 1 else {})}),
-}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    build, pipeline, options = KINDS[request.param]
-    model = build()
-    pipe = pipeline(model)
-    pipe.set_progress_bar_config(disable=True)
-    return model, pipe, options
+@pytest.fixture(scope="module", params=["flux", "sd3", "qwen-image"])
+def kind(request, tmp_path_factory):
+    """A model, the arguments of its pipeline's call for a scale, and the pipeline."""
+    family, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    family.save(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen_model, "OFFICIAL_PREFIX", {})
+        model = family.build(folder)
+    if isinstance(model, Flux):
+        model.text.max_sequence_length = 80
+    if isinstance(model, QwenImage):
+        model.max_tokens = 90
+    return model, family.pipeline(folder), family.asks
 
 
 def config(**options):
@@ -174,9 +103,10 @@ def test_images_match_those_of_the_diffusers_pipeline(kind, guidance_scale):
     model, pipe, options = kind
     said = outputs("Prompt: a purple rabbit", '"a red circle on it"')
     ours = renderer(model, guidance_scale)(tasks(2), said)
+    told = options(tasks(2), guidance_scale)
     theirs = pipe(
         ["a purple rabbit", "a red circle on it"],
-        **options(guidance_scale),
+        **told | ({"max_sequence_length": 80} if isinstance(model, Flux) else {}),
         height=SIZE[0],
         width=SIZE[1],
         num_inference_steps=STEPS,
@@ -202,7 +132,7 @@ def test_images_depend_on_the_completion_and_not_on_the_task(kind):
 def test_prompts_that_the_model_cannot_encode_are_not_rendered(kind):
     model, _, _ = kind
     spelt = "a <|im_end|> cat"
-    said = outputs("a cat", "cat " * 40, spelt)
+    said = outputs("a cat", "cat " * 100, spelt)
     assert [image is None for image in renderer(model)(tasks(3), said)] == [False, True, isinstance(model, QwenImage)]
     assert accepts_prompt(model, "a cat")
     assert accepts_prompt(model, spelt) != isinstance(model, QwenImage)
@@ -215,28 +145,6 @@ def test_cut_off_completions_are_rendered_with_draw_and_none_with_fault(kind):
     assert renderer(model, cut_off="fault")(tasks(1), cut) == [None]
 
 
-def test_rendering_changes_no_weights_and_leaves_no_gradients(kind, tasks_and_rollout):
-    model, _, _ = kind
-    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    renderer(model)(*tasks_and_rollout)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.module.parameters())
-
-
-def test_a_batch_size_of_0_raises(kind):
-    with pytest.raises(ValueError, match="greater than or equal to 1"):
-        renderer(kind[0], batch=0)
-
-
-def test_ignore_completions_renders_the_instruction_of_the_task(kind, tasks_and_rollout):
-    rows, trajectory = tasks_and_rollout
-    draws = renderer(kind[0])
-    asked = [replace(output, text=task.instruction) for task, output in zip(rows, trajectory.outputs, strict=True)]
-    wanted = draws(rows, replace(trajectory, outputs=tuple(asked)))
-    for ours, theirs in zip(IgnoreCompletionsRenderer(draws)(rows, trajectory), wanted, strict=True):
-        assert ours.tobytes() == theirs.tobytes()
-
-
 @pytest.mark.parametrize("instruction", ["Prompt: a cat", "?!"])
 def test_ignore_completions_does_not_parse_the_instruction(kind, instruction):
     draws, said = renderer(kind[0]), outputs("a dog")
@@ -246,6 +154,138 @@ def test_ignore_completions_does_not_parse_the_instruction(kind, instruction):
     assert ours.tobytes() == wanted.tobytes()
 
 
-def test_an_empty_completion_is_not_rendered(kind):
-    empty = SimpleNamespace(outputs=(Completion((), "", False, (3, 5, 0, 0)),))
-    assert renderer(kind[0])(tasks(1), empty) == [None]
+# The prompt is extracted from an enhancer's completion, whatever text surrounds it
+
+PROMPT = "a red cat's hat, 35mm: soft light"
+THOUGHTS = [
+    "{}",
+    '<think>first "x"\nEnhanced prompt: no</think>\n{}',
+    "so <answer>no</answer></think>{}",
+    "<THINKING>a</THINKING>{}",
+]
+TAGS = [
+    "{}",
+    "<answer>{}</answer>",
+    "Well.\n<answer>\n{}\n</answer> Done.",
+    "<answer>no</answer> <Answer>{}</Answer>",
+    "<answer>{}",
+]
+LABELS = [
+    "{}",
+    "Enhanced prompt: {}",
+    "**Enhanced Prompt:** {}",
+    "Sure! Here is it.\n\n### Improved image prompt:\n{}",
+    "Original prompt: a cat\nRewritten prompt: {}",
+    "Sure! Here's the enhanced prompt for you: {}",
+    "Here you go:\n{}",
+    "Certainly! {}",
+    "Answer: {}",
+    "Final version：{}",
+    "```\n{}\n```",
+    "```text\nno\n```\n```text\n{}\n```",
+]
+QUOTES = ["{}", '"{}"', " “{}” ", "`{}`", "«{}»", '"“{}”"', "**{}**"]
+
+
+@pytest.mark.parametrize(("thought", "tag"), list(itertools.product(THOUGHTS, TAGS)))
+def test_thoughts_tags_labels_and_quotes_around_the_prompt_are_removed(thought, tag):
+    for label, quote in itertools.product(LABELS, QUOTES):
+        written = thought.format(tag.format(label.format(quote.format(PROMPT))))
+        assert answer_in(written) == PROMPT, written
+
+
+@pytest.mark.parametrize("around", ["**Enhanced prompt: {}**", '"Prompt: {}"', "`Prompt: “{}”`"])
+def test_a_label_within_quotes_is_removed(around):
+    assert answer_in(around.format(PROMPT)) == PROMPT
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        " \n ",
+        "...",
+        "<think>a red cat",
+        "<think>a</think>",
+        "<think>a</think> <think>and a red cat",
+        "<answer></answer>",
+        "<answer> </answer> a red cat",
+        "Enhanced prompt:",
+        '""',
+        "```\n\n```",
+    ],
+)
+def test_completions_without_a_prompt_give_none(written):
+    assert answer_in(written) is None
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        'a sign that says "OPEN"',
+        '"OPEN" beside "CLOSED"',
+        "'tis the cat's",
+        "a photograph of a sign: HELLO",
+        "This is a poster that says: HELLO",
+        "style: oil, lighting: soft",
+        "response to a storm",
+        "here be dragons",
+        "surely a cat",
+        "of course-grained sand",
+        "a <b> in bold, 3 < 4",
+        "紫色的兔子，柔和的光线",
+    ],
+)
+def test_a_prompt_alone_stays_as_it_is(prompt):
+    assert answer_in(prompt) == prompt
+
+
+@pytest.mark.parametrize(
+    "sign", ["<think>", "</think>", "<answer>", "</answer>", "```\n", "\n", "  ", "**", '"', "“", "new ", "here "]
+)
+def test_long_repetitions_cause_no_backtracking(sign):
+    """A regular expression that backtracks would not finish here."""
+    assert answer_in(sign * 100_000 + "x") in {None, "x", " ".join((sign * 100_000 + "x").split())}
+
+
+def test_line_breaks_and_repeated_spaces_are_collapsed():
+    assert answer_in(" a red  cat,\n soft light\t") == "a red cat, soft light"
+
+
+@given(st.text(st.sampled_from('<>/think answer:"*`#\n\r\t’“” sure here prompt'), max_size=400))
+def test_an_answer_is_one_line_with_a_letter_or_digit(written):
+    answer = answer_in(written)
+    if answer is not None:
+        assert answer == " ".join(answer.split())
+        assert any(sign.isalnum() for sign in answer)
+
+
+# A control whose reward must not improve
+
+
+class Seen:
+    """Stores the completions that it receives, and renders one grey image per row."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Completion] = []
+
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
+        self.outputs = list(trajectory.outputs)
+        return [Image.new("RGB", (8, 8), (127, 127, 127)) for _ in tasks]
+
+
+class Answers:
+    outputs = (
+        Completion(ids=(4, 5), text="make it red", truncated=False, key=(0, 1, 2, 3)),
+        Completion(ids=(4, 5, 6), text="make it red and", truncated=True, key=(0, 1, 2, 4)),
+    )
+
+
+def test_ignore_completions_passes_only_noise_keys_and_instructions_to_the_renderer() -> None:
+    seen = Seen()
+    tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
+    assert len(IgnoreCompletionsRenderer(seen)(tasks, Answers())) == 2
+    assert seen.outputs == [
+        Completion(ids=(), text=task.instruction, truncated=False, key=written.key)
+        for task, written in zip(tasks, Answers.outputs, strict=True)
+    ]

@@ -1,20 +1,44 @@
-"""The held-out table: means, confidence intervals, the headline row."""
+"""The held-out table, the times of stages, the details of samples, and the preflight."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
+import tiny_loop
+import tiny_policies
+import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
 from retouch.distributed.ranks import Ranks
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.decoding import AutoregressiveTrajectory
+from retouch.recipe.keys import Samples
+from retouch.records.folder import RunFolder
+from retouch.records.trackers import CompositeTracker
+from retouch.renderers.base import LatentRenderer
 from retouch.rewards.judging import RewardScorer, ScoredBatch
+from retouch.run import preflight
 from retouch.run.evaluation import EvaluationResult, Evaluator, headline_tasks, score_table
-from retouch.types import Batch, Column, Sample, Task
+from retouch.run.metrics import Clock
+from retouch.run.recorder import Recorder, SampleDetails
+from retouch.run.step import ScoredRollout, collect
+from retouch.types import Batch, Column, Completion, Kind, Prompts, Sample, Task
+from tiny_recipes import SMALL
+from warm_python import python
+
+# The held-out table
 
 
 def evaluated() -> EvaluationResult:
@@ -49,12 +73,6 @@ def test_reward_in_the_score_table_is_the_combined_reward_even_if_a_column_has_t
     tasks = [Task(id=str(i), instruction="x") for i in range(2)]
     result = EvaluationResult(tasks, {"reward": torch.ones(2), "overall": torch.zeros(2)}, torch.tensor([0.25, 0.75]))
     assert score_table(result)[0]["all"] == {"n": 2, "reward": 0.5, "overall": 0.0}
-
-
-def test_one_value_has_a_mean_and_no_interval() -> None:
-    means, intervals = score_table(evaluated())
-    assert means["complexity=1"]["overall"] == 8.0
-    assert intervals["complexity=1"] == {}
 
 
 def test_confidence_intervals_of_proportions_are_wilson_intervals() -> None:
@@ -134,3 +152,193 @@ def test_best_of_k_is_the_lowest_score_of_a_column_where_lower_is_better() -> No
     assert (lowest <= samples[0]).all()
     assert (lowest < samples[1]).any()
     judge.close()
+
+
+# The times of a step's stages, measured with the host's clock and with events of a GPU
+
+
+@dataclass
+class Queue:
+    """A GPU that starts work when the work before is finished. ``now``: the host's seconds. ``free``: when its work is finished."""
+
+    now: float = 0.0
+    free: float = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.free = max(self.now, self.free) + seconds
+
+    def event(self) -> "Point":
+        return Point(self)
+
+
+@dataclass
+class Point:
+    queue: Queue
+    at: float = field(default=-1.0)
+
+    def record(self) -> None:
+        self.at = max(self.queue.now, self.queue.free)
+
+    def query(self) -> bool:
+        return self.at <= self.queue.now
+
+    def elapsed_time(self, end: "Point") -> float:
+        assert end.query(), "the GPU has not reached it"
+        return 1000 * (end.at - self.at)
+
+
+def test_pending_gpu_work_of_a_rollout_is_not_counted_as_rendering_time() -> None:
+    gpu = Queue()
+    clock = Clock(event=gpu.event)
+    with clock("rollout"):
+        gpu.compute(5)
+        gpu.now += 0.1  # the host is ahead
+    with clock("render"):
+        gpu.compute(1)
+        gpu.now = gpu.free  # the images are read
+    assert clock.take() == {"time/rollout": pytest.approx(5), "time/render": pytest.approx(1)}
+
+
+def test_clock_does_not_wait_for_the_gpu_and_counts_every_second_once() -> None:
+    gpu = Queue()
+    clock = Clock(event=gpu.event)
+    with clock("rollout"):
+        gpu.compute(2)
+    gpu.now = 3
+    with clock("judge"):
+        gpu.now += 4  # waits for another machine; the GPU is idle
+    with clock("update"):
+        gpu.compute(6)
+    assert clock.take() == {"time/rollout": pytest.approx(2), "time/judge": pytest.approx(4)}
+    assert gpu.now == 7
+    with clock("update"):
+        gpu.compute(1)
+    gpu.now = 20
+    assert clock.take() == {"time/update": pytest.approx(7)}
+    assert clock.take() == {}
+
+
+def test_clock_keeps_the_name_and_time_of_a_stage_that_raises() -> None:
+    gpu = Queue()
+    clock = Clock(event=gpu.event)
+    with pytest.raises(ValueError, match="x"), clock("update"):
+        raise ValueError("x")
+    assert clock.stage == "update"
+    assert clock.take() == {"time/update": 0.0}
+
+
+# Details that are stored with training samples
+
+
+@pytest.fixture
+def collected() -> tuple[tiny.DenoisingPolicy, ScoredRollout]:
+    policy = tiny.policy(mode="all")
+    run, phase = tiny_loop.run(policy), tiny_loop.phase(count=2, group_size=2, steps=range(1))
+    return policy, collect(run, phase, 0)
+
+
+def stored(folder: RunFolder, made: ScoredRollout, details: SampleDetails | None) -> list[dict[str, object]]:
+    folder.create()
+    Recorder(folder, CompositeTracker([]), total=1, samples=Samples(groups=2), details=details).groups(1, made)
+    return folder.read_samples(1)
+
+
+def test_denoising_states_are_stored_for_the_first_sample_of_each_group(collected, tmp_path: Path) -> None:
+    policy, made = collected
+    folder = RunFolder(tmp_path / "run")
+    lines = stored(folder, made, SampleDetails(policy.model, tokens=True, states=True))
+    assert ["states" in line for line in lines] == [True, False, True, False]
+    count = made.trajectory.latents.shape[1]
+    assert [len(line["states"]) for line in lines if "states" in line] == [count, count]  # type: ignore[arg-type]
+    assert all("tokens" not in line for line in lines)
+    trajectory = made.trajectory.take(slice(2, 3))
+    for place, name in enumerate(lines[2]["states"]):  # type: ignore[arg-type]
+        state = replace(trajectory, outputs=trajectory.latents[:, place])
+        (expected,) = LatentRenderer(policy.model)([made.batch.tasks[1]], state)
+        assert expected is not None
+        with Image.open(folder.samples(1) / name) as written:
+            assert written.tobytes() == expected.tobytes()
+
+
+def test_states_and_tokens_are_not_stored_unless_enabled(collected, tmp_path: Path) -> None:
+    policy, made = collected
+    plain = stored(RunFolder(tmp_path / "plain"), made, None)
+    assert plain == stored(RunFolder(tmp_path / "off"), made, SampleDetails(policy.model, tokens=True, states=False))
+    assert not {"states", "tokens"} & set(plain[0])
+
+
+class Speller:
+    """A model whose token ids are letters; it has only the method that the test needs."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(97 + number) for number in ids)
+
+
+def test_token_details_list_only_sampled_text_tokens_with_their_log_probabilities() -> None:
+    text, image = Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN
+    trajectory = AutoregressiveTrajectory(
+        log_probs=torch.tensor([[-0.5, 0.0, -2.0, -9.0], [-1.0, -1.0, -1.0, -1.0]]),
+        mask=torch.tensor([[True, False, True, False], [True, True, True, True]]),
+        kind=torch.tensor([[text] * 4, [image] * 4]),
+        outputs=(Completion((0, 1, 2), "abc", False), Completion((0, 1, 2, 3), "", False)),
+        ids=torch.tensor([[0, 1, 2, 9], [0, 1, 2, 3]]),
+        lengths=torch.tensor([3, 4]),
+        vocabulary=torch.zeros(2, 4, dtype=torch.long),
+        support=None,
+        prompts=Prompts(
+            torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1).bool(), torch.zeros(1, 1, 1, dtype=torch.long), ({},)
+        ),
+        group=torch.tensor([0, 0]),
+        behaviour_log_probs=None,
+    )
+    details = SampleDetails(Speller(), tokens=True, states=True)  # type: ignore[arg-type]
+    assert details.tokens(trajectory, 0) == [("a", -0.5), ("c", -2.0)]  # the second was forced, and the last is padding
+    assert details.tokens(trajectory, 1) is None
+    assert SampleDetails(Speller(), tokens=False, states=True).tokens(trajectory, 0) is None  # type: ignore[arg-type]
+
+
+# The preflight
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.slow), "lora"])
+def preflight_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of ``preflight_memory`` on a simulated device."""
+    file = tmp_path_factory.mktemp("recipe") / "recipe.json"
+    train = {"kind": "full"} if request.param == "full" else SMALL["policy"]["train"]
+    policy = {**SMALL["policy"], "train": train}
+    file.write_text(json.dumps({**SMALL, "policy": policy}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    done = subprocess.run(
+        [python(), str(SUPPORT / "preflight_memory.py"), str(file)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_preflight_keeps_no_copy_of_the_weights_on_the_device_and_restores_every_bit(preflight_result: dict[str, Any]) -> None:
+    assert preflight_result["trained"] > 10_000
+    # A sum and a sum of absolute values of each frozen tensor, in fp64.
+    assert preflight_result["during"] - preflight_result["before"] < 0.02 * preflight_result["before"]
+    assert preflight_result["checks"] == dict.fromkeys(("ratio_before", "gradient", "moved", "ratio_after", "frozen"), True)
+    assert preflight_result["restored"]
+    assert preflight_result["moments_on"] == ["pretend:0"], "a resumed optimizer has its moments on the device"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "objective", "limit"),
+    [
+        (torch.float32, {"clip_low": 1e-5, "clip_high": 1e-5}, 1e-6),
+        (torch.bfloat16, {"clip_low": 1e-5, "clip_high": 2e-5}, 1e-6),
+        (torch.bfloat16, {"clip_low": 0.2, "clip_high": 0.2}, 1e-2),
+        (torch.bfloat16, {"clip_low": 3e-4, "clip_high": 4e-4, "surrogate": "gspo"}, 3e-5),
+    ],
+)
+def test_ratio_limit_depends_on_dtype_and_clip_range(dtype: torch.dtype, objective: dict[str, Any], limit: float) -> None:
+    policy = tiny_policies.policy(train="full")
+    minibatch: Any = SimpleNamespace(trajectory=policy.rollout(tiny_policies.batch()))
+    policy.module.to(dtype)
+    run: Any = SimpleNamespace(policy=policy)
+    assert preflight._ratio_limit(run, PolicyGradient(kind="policy_gradient", **objective), minibatch) == pytest.approx(limit)

@@ -88,16 +88,6 @@ def test_judge_with_a_changed_rubric_is_rejected(tmp_path: Path, monkeypatch: py
         start_run(tmp_path, reward, since=1)
 
 
-def test_composite_reward_with_one_changed_part_is_rejected(tmp_path: Path) -> None:
-    def both(name: str) -> CompositeReward:
-        return CompositeReward({"judge": on_panel(YesReward, Panel(Fixed(name))), "share": ShareReward()})
-
-    start_run(tmp_path, both("model a"), since=0)
-    start_run(tmp_path, both("model a"), since=1)
-    with pytest.raises(ValueError, match="the judge is not the one"):
-        start_run(tmp_path, both("model b"), since=1)
-
-
 def test_user_reward_with_changed_source_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's module that was edited between two starts."""
 
@@ -193,18 +183,6 @@ def test_cached_judge_scores_equal_images_once_and_keeps_its_identity(tmp_path: 
         judge.for_split("canary", 0)(batch, pictures).result()
         assert asker.asked == 5
         judge.close()
-
-
-def test_client_of_a_user_defined_judge_is_replaced_by_the_caching_client(tmp_path: Path) -> None:
-    class Mine(YesReward):
-        pass
-
-    reward = on_panel(Mine, Panel(Fixed()))
-    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
-        assert ledger.cached(reward) is reward
-        assert isinstance(reward.panel.client, CachedJudgeClient)
-        plain = ShareReward()
-        assert ledger.cached(plain) is plain
 
 
 def call(content: str, *, rubric: str = "r", tokens: int = 100, cost: float | None) -> JudgeCall:

@@ -1,19 +1,13 @@
 """The training loop: the gradient of a step does not depend on chunks, microbatches, ranks, or rows without a score."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 
 import tiny_loop
 import tiny_policies as tiny
@@ -28,12 +22,10 @@ from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.reward_gradient import DRaFT
 from retouch.rewards.base import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.run.step import RewardFailed, ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
+from retouch.run.step import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
 from token_policy import TokenPolicy
-from warm_python import python
 
-SUPPORT = Path(__file__).parents[1] / "support"
 STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
 NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "acting": "old"}
 DRAFT = DRaFT(reward=TargetReward(), steps=2)
@@ -100,16 +92,6 @@ def test_collected_images_rewards_and_advantages_belong_to_the_same_rows():
     assert max_level_difference(encode(again), encode(collected.images)) <= ROUNDING  # six rows, and chunks of four and two
 
 
-def test_tasks_with_the_same_instruction_form_separate_groups():
-    alike = tuple(replace(task, instruction="the same") for task in tiny.tasks(2))
-    phase = tiny_loop.phase(count=2, group_size=3)
-    batch = replace(phase.batch(0), tasks=alike)
-    collected = collect(tiny_loop.run(tiny.policy(mode="window")), replace(phase, batch=lambda step: batch), 0)
-    for group in collected.advantages[:, 0].view(2, 3):
-        assert group.sum().item() == pytest.approx(0, abs=1e-3)
-        assert group.abs().max() > 0.1
-
-
 # Microbatches, chunks and ranks do not change the result
 
 
@@ -118,7 +100,7 @@ def whole():
     return first_step(tiny.policy(mode="window", microbatch=100), chunk=100)
 
 
-@pytest.mark.parametrize("microbatch", [1, 3])
+@pytest.mark.parametrize("microbatch", [1])
 def test_microbatches_do_not_change_the_gradient(whole, microbatch):
     found, metrics = first_step(tiny.policy(mode="window", microbatch=microbatch), chunk=100)
     assert tiny.distance(found, whole[0]) < 1e-5
@@ -126,7 +108,7 @@ def test_microbatches_do_not_change_the_gradient(whole, microbatch):
         assert metrics[name] == pytest.approx(whole[1][name], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("chunk", [4])
 def test_chunks_change_nothing_but_rounding(whole, chunk):
     """Groups of three in chunks of four: rows of one group are sampled and scored in different chunks, and encoded twice."""
     found, _ = first_step(tiny.policy(mode="window", microbatch=100), chunk=chunk)
@@ -149,11 +131,10 @@ def step_on(ranks, policy, objective, missing):
     return tiny_loop.gradient(run), metrics, collected
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    ("objective", "options"),
-    [(tiny_loop.GRPO, {"mode": "window"}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
-    ids=["grpo", "nft", "draft"],
+    ("objective", "options", "world"),
+    [(tiny_loop.GRPO, {"mode": "window"}, 3), (NFT(), NFT_OPTIONS, 2), (DRAFT, DRAFT_OPTIONS, 2)],
+    ids=["grpo-3", "nft-2", "draft-2"],
 )
 def test_gradient_on_several_ranks_matches_one_rank(world, objective, options):
     """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
@@ -182,17 +163,6 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
     shared = tiny_loop.run_on_threads(2, lambda ranks: advantages(policies[1 + ranks.rank], ranks))
     torch.testing.assert_close(torch.cat(shared), wanted, atol=1e-3, rtol=1e-3)
     assert wanted.abs().min() > 1e-2
-
-
-def test_gradient_of_two_rank_processes_matches_one_rank(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
-    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])
-    assert tiny.distance(load_file(tmp_path / "gradient.safetensors"), alone) < 1e-5
-    # Images drawn two at a time may differ by a level of 255 in a pixel or two.
-    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
 # Rows without a score
@@ -270,40 +240,6 @@ def test_share_of_missing_scores_equal_to_max_missing_is_accepted():
     assert collected.valid.tolist() == [False, True, True, True, True] * 2
 
 
-def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
-    """Only scores of rank 1 are missing, and both ranks stop."""
-    policies = [tiny.policy(mode="window") for _ in range(2)]
-
-    def act(ranks):
-        run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.RedJudge([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
-        with pytest.raises(TooManyMissing):
-            collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
-        return ranks.rank
-
-    assert tiny_loop.run_on_threads(2, act) == [0, 1]
-
-
-def test_failing_reward_of_one_rank_raises_its_error_there_and_names_the_other_log_on_the_other_rank():
-    class Failing(tiny_loop.RedJudge):
-        def __call__(self, batch, samples):
-            future = super().__call__(batch, samples)
-            if len(self.sample_counts) == 2:
-                future = Future()
-                future.set_exception(ValueError("reward red raised KeyError: 'size'"))
-            return future
-
-    policies = [tiny.policy(mode="window") for _ in range(2)]
-
-    def act(ranks):
-        judge = tiny_loop.RedJudge() if ranks.is_main else Failing()
-        run = tiny_loop.run(policies[ranks.rank], judge=judge, ranks=ranks, chunk=1)
-        with pytest.raises(RewardFailed, match="as its log says" if ranks.is_main else "reward red raised KeyError: 'size'"):
-            collect(run, tiny_loop.phase(count=2, group_size=3, ranks=ranks), 0)
-        return ranks.rank
-
-    assert tiny_loop.run_on_threads(2, act) == [0, 1]
-
-
 def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submitted():
     """The budget is spent at the second chunk of rank 1; both ranks stop, after rank 1 has also submitted its third chunk."""
     collected = []
@@ -365,14 +301,7 @@ def test_resumed_phase_continues_its_step_and_optimizer_step_counts():
     assert objective.taken == [3, 4, 5, 6]
 
 
-def test_metrics_are_means_over_optimizer_steps():
-    phase = tiny_loop.phase(Counting(), count=2, group_size=2, minibatches=2, epochs=3, steps=range(1))
-    ((_, _, metrics),) = train(tiny_loop.run(tiny.policy(mode="window")), phase, start=0)
-    assert metrics["policy/loss"] == pytest.approx(2.0)
-    assert metrics["policy/grad_norm"] == 0.0
-
-
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])
 def test_policy_metrics_with_dr_grpo_are_means_over_the_actions_of_all_ranks(world):
     """Rows of 1, 3, 4 and 1 actions of at most 20: the weights sum to 9 / 80, and the loss is that of the published formula."""
     batch = tiny.batch(seed=12)

@@ -1,6 +1,7 @@
 """A value head in the training loop: it converges to a closed form, the policy improves with it, and several ranks and the
 preflight do not change the result."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from torch import nn
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.distributed.optimizer import HeadStepper, NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper
 from retouch.inference.exporting import export_target
 from retouch.objectives.advantages import GAEAdvantage
 from retouch.objectives.base import ValueHead
@@ -178,7 +179,7 @@ def after_two_steps(ranks, policy):
     return metrics, {name: parameter.detach().clone() for name, parameter in policy.head.named_parameters()}, tiny.trained(policy)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2])
 def test_training_with_a_value_head_on_several_ranks_matches_one_rank(world):
     """One score is missing, so that ranks have unequal numbers of valid rows; the second step uses the head after one update."""
     wanted, head, weights = after_two_steps(tiny_loop.ALONE, denoising_policy())
@@ -237,24 +238,6 @@ def test_loss_scale_is_removed_from_the_value_head_gradient():
     torch.testing.assert_close(*moments)
 
 
-def test_step_without_a_value_loss_does_not_change_the_value_head():
-    made, policy, head = pair()
-    before = head.weight.detach().clone()
-    made.backward(policy(torch.ones(1, 2)).sum())
-    made.step(0.1)
-    assert torch.equal(head.weight, before)
-
-
-def test_nan_loss_raises_and_changes_neither_policy_nor_value_head():
-    made, policy, head = pair()
-    before = {name: tensor.clone() for name, tensor in made.state().items()}, policy.weight.detach().clone()
-    made.backward((policy(torch.ones(1, 2)).sum() + head(torch.ones(1, 3)).sum()) * torch.nan)
-    with pytest.raises(NonFiniteGradient):
-        made.step(0.1)
-    assert all(torch.equal(tensor, before[0][name]) for name, tensor in made.state().items())
-    assert torch.equal(policy.weight, before[1])
-
-
 def test_head_stepper_state_restores_the_head_and_the_next_step_bitwise():
     one, *modules = pair()
     other, *others = pair()
@@ -276,7 +259,16 @@ def test_head_stepper_state_restores_the_head_and_the_next_step_bitwise():
 
 
 def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path):
-    changes = ["steps=1", f"out={tmp_path}", "trackers=[]", "group_size=1", "tasks_per_step=4", "policy.ema=null"]
+    changes = [
+        "steps=1",
+        f"out={tmp_path}",
+        "trackers=[]",
+        "group_size=1",
+        "tasks_per_step=4",
+        "policy.ema=null",
+        "eval.every=0",
+        "eval.tasks=1",
+    ]
     recipe = parse({**apply(SMALL, changes), "advantage": {"kind": "gae"}})
     assert run_session(recipe, fresh=False) == 0
     folder = RunFolder(tmp_path / "small")
@@ -287,6 +279,9 @@ def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path
     assert state.tensors["optimizer"]["value_head/weights/network.outer.weight"].abs().max() > 0
     (metrics,) = folder.read_metrics()
     assert metrics["value/loss"] > 0
+    (times,) = map(json.loads, folder.timings.read_text().splitlines())
+    assert times["memory/peak_gb"] > 0
+    assert not any(name.startswith("memory/") for name in metrics)
     exported = export_target(str(folder.root), to=tmp_path / "exported")
     names = {name for file in exported if file.suffix == ".safetensors" for name in load_file(file)}
     assert names

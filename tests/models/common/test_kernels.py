@@ -56,17 +56,6 @@ def test_backend_with_wrong_output_or_gradient_is_rejected(monkeypatch, spoil, w
     assert why in kernels.trains_with(name.value, device=CPU, dtype=torch.float32)
 
 
-def test_require_backend_error_lists_the_backends_that_can_train():
-    with pytest.raises(
-        ValueError, match=r"policy\.attention: sage cannot train a model in float32 on cpu: .* Use one of"
-    ) as refused:
-        kernels.require_backend("sage", device=CPU, dtype="float32")
-    named = str(refused.value).partition("Use one of ")[2].removesuffix(", or null").split(", ")
-    assert {*WORKS} <= {*named}
-    assert not any("sage" in name or "hub" in name for name in named)
-    kernels.require_backend("_native_math", device=CPU, dtype="bfloat16")
-
-
 def velocity(module):
     random = torch.Generator().manual_seed(0)
     draw = [torch.randn(2, *shape, generator=random) for shape in ((6, 64), (5, 48), (16,))]
@@ -160,12 +149,12 @@ def test_identical_blocks_share_a_compiled_graph():
 
     module = tiny_models.flux_transformer().requires_grad_(False)
     single = module.single_transformer_blocks
-    single.extend([copy.deepcopy(single[-1]) for _ in range(4)])
+    single.extend([copy.deepcopy(single[-1]) for _ in range(2)])
     with torch.no_grad():
         expected = velocity(module)
         kernels.compile_blocks(module, backend=count)
         torch.testing.assert_close(velocity(module), expected, rtol=0, atol=1e-5)
-        # The double block, the first single block, whose input has another memory layout, and the other five.
+        # The double block, the first single block, whose input has another memory layout, and the other three.
         assert len(made) == 3
         velocity(module)
     assert len(made) == 3

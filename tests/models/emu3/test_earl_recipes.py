@@ -1,4 +1,4 @@
-"""EARL's ten RL recipes and their supervised stages: names and values match the source; each is built with a tiny model."""
+"""EARL's recipes, their twins on the playground, and runs whose policy generates images as tokens."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import tiny_writer_runs
 from retouch.cli import main
 from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
-from retouch.distributed.ranks import Ranks
+from retouch.models.emu3 import DRAW, load_emu3
 from retouch.recipe.document import apply, evaluate
-from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
-from retouch.run.build import assemble
 from retouch.run.session import run
 from slow_params import slow_after, slow_except
+
+# EARL's ten RL recipes and their supervised stages
 
 RL = {
     **{"sft_s__rl_s": "s", "sft_s__rl_c": "c", "sft_s__rl_sc": "sc", "sft_sc__rl_c": "c", "sft_sc__rl_sc": "sc"},
@@ -129,24 +130,6 @@ def test_each_final_reward_loads_with_the_v1_url_of_the_judge(
     assert {path: value for path, value in found.items() if path.startswith("combine")} == REWARDS[final]
 
 
-def test_unset_environment_variable_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("APP__DATA_DIR")
-    with pytest.raises(ValueError, match="APP__DATA_DIR"):
-        evaluate(find(name_of("sft_s__rl_s")))
-
-
-@pytest.mark.parametrize("stem", [*RL, *SFT])
-def test_recipe_header_describes_a_healthy_run(stem: str) -> None:
-    said = " ".join(line.removeprefix("//").strip() for line in find(name_of(stem)).read_text().split("\nlocal ")[0].splitlines())
-    assert "A healthy run" in said
-    assert f"retouch launch --nproc 8 {name_of(stem)}" in said
-    assert "Claims of the source, none of them measured here" in said
-    if stem in RL:
-        assert "4877" in said
-        pushing = [word for word in said.split() if word.startswith("push.")]
-        assert load(name_of(stem), [word.rstrip("`") for word in pushing]).push == Push(repo="USER/NAME", every=100)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("emu3")
@@ -189,19 +172,6 @@ def small(stem: str, folder: Path, data: Path, out: Path, monkeypatch: pytest.Mo
     return parse(apply(document, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
 
 
-@pytest.mark.parametrize("stem", slow_except(["sft_s__rl_c", "sft_think_s"], [*RL, *SFT]))
-def test_each_recipe_is_built_with_a_tiny_model(
-    stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = assemble(small(stem, folder, data, tmp_path, monkeypatch), Ranks())
-    assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
-    for sets in parts.sets:
-        assert sets.train[0].images[0].size == sets.heldout[0].images[0].size == (24, 24)
-        assert {sets.heldout[k].id.split("/")[0] for k in range(len(sets.heldout))} == {"validation_22march_256"}
-        assert {sets.train[k].id.split("/")[0] for k in range(len(sets.train))} <= {*LISTS["sc"]}
-    assert ("reference" in parts.copies.copies) == (stem in RL)
-
-
 @pytest.mark.parametrize("stem", slow_after(1, ["sft_s__rl_sc", "sft_think_s", "sft_sc2stage"]))
 def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
     stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,10 +183,108 @@ def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
     assert all(step["policy/grad_norm"] > 0 for step in steps)
 
 
-def test_doctor_reports_that_the_recipe_is_ready(
-    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+# Runs whose policy generates images as tokens, from the recipe to the export
+
+
+@pytest.fixture(scope="module")
+def folder_of_emu3_runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("emu3")
+    tiny_writer_runs.save_emu3(path)
+    return path
+
+
+@pytest.fixture
+def document(tmp_path, folder_of_emu3_runs):
+    def made(**changes):
+        # The playground's judge gives random images no reward, so there would be no gradient.
+        reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
+        settings = {
+            **tiny_writer_runs.image_tokens(folder_of_emu3_runs),
+            "policy__train": {"kind": "full"},
+            "reward": reward,
+            **changes,
+        }
+        return tiny_writer_runs.recipe(tmp_path / "runs", folder_of_emu3_runs, **settings)
+
+    return made
+
+
+def trained(tmp_path, document):
     file = tmp_path / "recipe.json"
-    file.write_text(json.dumps(small("sft_think_s__rl_sc", folder, data, tmp_path, monkeypatch).document()))
-    assert main(["doctor", str(file), "--device", "cpu"]) == 0
-    assert "ready" in capsys.readouterr().out
+    file.write_text(json.dumps(document))
+    assert main(["train", str(file)]) == 0
+    return tmp_path / "runs" / document["name"]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder_of_emu3_runs, document):
+    run = trained(tmp_path, document())
+    steps = metrics(run)
+    assert len(steps) == 2
+    assert all(step["policy/ratio_max_first"] <= 1e-5 for step in steps)
+    assert all(step["completion/cut_off_fraction"] == 0 for step in steps)
+    source, out, exported = tmp_path / "source.png", tmp_path / "out.png", tmp_path / "exported"
+    Image.new("RGB", (24, 24), (90, 90, 90)).save(source)
+    assert main(["sample", str(run), "--instruction", "add a red circle", "--image", str(source), "--out", str(out)]) == 0
+    with Image.open(out) as shown:
+        assert shown.size == (24, 24)
+    assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
+    settings = {"size": (24, 24), "prefill": DRAW, "dtype": torch.float32, "device": "cpu", "autoencoder": folder_of_emu3_runs}
+    editor = load_emu3(exported / "writer", tokenizer=folder_of_emu3_runs, **settings)
+    before = load_emu3(folder_of_emu3_runs, **settings)
+    assert not torch.equal(editor.module.lm_head.weight, before.module.lm_head.weight)
+    assert "report.html" in {path.name for path in run.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "stem",
+    slow_except(
+        ["sft_s__rl_c", "sft_think_s"], ["sft_s__rl_c", "sft_sc__rl_sc", "sft_sc2stage__rl_sc", "sft_think_s__rl_s", "sft_think_s"]
+    ),
+)
+def test_the_playgrounds_twins_of_earls_recipes_take_a_step(tmp_path, stem):
+    twin = load(f"recipes/emu3/{stem}-playground.jsonnet").document()
+    twin |= {"out": str(tmp_path), "tasks_per_step": 8, "trackers": [], "eval": {"tasks": 3, "complexity": [1, 2, 3]}}
+    if twin["phases"] is None:
+        twin["steps"] = 1
+    for phase in twin["phases"] or ():
+        phase |= {"steps": 1, "tasks_per_step": 2}
+    file = tmp_path / "twin.json"
+    file.write_text(json.dumps(twin))
+    assert main(["train", str(file)]) == 0
+    lines = metrics(tmp_path / twin["name"])
+    assert len(lines) == len(twin["phases"] or [None])
+    if stem == "sft_think_s__rl_s":
+        assert lines[-1]["completion/length"] > 24  # more than an image
+
+
+def test_all_of_earls_recipes_have_a_twin():
+    names = [name for name in available() if name.startswith("recipes/emu3/")]
+    twins = {name.replace("-playground", "") for name in names if "-playground" in name}
+    assert twins == {name for name in names if "-playground" not in name and "-published" not in name}
+    assert len(twins) == 14
+
+
+def test_incompatible_recipe_parts_raise_when_the_recipe_is_parsed(document, folder_of_emu3_runs):
+    with pytest.raises(ValueError, match=r"renderer\.kind: emu3 writes image tokens"):
+        parse(document(renderer={"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}))
+    with pytest.raises(ValueError, match=r"renderer\.kind: playground-writer writes text"):
+        parse(document(policy__model={"kind": "playground-writer"}))
+    server = {"kind": "vllm", "url": "http://127.0.0.1:1/v1", "adapters": "a"}
+    assert parse(document(rollout__engine=server)).policy.train.kind == "full"  # a server loads all weights too
+    with pytest.raises(ValueError, match="engine cached"):
+        parse(document(rollout__engine=server, rollout__top_k=5))
+    with pytest.raises(ValueError, match=r"devices\.renderer"):
+        parse(document(devices={"renderer": "cuda:1"}))
+    gradient = {"kind": "policy_gradient", "surrogate": "reinforce"}
+    for tokens in ("text", {"text_steps": 2, "vision_steps": 3}):
+        with pytest.raises(ValueError, match=r"objective\.tokens: without policy\.model\.think"):
+            parse(document(objective={**gradient, "tokens": tokens}))
+    kept = parse(document(objective={**gradient, "tokens": "text"}, policy__model__think=True)).document()
+    assert kept["objective"]["tokens"] == "text"
+    assert "tokens" not in parse(document(objective=gradient)).document()["objective"]
+    with pytest.raises(ValueError, match="no source image"):
+        parse(document(data={"kind": "prompts", "path": "prompts.txt"}))

@@ -1,45 +1,21 @@
-"""The FLUX.1 family in recipes: the inputs of each kind, whole runs with tiny models, and their adapters in diffusers."""
+"""Runs of a warm-up and then RL, on triplets and on the playground."""
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import diffusers
 import pytest
 import torch
-from diffusers import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
-from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
 import tiny_flux_runs
 import tiny_models
 from retouch import cli
-from retouch.data.rows import InvalidRow, RequiredRows, RowRequirements
-from retouch.data.sources.triplets import TripletRows
-from retouch.inference.exporting import export_target
-from retouch.inference.opening import open_recipe, read_target
-from retouch.inference.sampling import sample_target
-from retouch.models.base import DiffusersModel, TaskInputs
-from retouch.models.flux.model import FluxKontext, FluxText
-from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.qwen_image import QwenImageEditModel, QwenImageEditPlusModel
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
+from tiny_recipes import SMALL
 
-KINDS = {"flux": FluxPipeline, "flux-fill": FluxFillPipeline, "flux-kontext": FluxKontextPipeline}
 PROMPTS = {"kind": "prompts", "held_out": 1}
-
-
-@pytest.fixture(autouse=True)
-def short_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pad T5's input to 30 tokens instead of 512 and keep source images small; tiny models would spend all their time on them."""
-    original = FluxText.__init__
-
-    def shorter(self: FluxText, *parts: Any, max_sequence_length: int = 30, **named: Any) -> None:
-        original(self, *parts, max_sequence_length=max_sequence_length, **named)
-
-    monkeypatch.setattr(FluxText, "__init__", shorter)
-    monkeypatch.setattr(FluxKontext, "source_as_is", True)
 
 
 @pytest.fixture(scope="module")
@@ -65,62 +41,6 @@ def recipe_of(kind: str, folders: dict[str, Path], triplets: Path) -> dict[str, 
     return made
 
 
-# The attributes that a family declares
-
-
-def test_every_image_model_kind_declares_its_attributes() -> None:
-    for kind in IMAGE_MODELS:
-        section = IMAGE_MODELS.load(kind)
-        assert section is not None
-        assert kind in get_args(section.model_fields["kind"].annotation)
-        if issubclass(section, DiffusersModel):
-            assert section.lora_targets
-            assert section.pipeline in dir(diffusers)
-            assert isinstance(section.takes, TaskInputs)
-            assert callable(section.adapter_class().from_pretrained)
-    for editor in (QwenImageEditModel, QwenImageEditPlusModel):
-        assert editor.takes.images == (1, editor.adapter_class().MOST_SOURCES)
-
-
-def test_guidance_key_is_optional_and_reaches_the_model(folders: dict[str, Path], triplets: Path) -> None:
-    told = recipe_of("flux-fill", folders, triplets)
-    assert "guidance" not in parse(told).document()["policy"]["model"]
-    told["policy"]["model"]["guidance"] = 12.0
-    recipe = parse(told)
-    assert recipe.document()["policy"]["model"]["guidance"] == 12.0
-    assert parse(recipe.document()) == recipe
-    model = recipe.policy.model
-    built = model.build(device=torch.device("cpu"))
-    assert built.guidance == 12.0
-    assert model.model_copy(update={"guidance": None}).build(device=torch.device("cpu")).guidance == 30.0
-
-
-def test_row_with_too_many_images_raises_with_its_line(triplets: Path) -> None:
-    rows = TripletRows(triplets, reference="own")
-    assert (
-        RequiredRows(rows, RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one picture and a mask"))[1].text
-        == "blue-ish"
-    )
-    with pytest.raises(InvalidRow, match=r"self_bench\.txt:2: error: flux takes no picture, and this row has 1 image$"):
-        RequiredRows(rows, RowRequirements(images=(0, 0), model="flux", takes="no picture"))[1]
-
-
-def test_missing_mask_in_a_data_folder_raises_before_the_model_is_loaded(
-    tmp_path: Path, folders: dict[str, Path], triplets: Path
-) -> None:
-    tiny_models.image(0, 32, 48).save(tmp_path / "a.png")
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "instruction": "red"}\n')
-    made = recipe_of("flux-fill", folders, triplets) | {"data": {"kind": "folder", "path": str(tmp_path)}}
-    made["policy"]["model"]["path"] = "nowhere/nothing"
-    with pytest.raises(
-        ValueError, match=r"metadata\.jsonl:1: error: flux-fill takes one image and a mask, and this row has no mask"
-    ):
-        run(parse(made), fresh=False)
-
-
-# Whole runs
-
-
 @pytest.fixture
 def trained(request: Any, folders: dict[str, Path], triplets: Path) -> tuple[str, Path]:
     kind = request.param
@@ -128,50 +48,6 @@ def trained(request: Any, folders: dict[str, Path], triplets: Path) -> tuple[str
     assert run(recipe, fresh=False) == 0
     return kind, recipe.folder
 
-
-def rendered(pipe: Any, kind: str) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)
-    given: dict[str, Any] = {} if kind == "flux" else {"image": tiny_models.image(0, 32, 48)}
-    if kind == "flux-fill":
-        given["mask_image"] = Image.new("L", (48, 32), 255)
-    if kind == "flux-kontext":
-        given |= {"max_area": 32 * 48, "_auto_resize": False}
-    settings = {"height": 32, "width": 48, "num_inference_steps": 2, "max_sequence_length": 30, "output_type": "pt"}
-    made: torch.Tensor = pipe(prompt="a red circle", **given, **settings, generator=torch.Generator().manual_seed(3)).images
-    return made
-
-
-@pytest.mark.parametrize("trained", KINDS, indirect=True)
-def test_diffusers_loads_the_adapter_and_generates_the_same_images(
-    trained: tuple[str, Path], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    kind, folder = trained
-    export_target(str(folder), to=tmp_path / "out")
-    parts, _ = open_recipe(*read_target(str(folder)), trained=True)
-    parts.judge.close()
-    ours = KINDS[kind].from_pretrained(folders[kind], transformer=parts.model.module)
-    theirs = KINDS[kind].from_pretrained(folders[kind])
-    untrained = rendered(theirs, kind)
-    theirs.load_lora_weights(tmp_path / "out")
-    assert torch.equal(rendered(theirs, kind), rendered(ours, kind))
-    assert not torch.equal(rendered(theirs, kind), untrained)
-
-
-@pytest.mark.parametrize("trained", ["flux-fill"], indirect=True)
-def test_sample_target_depends_on_the_instruction_and_requires_a_mask(
-    trained: tuple[str, Path], triplets: Path, tmp_path: Path
-) -> None:
-    _, folder = trained
-    given = {"image": triplets / "test3_source.png", "mask": triplets / "test3_mask.png", "seed": 0}
-    first = sample_target(str(folder), instruction="blue", out=tmp_path / "a.png", **given)
-    other = sample_target(str(folder), instruction="green", out=tmp_path / "b.png", **given)
-    assert first.image.size == tiny_flux_runs.SIZE
-    assert ImageChops.difference(first.image, other.image).getbbox() is not None
-    with pytest.raises(ValueError, match="fills the masked part of an image; give a mask with --mask"):
-        sample_target(str(folder), instruction="blue", out=tmp_path / "c.png", **{**given, "mask": None})
-
-
-# A warm-up and then RL on triplets
 
 TINY = "recipes/flux-fill/tiny.jsonnet"
 
@@ -211,18 +87,27 @@ def test_tiny_recipe_trains_on_the_valid_item_and_reports_the_invalid_one(tmp_pa
 
 
 def test_phase_with_zero_steps_is_skipped_and_can_be_added_later(tmp_path: Path) -> None:
-    pytest.importorskip("rapidocr")
+    def trained(name: str, warm_up: int, rl: int) -> tuple[dict[str, torch.Tensor], str]:
+        phases = [{"name": "warm-up", "steps": warm_up, "objective": {"kind": "supervised"}}, {"name": "rl", "steps": rl}]
+        quiet = {
+            "steps": None,
+            "phases": phases,
+            "out": str(tmp_path),
+            "name": name,
+            "trackers": [],
+            "eval": {"tasks": 1, "every": 0},
+        }
+        recipe = parse({**SMALL, **quiet})
+        assert run(recipe, fresh=False) == 0
+        newest = recipe.folder / "checkpoints" / f"step-{warm_up + rl:06d}" / "weights.safetensors"
+        return load_file(newest), (recipe.folder / "train.log").read_text()
 
-    def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-        return load_file(folder / "checkpoints" / f"step-{step:06d}" / "weights.safetensors")
-
-    whole, _ = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
-    parts, log = tiny_run(tmp_path, "parts", warm_up=1, rl=0)
+    wanted, _ = trained("whole", 1, 1)
+    _, log = trained("parts", 1, 0)
     assert "phase warm-up: steps 1 to 1" in log
     assert "phase rl" not in log
-    parts, _ = tiny_run(tmp_path, "parts", warm_up=1, rl=1)
-    found, wanted = weights(parts, 2), weights(whole, 2)
+    found, _ = trained("parts", 1, 1)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    _, log = tiny_run(tmp_path, "rl", warm_up=0, rl=1)
+    _, log = trained("rl", 0, 1)
     assert "phase warm-up" not in log
     assert "phase rl: steps 1 to 1" in log

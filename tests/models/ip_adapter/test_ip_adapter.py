@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-from diffusers.loaders import FluxIPAdapterMixin
 from diffusers.models.embeddings import ImageProjection
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -22,11 +21,10 @@ from transformers import (
 import tiny_encoders
 import tiny_models
 from retouch.models import ip_adapter
-from retouch.models.base import packaged_config, read_description
+from retouch.models.base import packaged_config
 from retouch.models.flux.model import Flux, FluxFill
-from retouch.models.ip_adapter import ImageEncoder, ReferenceModel, embed_width, vision_part
+from retouch.models.ip_adapter import ImageEncoder, ReferenceModel, embed_width
 from retouch.models.parts import build_meta, parameter_count
-from retouch.models.pipeline import Guided
 from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.train import IpAdapter
 from retouch.types import Conditioning, Task
@@ -145,12 +143,6 @@ def test_vision_tower_of_a_two_tower_model_is_used(encoders, name, kind):
     assert ours.width == expected.shape[1]
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip", "two-clip", "two-siglip"])
-def test_the_described_vision_part_has_as_many_parameters_as_the_loaded_encoder(encoders, name):
-    described = vision_part(read_description(encoders / name))
-    assert parameter_count(described) == sum(weight.numel() for weight in encoder(encoders, name).model.parameters())
-
-
 def test_parameter_counts_match_the_published_models():
     """The large adapter: 1152 to 2304 to 128 x 4096, its norm, and keys and values of 4096 to 3072 in 57 blocks."""
     siglip, clip = (
@@ -207,18 +199,6 @@ def test_untrained_adapter_leaves_the_velocity_bitwise_unchanged(model, encoders
 
 
 @EVERY_MODEL
-def test_adapter_with_scale_0_leaves_the_velocity_bitwise_unchanged(model, encoders):
-    made = ReferenceModel(model(), encoder(encoders))
-    told = made.encode(tasks())
-    moved = velocity(made, told)
-    for part in ip_adapter.modules(made.module)[1:]:
-        part.scale = 0.0 if not isinstance(part.scale, list) else [0.0]
-    off = velocity(made, told)
-    assert torch.equal(off, velocity(without_adapter(made.model, type(made.model)), without_reference(told)))
-    assert (moved - off).abs().max() > 1e-3
-
-
-@EVERY_MODEL
 def test_only_adapter_weights_are_trainable_and_all_receive_gradients(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
@@ -252,11 +232,6 @@ def test_velocity_depends_on_the_reference_and_a_missing_one_raises(model, encod
         made.encode([tasks()[0], replace(tasks()[1], reference=None)])
 
 
-def without_reference(conditioning):
-    tensors = {name: each for name, each in conditioning.tensors.items() if name != Conditioning.REFERENCE}
-    return replace(conditioning, tensors=tensors)
-
-
 def without_adapter(model, kind):
     """The model with a transformer of the same weights to which no adapter was attached."""
     own = model.module
@@ -266,22 +241,6 @@ def without_adapter(model, kind):
     made = object.__new__(kind)
     made.__dict__ = {**model.__dict__, "module": bare}
     return made
-
-
-def test_guidance_combines_velocities_with_and_without_the_reference(encoders):
-    made = ReferenceModel(qwen(), encoder(encoders))
-    guided = Guided(made, 3.0)
-    conditioning = guided.encode(tasks())
-    x = guided.initial_noise(conditioning, tiny_models.generators(2))
-    sigma = torch.tensor([0.9, 0.4])
-    positive = made.velocity(made.module, x, sigma, made.encode(tasks()))
-    negative = made.velocity(made.module, x, sigma, made.encode_negative(tasks()))
-    expected = made.combine(positive, negative, 3.0)
-    torch.testing.assert_close(guided.velocity(guided.module, x, sigma, conditioning), expected, atol=1e-5, rtol=1e-4)
-
-
-class FillWithReference(FluxIPAdapterMixin):
-    """The IP-Adapter loading that FluxFillPipeline lacks; its transformer supports it."""
 
 
 def pipeline(model):
@@ -325,17 +284,6 @@ def test_diffusers_pipeline_loads_the_adapter_and_generates_the_same_image(encod
     ).images[0]
     latents = tiny_models.euler(ReferenceModel(made, encoder(encoders)), told, tiny_models.generators(1), num_steps=3)
     assert made.decode(latents, told)[0].tobytes() == drawn.tobytes()
-
-
-def test_fill_transformer_of_diffusers_loads_the_adapter_file(encoders, tmp_path):
-    made = flux(FluxFill)
-    told = ReferenceModel(made, encoder(encoders)).encode(tasks())
-    ip_adapter.write(made.module, tmp_path)
-    theirs = without_adapter(made, FluxFill)
-    loader = FillWithReference()
-    loader.transformer = theirs.module
-    loader.load_ip_adapter(str(tmp_path), weight_name=ip_adapter.FILE, local_files_only=True)
-    assert torch.equal(velocity(made, told), velocity(theirs, told))
 
 
 def test_adapter_with_16_tokens_is_loadable_by_diffusers_at_full_width(encoders, tmp_path):
@@ -445,7 +393,7 @@ def test_initialisation_depends_only_on_the_seed_and_not_on_the_global_generator
     torch.random.set_rng_state(before)
 
 
-@pytest.mark.parametrize("form", [SMALL, LARGE, QFORMER])
+@pytest.mark.parametrize("form", [QFORMER])
 def test_bfloat16_base_keeps_fp32_adapter_weights_and_close_velocities(form, encoders):
     exact, rounded = flux(form=form), flux(form=form, dtype=torch.bfloat16)
     assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}

@@ -1,21 +1,25 @@
-"""Qwen writers: prompts equal those of transformers' processors, padding has no effect, and folders are loaded."""
+"""Qwen writers: prompts equal those of transformers' processors; padding, attention and the preallocated cache."""
 
+import importlib.util
 import itertools
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
+from transformers import DynamicCache, Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
 
 import tiny_models
 import tiny_writers
-from retouch.models.base import PretrainedLanguageModel
+from retouch.models.base import PretrainedLanguageModel, require_attention
+from retouch.models.causal import ROOM, PreallocatedCacheLayer, new_cache
 from retouch.models.chat_template import TURNS, VISION
 from retouch.models.pipeline import fit
 from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
 from retouch.models.qwen_vl import QwenWriter, load_writer
 from retouch.recipe.policy import LanguageModelLora
 from retouch.types import Prompts, Task
+
+# Qwen writers
 
 LORA = LanguageModelLora(kind="lora")
 
@@ -139,32 +143,6 @@ def test_frozen_vision_tower_runs_only_when_prompts_are_encoded(kind):
     assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", tiny_writers.VISION_KINDS)
-def test_states_depend_on_images_and_their_order(kind):
-    writer = tiny_writers.writer(kind)
-    shapes = ((16, 16), (32, 16))
-    tasks = [
-        Task(id=str(k), instruction="a", images=tuple(tiny_models.image(k + 9 * n, *shape) for n, shape in enumerate(shapes)))
-        for k in (0, 1)
-    ]
-    with torch.no_grad():
-        states, _ = writer.prefill(writer.module, writer.encode(tasks))
-        swapped, _ = writer.prefill(writer.module, writer.encode([Task(id="s", instruction="a", images=tasks[0].images[::-1])]))
-    assert (states[0] - states[1]).abs().max() > 1e-3
-    assert (states[0] - swapped[0]).abs().max() > 1e-3
-
-
-def test_prompt_states_do_not_depend_on_earlier_batches():
-    """transformers' models remember the positions of the last batch; explicit positions do not."""
-    writer = tiny_writers.writer()
-    first, second = tiny_writers.tasks(6)[:3], tiny_writers.tasks(6)[3:5]
-    with torch.no_grad():
-        fresh, _ = writer.prefill(writer.module, writer.encode(second))
-        writer.prefill(writer.module, writer.encode(first))
-        again, _ = writer.prefill(writer.module, writer.encode(second))
-    assert torch.equal(fresh, again)
-
-
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_grammar_excludes_image_and_video_placeholder_tokens(kind):
     writer = tiny_writers.writer(kind)
@@ -247,15 +225,102 @@ def test_invalid_writer_settings_and_tasks_raise():
         writer.encode([Task(id="a", instruction="<|im_end|>")])
 
 
-def test_concatenated_prompts_equal_prompts_encoded_in_a_batch():
-    writer = tiny_writers.writer()
-    prompts = prompts_of("qwen2.5-vl", writer)
-    short = single_prompt(prompts, 0)
-    assert short.ids.shape[1] == int(prompts.mask[0].sum())
-    joined = Prompts.concat([short, single_prompt(prompts, 1), single_prompt(prompts, 2)])
-    for name in ("mask", "positions"):
-        assert torch.equal(getattr(joined, name), getattr(prompts, name))
-    assert torch.equal(joined.ids * joined.mask, prompts.ids * prompts.mask)
+# The attention implementation of a writer
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen2.5"])
+def test_sdpa_and_eager_attention_give_close_logits(kind, tmp_path):
+    made = tiny_writers.module(kind)
+    made.save_pretrained(tmp_path)
+    tiny_writers.tokenizer().save_pretrained(tmp_path)
+    if kind in tiny_writers.VISION_KINDS:
+        tiny_writers.image_processor(kind).save_pretrained(tmp_path)
+    states = []
+    for attention in ("sdpa", "eager"):
+        writer = load_writer(tmp_path, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu", attention=attention)
+        text = writer.module.config.get_text_config()
+        assert text._attn_implementation == attention
+        with torch.no_grad():
+            states.append(writer.module(torch.arange(1, 40)[None]).logits)
+    assert (states[0] - states[1]).abs().max() < 1e-4
+    assert not torch.equal(states[0], states[1])  # so they were computed differently
+
+
+@pytest.mark.parametrize(
+    ("installed", "dtype", "device", "why"),
+    [
+        (False, torch.bfloat16, CUDA, "flash-attn is not installed"),
+        (True, torch.bfloat16, CPU, "needs a CUDA device, not cpu"),
+        (True, torch.float32, CUDA, "needs a 16-bit dtype, not float32"),
+    ],
+)
+def test_unavailable_flash_attention_is_refused_with_a_suggestion(monkeypatch, installed, dtype, device, why):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    with pytest.raises(ValueError, match=rf"policy\.model\.attention: flash_attention_2: .*{why}; use sdpa"):
+        require_attention("flash_attention_2", dtype=dtype, device=device)
+
+
+def test_available_flash_attention_is_accepted(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    require_attention("flash_attention_2", dtype=torch.bfloat16, device=CUDA)
+
+
+# The preallocated key-value cache
+
+
+def caches(**text):
+    module = tiny_writers.module("qwen2.5", **text)
+    return new_cache(module), DynamicCache(config=module.config)
+
+
+def grow(cache, pieces, select=None):
+    """Append pieces of these lengths to the first layer of two rows; ``select`` rows after the piece of that number."""
+    draw, rows, got = torch.Generator().manual_seed(0), 2, None
+    for number, length in enumerate(pieces):
+        keys, values = (torch.randn(rows, 1, length, 4, generator=draw) for _ in range(2))
+        got = cache.update(keys, values, 0)
+        if select is not None and number == select[0]:
+            cache.batch_select_indices(torch.tensor(select[1]))
+            rows = len(select[1])
+    return got
+
+
+@pytest.mark.parametrize("pieces", [[7], [7, 1], [7, 1, 1, 2], [1] * (ROOM + 3), [7, ROOM + 9, 1], [3, *([5] * ROOM)]], ids=str)
+@pytest.mark.parametrize("select", [None, (0, [1, 1, 0]), (1, [0])], ids=str)
+def test_preallocated_cache_equals_the_transformers_cache(pieces, select):
+    ours, theirs = caches()
     with torch.no_grad():
-        a, b = (writer.prefill(writer.module, each)[0] for each in (joined, prompts))
-    torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-6)
+        for mine, wanted in zip(grow(ours, pieces, select), grow(theirs, pieces, select), strict=True):
+            assert torch.equal(mine, wanted)
+    assert ours.get_seq_length() == theirs.get_seq_length() == sum(pieces)
+
+
+def test_selected_rows_do_not_share_memory():
+    """Two copies of the same row are continued differently."""
+    cache, _ = caches()
+    with torch.no_grad():
+        grow(cache, [3, 1])
+        before = cache.layers[0].keys.clone()
+        cache.batch_select_indices(torch.tensor([1, 1]))
+        keys, _ = cache.update(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1).expand(2, 1, 1, 4), torch.zeros(2, 1, 1, 4), 0)
+    assert torch.equal(keys[:, :, :4], before[[1, 1]])
+    assert keys[:, 0, 4, 0].tolist() == [1.0, 2.0]
+
+
+def test_appending_with_gradients_enabled_keeps_earlier_gradients_correct():
+    cache, _ = caches()
+    first, second = (torch.randn(1, 1, 2, 4, requires_grad=True) for _ in range(2))
+    cache.update(first, first, 0)
+    keys, _ = cache.update(second, second, 0)
+    seen = keys.square().sum()  # its backward pass reads the keys as they were before the next update
+    cache.update(second, second, 0)
+    seen.backward()
+    torch.testing.assert_close(first.grad, 2 * first)
+
+
+def test_sliding_window_layers_are_not_preallocated():
+    windowed = tiny_writers.module("qwen2.5", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    kinds = [type(layer) is PreallocatedCacheLayer for layer in new_cache(windowed.model).layers]
+    assert kinds == [True, False]

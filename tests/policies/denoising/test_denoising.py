@@ -1,21 +1,25 @@
-"""The denoising policy: contract checks on tiny models of the real classes, its KL against definitions, and exploration."""
+"""The denoising policy: contract checks on tiny models of the real classes, its KL against definitions, and its shapes."""
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.objectives.reward_gradient import DRaFT
+from retouch.models.pipeline import Guided
 from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.rollout import AllSteps, RandomWindow, SlidingWindow
 from retouch.protocols import VelocityPolicy
 from retouch.renderers.base import LatentRenderer
-from retouch.rewards.scorers.pixels import TargetReward
 from retouch.types import Batch, Kind, Needs, Slice
 from retouch_worlds.testing import check_model, check_policy, check_renderer
 from slow_params import slow_except
+
+# The denoising policy
 
 COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.0, 3.0]))
 
@@ -54,13 +58,6 @@ def test_models_and_the_latent_renderer_pass_the_contract_checks(family, guidanc
     check_renderer(LatentRenderer(policy.model), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
 
 
-def test_summed_log_probs_equal_mean_log_probs_times_the_element_count():
-    mean, total = (tiny.policy(reduction=reduction) for reduction in ("mean", "sum"))
-    a, b = mean.rollout(tiny.batch()), total.rollout(tiny.batch())
-    torch.testing.assert_close(b.log_probs, a.log_probs * a.outputs[0].numel(), rtol=1e-5, atol=1e-4)
-    check_policy(total, tiny.batch(), ratio_limit=1e-4)
-
-
 @pytest.mark.parametrize(
     ("method", "wrong", "says"),
     [
@@ -79,8 +76,7 @@ def test_a_model_that_returns_a_wrong_shape_is_refused_with_the_name_of_the_meth
 # Rollouts
 
 
-@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
-@pytest.mark.parametrize("mode", ["all", "window", "branch"])
+@pytest.mark.parametrize(("mode", "kind"), [("all", "sde"), ("window", "cps"), ("branch", "dance")])
 def test_stored_states_follow_from_means_and_keyed_noise(kind, mode):
     """Each stored state is the mean plus the standard deviation times its own keyed noise; the last steps are Euler steps."""
     policy = tiny.policy(kind=kind, mode=mode, keep_means=True)
@@ -120,14 +116,6 @@ def test_samples_of_a_group_start_from_different_noise_unless_it_is_shared():
     assert not torch.equal(shared.outputs[0], shared.outputs[1])
 
 
-def test_samples_of_a_group_share_the_steps_before_a_branch_window():
-    trajectory = tiny.policy(mode="branch").rollout(tiny.batch())
-    assert trajectory.first == 1
-    assert torch.equal(trajectory.latents[0, 0], trajectory.latents[1, 0])
-    assert not torch.equal(trajectory.latents[0, 0], trajectory.latents[2, 0])
-    assert not torch.equal(trajectory.latents[0, 1], trajectory.latents[1, 1])
-
-
 def test_tasks_with_the_same_instruction_stay_separate_groups():
     """A group is a row of the data, not a prompt: each has its own source image and its own noise."""
     first, second = (replace(task, instruction="make it red") for task in tiny.tasks(2))
@@ -139,18 +127,6 @@ def test_tasks_with_the_same_instruction_stay_separate_groups():
     assert (swapped.outputs - together.outputs).abs().max() > 1e-3
 
 
-def test_rows_depend_on_seed_step_group_and_slot():
-    policy, batch = tiny.policy(), tiny.batch()
-    outputs = policy.rollout(batch).outputs
-    for other in (
-        replace(batch, seed=4),
-        replace(batch, step=6),
-        replace(batch, group_ids=(2, 3)),
-        replace(batch, slot=(2, 3, 2, 3)),
-    ):
-        assert (policy.rollout(other).outputs - outputs).flatten(1).abs().amax(1).min() > 1e-3
-
-
 def test_sample_is_deterministic_and_equals_an_ode_rollout():
     policy, batch = tiny.policy(kind="sde"), tiny.batch()
     sampled = policy.sample(batch)
@@ -159,14 +135,6 @@ def test_sample_is_deterministic_and_equals_an_ode_rollout():
     assert sampled.log_probs.isnan().all()
     ode = tiny.policy(kind="ode")
     assert torch.equal(sampled.outputs, ode.rollout(batch).outputs)
-
-
-def test_a_deterministic_rollout_of_one_step_equals_the_sample_of_one_step():
-    policy, batch = tiny.policy(kind="ode", num_steps=1), tiny.batch()
-    policy.eval_steps = 1
-    torch.testing.assert_close(policy.rollout(batch).outputs, policy.sample(batch).outputs, rtol=0, atol=0)
-    kept = tiny.policy(kind="ode", num_steps=1, objective=DRaFT(reward=TargetReward(), steps=1)).rollout(batch)
-    assert kept.first == 0
 
 
 def test_sample_uses_the_averaged_weights():
@@ -183,17 +151,6 @@ def test_rollout_and_evaluation_use_the_current_weights():
     policy = tiny.policy(mode="window", copies=("average", "old", "reference"))
     tiny.perturb(policy)
     check_policy(policy, tiny.batch())
-
-
-def test_rollout_uses_the_old_weights_if_acting_is_old():
-    policy, batch = tiny.policy(kind="ode", copies=("old",), acting="old"), tiny.batch()
-    before = policy.rollout(batch).outputs
-    tiny.perturb(policy)
-    assert torch.equal(policy.rollout(batch).outputs, before)
-    policy.follow_old(0.0)
-    current = tiny.policy(kind="ode")
-    tiny.perturb(current)
-    assert torch.equal(policy.rollout(batch).outputs, current.rollout(batch).outputs)
 
 
 def test_demonstrations_are_the_targets():
@@ -257,41 +214,13 @@ def test_kl_equals_its_formula(kind, kl):
         torch.testing.assert_close(found[row, action], squared, rtol=1e-3, atol=1e-9)
 
 
-def test_gradients_of_log_ratio_and_kl_match_finite_differences():
-    policy = tiny.policy(kind="sde", mode="window", train="full", keep_means=True, microbatch=100)
-    trajectory = policy.rollout(tiny.batch())
-    tiny.perturb(policy, 0.02)
-    part = Slice(slice(0, 4), slice(0, 2))
-    parameters = tiny.trained(policy)
-    direction = {name: torch.randn(p.shape, generator=generator("direction", name)) for name, p in parameters.items()}
-
-    def columns(needs):
-        evaluation = policy.evaluate(trajectory, part, needs)
-        kl = evaluation.log_ratio if needs.kl is None else evaluation.kl
-        return kl.double().sum()
-
-    for needs in (Needs(), Needs(log_ratio="norm"), Needs(kl="closed"), Needs(kl="velocity")):
-        gradients = torch.autograd.grad(columns(needs), list(parameters.values()), allow_unused=True)
-        slope = sum((g * d).sum() for g, d in zip(gradients, direction.values(), strict=True) if g is not None)
-        step, ends = 1e-3, []
-        for sign in (1, -1):
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.add_(sign * step * direction[name])
-                ends.append(columns(needs))
-                for name, parameter in parameters.items():
-                    parameter.sub_(sign * step * direction[name])
-        torch.testing.assert_close(slope.double(), (ends[0] - ends[1]) / (2 * step), rtol=2e-2, atol=1e-6)
-
-
 def test_ratio_norm_without_stored_means_raises():
     policy = tiny.policy(mode="window")
     with pytest.raises(AssertionError, match="keep_means"):
         policy.evaluate(policy.rollout(tiny.batch()), Slice(slice(0, 1), slice(0, 1)), Needs(log_ratio="norm"))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize(("microbatch", "rows"), [(1, 2), (3, 5), (4, 1), (100, 5)])
 def test_slices_are_no_larger_than_a_microbatch(rows, microbatch):
     policy = DenoisingPolicy.__new__(DenoisingPolicy)
     policy.microbatch = microbatch
@@ -302,3 +231,105 @@ def test_slices_are_no_larger_than_a_microbatch(rows, microbatch):
     assert sum(sizes) == trajectory.mask.numel()
     assert max(sizes) <= microbatch
     assert max(rows.stop - rows.start for rows in policy.row_slices(trajectory)) <= microbatch
+
+
+# A model in 16 bits computes the velocities of a ratio in forward passes of the same shape in rollout
+
+ROWS = 8
+
+
+def policy(family: str, dtype: torch.dtype, *, guidance: float = 1.0, microbatch: int = 4, **how: Any) -> DenoisingPolicy:
+    """A policy for rollout chunks of 8 rows and, by default, microbatches of 2 rows with 2 actions."""
+    made = tiny.policy(family, train="full", copies=(), mode="window", kind="cps", noise_level=0.7, **how)
+    made.module.to(dtype)
+    model = Guided(made.model, guidance) if guidance > 1 else made.model
+    options = {"sampling": made.sampling, "eval_steps": tiny.NUM_STEPS, "microbatch": microbatch, "copies": made.copies}
+    return DenoisingPolicy(model, **options)
+
+
+def ratios(policy: DenoisingPolicy) -> Tensor:
+    """The largest |ratio - 1| of each row before any update."""
+    trajectory = policy.rollout(tiny.batch(2, ROWS // 2))
+    with torch.no_grad():
+        made = [policy.evaluate(trajectory, part, Needs()).log_ratio for part in policy.microbatches(trajectory)]
+    return (torch.cat(made).exp() - 1).abs()
+
+
+def shapes(policy: DenoisingPolicy) -> list[int]:
+    """A list to which each later forward pass appends its number of rows."""
+    rows: list[int] = []
+    policy.module.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    return rows
+
+
+@pytest.mark.parametrize(("family", "guidance"), [("sd3", 1.0), ("edit", 4.5)])
+def test_the_ratio_of_a_model_in_16_bits_is_1_before_the_first_update(family: str, guidance: float) -> None:
+    assert ratios(policy(family, torch.bfloat16, guidance=guidance)).max() == 0
+
+
+def test_rollout_passes_of_transitions_have_the_row_count_of_the_update() -> None:
+    made = policy("sd3", torch.bfloat16, microbatch=6)
+    actions = made.sampling.window.actions(num_steps=tiny.NUM_STEPS, seed=3, step=5)
+    rows = shapes(made)
+    trajectory = made.rollout(tiny.batch(2, ROWS // 2))
+    assert len(actions) == 2
+    assert sorted(rows) == [6] * 4 + [ROWS] * (tiny.NUM_STEPS - 2)
+    rows.clear()
+    for part in made.microbatches(trajectory):
+        made.evaluate(trajectory, part, Needs())
+    assert rows == [6] * 3
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"equal_shapes": False})])
+def test_rollout_of_fp32_or_without_equal_shapes_computes_all_rows_in_one_forward_pass(
+    dtype: torch.dtype, options: dict[str, bool]
+) -> None:
+    made = policy("sd3", dtype, **options)
+    rows = shapes(made)
+    made.rollout(tiny.batch(2, ROWS // 2))
+    assert rows == [ROWS] * tiny.NUM_STEPS
+
+
+def test_padding_rows_of_a_forward_pass_do_not_change_the_gradient() -> None:
+    """7 rows in passes of 4: the last pass is padded with one row, which must not count."""
+    torch.manual_seed(0)
+    made = policy("sd3", torch.bfloat16)
+    trajectory = made.rollout(tiny.batch(1, 7))
+    x, sigma = trajectory.latents[:, 0], trajectory.sigmas[:1].expand(7)
+    conditioning = trajectory.conditioning.take(trajectory.group)
+    gradients = []
+    for at_once in (4, None):
+        velocity = made._velocity(made.module.float(), x, sigma, conditioning, at_once=at_once)
+        assert len(velocity) == 7
+        gradients.append(torch.autograd.grad(velocity.square().sum(), made.module.proj_out.weight)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+# Which denoising steps are transitions, given the run's seed and the training step
+
+
+@pytest.mark.parametrize("mode", ["window", "branch"])
+def test_random_window_depends_only_on_seed_and_step(mode):
+    window = RandomWindow(mode=mode, size=2, low=1, high=6)
+    drawn = [window.actions(num_steps=8, seed=0, step=step) for step in range(40)]
+    assert drawn == [window.actions(num_steps=8, seed=0, step=step) for step in range(40)]
+    assert {actions.start for actions in drawn} == {1, 2, 3, 4}
+    assert drawn != [window.actions(num_steps=8, seed=1, step=step) for step in range(40)]
+
+
+def test_random_window_without_high_reaches_all_steps_except_the_last():
+    window = RandomWindow(mode="window", size=2)
+    assert {window.actions(num_steps=5, seed=0, step=step).stop for step in range(60)} == {2, 3, 4}
+
+
+def test_all_steps_and_sliding_window_return_the_expected_ranges():
+    assert AllSteps().actions(num_steps=5, seed=0, step=9) == range(4)
+    sliding = SlidingWindow(size=2, every=3, stride=1)
+    assert [sliding.actions(num_steps=5, seed=9, step=step).start for step in range(10)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0]
+
+
+def test_a_window_that_includes_the_last_step_raises():
+    with pytest.raises(ValueError, match="last step has no density"):
+        RandomWindow(mode="window", size=2, high=5).actions(num_steps=5, seed=0, step=0)

@@ -1,10 +1,12 @@
-"""Cached prompt embeddings equal those of the text encoders, and are computed again if anything differs."""
+"""Prompt embeddings that are kept, and parts of a policy in CPU memory: they give the same images."""
 
+import json
 import logging
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +15,36 @@ import torch
 from torch import Tensor
 
 import tiny_editing
-import tiny_flux2
 import tiny_models
-import tiny_pipelines
-import tiny_qwen_image_2
-from retouch.models.flux.model import Flux
-from retouch.models.flux2.model import Flux2Klein
+import tiny_recipes
+from families import FAMILIES
+from image_levels import ROUNDING, max_level_difference
 from retouch.models.offloading import CachedPrompts, EmbeddingStore, describe
-from retouch.models.pipeline import PipelineModel
-from retouch.models.qwen_image.model import QwenImage, QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image import model as qwen_model
+from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.models.qwen_image_2.model import QwenImage2
-from retouch.models.sd3.model import SD3
-from retouch.models.z_image.model import ZImage
+from retouch.recipe.derived_facts import differences
+from retouch.recipe.recipe import parse
+from retouch.run.session import run
 from retouch.types import Conditioning, Task
+from retouch_plan.checks import check_prompt_embeddings
 from slow_params import slow_except
+from warm_python import python
 
-TEXTS = ["a red circle on a green square", "blue", "a red circle", "make it"]
+# Cached prompt embeddings equal those of the text encoders, and are computed again if anything differs
+
+TEXTS = ["a red circle it", "blue", "a red circle", "make it"]
 CPU = torch.device("cpu")
-LOAD: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
 
 
-def qwen_image(**options: Any) -> QwenImage:
-    made = {"template": tiny_models.TEXT_TEMPLATE, "size": (24, 40), **options}
-    return QwenImage(**tiny_editing.parts(), scheduler_config=tiny_models.SCHEDULER, **made)
+@pytest.fixture(autouse=True)
+def _prefix_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_model, "OFFICIAL_PREFIX", {})
 
 
-def saved(save: Callable[[Path], Path], adapter: Any, size: tuple[int, int], folder: Path) -> PipelineModel:
-    model: PipelineModel = adapter.from_pretrained(save(folder / "model"), size=size, **LOAD)
-    return model
-
-
-MODELS: dict[str, Callable[[Path], Any]] = {
-    "sd3": lambda _: SD3.from_pretrained(tiny_pipelines.sd3(), size=(24, 40), **LOAD),
-    "flux": partial(saved, tiny_models.save_flux, Flux, (24, 40)),
-    "flux2": partial(saved, tiny_flux2.save, Flux2Klein, (64, 96)),
-    "z-image": partial(saved, tiny_models.save_z_image, ZImage, (32, 48)),
-    "qwen-image": lambda _: qwen_image(),
-    "qwen-image-edit": lambda _: tiny_editing.editor(tiny_editing.parts()),
-    "qwen-image-edit-plus": lambda _: tiny_editing.editor(tiny_editing.parts(), QwenImageEditPlus),
-    "qwen-image-2": partial(saved, tiny_qwen_image_2.save, QwenImage2, (64, 96)),
-}
-every_family = pytest.mark.parametrize("family", MODELS)
+def model_of(family: str, folder: Path) -> Any:
+    FAMILIES[family].save(folder / "model")
+    return FAMILIES[family].build(folder / "model")
 
 
 def tasks(model: Any, texts: Sequence[str] = TEXTS) -> list[Task]:
@@ -91,11 +82,11 @@ def assert_equal(one: Conditioning, other: Conditioning) -> None:
         assert torch.equal(tensor, other.tensors[name]), name
 
 
-@pytest.mark.parametrize("family", slow_except({*MODELS} - {"qwen-image-2"}, MODELS))
+@pytest.mark.parametrize("family", slow_except({*FAMILIES} - {"qwen-image-2", "flux-fill", "flux-kontext"}, FAMILIES))
 def test_cached_embeddings_are_bitwise_equal_to_the_text_encoders(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = MODELS[family](tmp_path)
+    model = model_of(family, tmp_path)
     alone = [(model.encode([task]), model.encode_negative([task])) for task in tasks(model)]
     together = model.encode(tasks(model))
     cached(model, tmp_path / "kept")
@@ -132,7 +123,7 @@ def test_embeddings_are_stored_as_bfloat16_if_that_is_lossless(dtype: torch.dtyp
 
 
 def test_cache_entry_depends_on_prompt_image_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = cached(MODELS["qwen-image-edit"](tmp_path), tmp_path / "kept")
+    model = cached(model_of("qwen-image-edit", tmp_path), tmp_path / "kept")
     computed = encodings(model, monkeypatch)
     task = tiny_models.task("a", "make it red", tiny_models.image(0))
     model.encode([task])
@@ -172,13 +163,6 @@ def test_cache_key_depends_on_the_encoder_settings(change: str) -> None:
     assert describe(text) != before
 
 
-def test_encoder_with_an_attribute_of_unknown_type_raises() -> None:
-    text = tiny_models.flux_text()
-    text.more = torch.zeros(3)  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match="Tensor in a text encoder"):
-        describe(text)
-
-
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut off": lambda content: content[: len(content) // 2],
     "empty": lambda content: b"",
@@ -191,7 +175,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_entry_is_reported_and_computed_again(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = cached(MODELS["sd3"](tmp_path), tmp_path / "kept")
+    model = cached(model_of("sd3", tmp_path), tmp_path / "kept")
     made = model.encode(tasks(model, ["blue"]))
     (file,) = (tmp_path / "kept").iterdir()
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
@@ -218,15 +202,6 @@ def test_least_recently_used_entries_are_deleted_above_the_limit(tmp_path: Path,
     assert store.usage()[1] <= 8 * 1200
     assert "RETOUCH_PROMPT_CACHE_GB" in caplog.text
     assert [store.read(key) is not None for key in ("0", "1", "2", "11")] == [True, False, False, True]
-
-
-def test_unwritable_cache_folder_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("in the way")
-    model = cached(MODELS["sd3"](tmp_path), tmp_path / "file" / "kept")
-    with caplog.at_level(logging.WARNING, "retouch"):
-        one, other = (model.encode(tasks(model)) for _ in range(2))
-    assert_equal(one, other)
-    assert caplog.text.count("cannot be kept") == 1
 
 
 def write_often(folder: Path, number: int) -> None:
@@ -264,6 +239,7 @@ def test_invalid_cache_limit_raises(limit: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_cache_folder_and_limit_come_from_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RETOUCH_PROMPT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert EmbeddingStore.of_user().folder == tmp_path / "retouch" / "prompt-embeddings"
     assert EmbeddingStore.of_user().limit == 100 * 10**9
@@ -271,3 +247,102 @@ def test_cache_folder_and_limit_come_from_environment_variables(tmp_path: Path, 
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "0.5")
     assert EmbeddingStore.of_user().folder == tmp_path / "own"
     assert EmbeddingStore.of_user().limit == 5 * 10**8
+
+
+# Parts of a denoising policy in CPU memory
+
+SUPPORT = Path(__file__).parents[2] / "support"
+CACHED = {"policy": {**tiny_recipes.SMALL["policy"], "prompt_embeddings": "cached"}}
+OFFLOADED = {"devices": {"offload": True}}
+WAYS: dict[str, dict[str, Any]] = {"live": {}, "cached": CACHED, "offloaded": OFFLOADED, "both": {**CACHED, **OFFLOADED}}
+
+
+@pytest.fixture(autouse=True)
+def prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of prompt embeddings."""
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE", str(tmp_path / "prompts"))
+    return tmp_path / "prompts"
+
+
+def small(folder: Path, way: str, **changes: Any) -> dict[str, Any]:
+    recipe = {**tiny_recipes.SMALL, "out": str(folder), "device": "cpu", "trackers": []}
+    # One task per step, so that a batch is one prompt, which is how the cache encodes prompts.
+    recipe |= {"tasks_per_step": 1, "group_size": 4, "data": {"kind": "playground", "complexity": [1], "count": 4}}
+    recipe |= {"eval": {"tasks": 1}, "rollout": {**tiny_recipes.SMALL["rollout"], "guidance_scale": 2.0}}
+    return {**recipe, **WAYS[way], **changes}
+
+
+def step(tmp_path: Path, way: str, device: str) -> dict[str, Any]:
+    """Two rollouts of one step and its loss, in a process of its own."""
+    file = tmp_path / f"{way}.json"
+    file.write_text(json.dumps({key: value for key, value in small(tmp_path, way).items() if key not in ("devices", "device")}))
+    command = [python(), str(SUPPORT / "placed_denoising.py"), str(file), device, str("devices" in WAYS[way]).lower()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    found: dict[str, Any] = json.loads(made.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cpu_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The step with all parts on the CPU."""
+    return step(tmp_path_factory.mktemp("cpu_step"), "live", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["cached", "offloaded"])
+def test_frozen_parts_are_on_the_device_only_while_they_are_used(cpu_step: dict[str, Any], tmp_path: Path, way: str) -> None:
+    there = step(tmp_path, way, "pretend:0")
+    assert max_level_difference(there["images"], cpu_step["images"]) <= ROUNDING
+    assert there["loss"] == pytest.approx(cpu_step["loss"], abs=1e-6)
+    assert there["used"] == {part: ["pretend:0"] for part in ("transformer", "text encoder", "autoencoder")}
+    waits = {"transformer": ["pretend:0"], "text encoder": ["cpu"], "autoencoder": ["pretend:0" if way == "cached" else "cpu"]}
+    assert there["waits"] == waits
+    assert all(there["calls"]) if way == "offloaded" else (there["calls"][0] > 0 and there["calls"][1] == 0)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "small" / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+@pytest.mark.slow
+def test_cached_and_offloaded_runs_give_bitwise_equal_metrics(tmp_path: Path, prompt_cache: Path) -> None:
+    found = {}
+    for name, way in [("live", "live"), ("cold", "cached"), ("warm", "both")]:
+        assert run(parse(small(tmp_path / name, way)), fresh=False) == 0
+        found[name] = metrics(tmp_path / name)
+        assert len(found[name]) == 2
+    assert len(list(prompt_cache.iterdir())) > 2
+    assert all(each == found["live"] for each in found.values())
+
+
+def test_cache_and_offload_settings_do_not_count_as_recipe_differences(tmp_path: Path) -> None:
+    recipes = [parse(small(tmp_path, way)) for way in WAYS]
+    assert [differences(recipes[0], other) for other in recipes] == [[]] * 4
+    assert "prompt_embeddings" not in json.dumps(recipes[0].document())
+
+
+@pytest.mark.parametrize("way", ["cached", "offloaded"])
+def test_imported_model_with_cached_prompts_or_offloading_raises(way: str, tmp_path: Path) -> None:
+    document = json.loads(json.dumps(small(tmp_path, way)))
+    document["policy"]["model"] = {"kind": "import", "class": "tiny_models:Anything"}
+    key = "policy.prompt_embeddings" if way == "cached" else "devices.offload"
+    with pytest.raises(ValueError, match=f"{key}: .*only for models in the layout of a diffusers pipeline"):
+        parse(document)
+
+
+def test_doctor_reports_the_kept_embeddings(tmp_path: Path, prompt_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(check_prompt_embeddings(parse(small(tmp_path, "live")))) == []
+    (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
+    assert f"0 stored prompt embeddings, 0.00 GB of at most 100.00 GB, in {prompt_cache}" in found.text
+    prompt_cache.mkdir()
+    (prompt_cache / "one.safetensors").write_bytes(bytes(2 * 10**7))
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "1e9")
+    (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
+    assert "1 stored prompt embeddings, 0.02 GB of at most" in found.text
+    assert "are free there, less than the embeddings may take" in found.text
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "none")
+    (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
+    assert (found.status, found.fix) == ("FAILED", "export RETOUCH_PROMPT_CACHE_GB=100")

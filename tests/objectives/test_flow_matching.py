@@ -1,0 +1,414 @@
+"""Objectives that compare velocities: DiffusionNFT, AWM, DPO and supervised flow matching, against hand-written losses."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_models
+import tiny_policies as tiny
+from retouch.core.random import generator
+from retouch.objectives.base import ObjectiveContext
+from retouch.objectives.dpo import DPO, HELDOUT_POINTS
+from retouch.objectives.imitation import Supervised
+from retouch.objectives.nft import AWM, NFT, OldDecay, draw_points
+from retouch.recipe.recipe import load
+from retouch_worlds.testing import check_objective
+
+# DiffusionNFT
+
+ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
+
+
+def slopes_of(policy, total):
+    """The gradient of a loss that was computed by hand, by parameter name."""
+    parameters = tiny.trained(policy)
+    slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(parameter) if slope is None else slope
+        for (name, parameter), slope in zip(parameters.items(), slopes, strict=True)
+    }
+
+
+def old_rollout(moved=0.0, **options):
+    """A policy with old weights, a batch, and a trajectory with images of the old weights."""
+    policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), acting="old", **options)
+    batch = tiny.batch()
+    trajectory = policy.rollout(batch)
+    if moved:
+        tiny.perturb(policy, moved)
+    return policy, batch, trajectory
+
+
+def points(batch, trajectory, draw=0, epoch=0):
+    return draw_points(
+        trajectory.outputs, batch, slice(0, len(batch)), purpose="nft", epoch=epoch, draw=draw, sigma_sampling="uniform", shift=1.0
+    )
+
+
+def by_hand(velocity, old, x, x0, sigma, goodness, beta, widths=None):
+    """One row's loss in float64, and the two widths, which can be given as constants."""
+    clean = [x - sigma * (beta * velocity + (1 - beta) * old), x - sigma * ((1 + beta) * old - beta * velocity)]
+    if widths is None:
+        widths = [max((each - x0).abs().mean().item(), 1e-5) for each in clean]
+    good, bad = (((each - x0) ** 2).mean() / width for each, width in zip(clean, widths, strict=True))
+    return (goodness * good + (1 - goodness) * bad) / beta, widths
+
+
+def rows(policy, batch, trajectory, epoch=0):
+    """Each row's (velocity, old, x, x0, sigma) in float64."""
+    x, _, sigma = points(batch, trajectory, epoch=epoch)
+    with torch.no_grad():
+        current, old = (policy.velocity(trajectory, slice(0, 4), x, sigma, weights) for weights in ("current", "old"))
+    return [tuple(part.double() for part in row) for row in zip(current, old, x, trajectory.outputs, sigma, strict=True)]
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_nft_loss_matches_the_hand_written_formula(beta):
+    policy, batch, trajectory = old_rollout(moved=0.05)
+    _, losses = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    goodness = [0.6, 0.45, 0.5, 1.0]
+    wanted = sum(by_hand(*row, r, beta)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
+    torch.testing.assert_close(sum(loss.value for loss in losses).double(), wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("used", "goodness"),
+    [
+        ("positive", [0.6, 0.5, 0.5, 1.0]),
+        ("negative", [0.5, 0.45, 0.5, 0.5]),
+        ("indicator", [0.6, 0.5, 0.5, 0.6]),
+        ("sign", [0.6, 0.4, 0.5, 0.6]),
+    ],
+)
+def test_advantage_modes_match_the_published_code(used, goodness):
+    policy, batch, trajectory = old_rollout(moved=0.05)
+    objective = NFT(beta=0.5, advantage_clip=5.0, advantages=used)
+    _, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, ADVANTAGES))
+    wanted = sum(by_hand(*row, r, 0.5)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
+    torch.testing.assert_close(sum(loss.value for loss in losses).double(), wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("moved", "beta"), [(0.0, 1.0), (0.05, 0.1)])
+def test_nft_gradient_matches_the_hand_written_formula_and_finite_differences(moved, beta):
+    """dL/dv of a row by hand with constant widths, backpropagated through the velocity to the weights."""
+    policy, batch, trajectory = old_rollout(moved=moved)
+    found, _ = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    slopes = []
+    for (velocity, old, x, x0, sigma), r in zip(rows(policy, batch, trajectory), [0.6, 0.45, 0.5, 1.0], strict=True):
+        _, (good, bad) = by_hand(velocity, old, x, x0, sigma, r, beta)
+        plus = x - sigma * (beta * velocity + (1 - beta) * old) - x0
+        minus = x - sigma * ((1 + beta) * old - beta * velocity) - x0
+        slope = 2 * sigma * ((1 - r) * minus / bad - r * plus / good) / x.numel()
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        ends = [by_hand(velocity + s * direction, old, x, x0, sigma, r, beta, (good, bad))[0] for s in (1e-4, -1e-4)]
+        torch.testing.assert_close((ends[0] - ends[1]) / 2e-4, (slope * direction).sum(), rtol=1e-6, atol=1e-9)
+        slopes.append(slope.float() / 4)
+    x, _, sigma = points(batch, trajectory)
+    velocity = policy.velocity(trajectory, slice(0, 4), x, sigma, "current")
+    carried = torch.autograd.grad(velocity, list(tiny.trained(policy).values()), torch.stack(slopes), allow_unused=True)
+    wanted = {
+        name: torch.zeros_like(parameter) if part is None else part
+        for (name, parameter), part in zip(tiny.trained(policy).items(), carried, strict=True)
+    }
+    assert tiny.distance(found, wanted) < 1e-4
+
+
+def step(policy, objective, minibatch, size):
+    found, _ = tiny.gradient(policy, objective, minibatch)
+    with torch.no_grad():
+        for name, parameter in tiny.trained(policy).items():
+            parameter.sub_(size * found[name])
+
+
+def test_gradient_adds_the_kl_to_the_reference_with_its_weight():
+    policy, batch, trajectory = old_rollout(moved=0.05)
+    minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
+    plain, _ = tiny.gradient(policy, NFT(), minibatch)
+    pulled, losses = tiny.gradient(policy, NFT(reference_weight=0.5), minibatch)
+    x, _, sigma = points(batch, trajectory)
+    apart = policy.velocity(trajectory, slice(0, 4), x, sigma, "current") - policy.velocity(
+        trajectory, slice(0, 4), x, sigma, "reference"
+    )
+    kl = apart.square().mean()
+    slopes = torch.autograd.grad(0.5 * kl, list(tiny.trained(policy).values()), allow_unused=True)
+    wanted = {name: plain[name] + (0 if slope is None else slope) for (name, _), slope in zip(plain.items(), slopes, strict=True)}
+    assert tiny.distance(pulled, wanted) < 1e-4
+    torch.testing.assert_close(sum(loss.sums["policy/kl"] for loss in losses), kl.detach(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("microbatch", [3])
+def test_gradient_is_independent_of_microbatch_size_and_number_of_actions(microbatch):
+    """An image that was sampled with several stochastic steps counts as one image."""
+    batch = tiny.batch()
+    gradients = []
+    for kind, size in (("ode", 4), ("ode", microbatch), ("sde", microbatch)):
+        policy = tiny.policy(kind=kind, mode="window", train="full", copies=("old",), microbatch=size)
+        trajectory = policy.rollout(batch)
+        trajectory = replace(trajectory, outputs=tiny.policy(kind="ode", train="full").rollout(batch).outputs)
+        tiny.perturb(policy, 0.05)
+        gradients.append(tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, ADVANTAGES))[0])
+    assert tiny.distance(gradients[1], gradients[0]) < 1e-5
+    assert tiny.distance(gradients[2], gradients[0]) < 1e-5
+
+
+def test_noise_draws_are_averaged_and_differ_between_epochs():
+    policy, batch, trajectory = old_rollout(moved=0.05)
+    minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
+    one, (first,) = tiny.gradient(policy, NFT(), minibatch)
+    two, losses = tiny.gradient(policy, NFT(samples=2), minibatch)
+    assert len(losses) == 2
+    torch.testing.assert_close(losses[0].value, first.value / 2)
+    assert tiny.distance(two, one) > 0.05
+    again, _ = tiny.gradient(policy, NFT(), replace(minibatch, epoch=1))
+    assert tiny.distance(again, one) > 0.05
+
+
+def test_decay_schedules_of_the_old_policy_match_the_published_code():
+    none, slow = OldDecay(rate=0.0, max=0.0), OldDecay(flat=75, rate=0.0075, max=0.999)
+    assert [OldDecay().at(step) for step in (1, 100, 500, 2000)] == [0.001, 0.1, 0.5, 0.5]
+    assert [none.at(step) for step in (1, 2000)] == [0.0, 0.0]
+    assert [slow.at(step) for step in (1, 75, 76, 175, 300)] == [0.0, 0.0, 0.0075, 0.75, 0.999]
+
+
+# Advantage-weighted matching
+
+AWM_ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0])
+CONTEXT = ObjectiveContext(
+    objective="objective",
+    rollout="rollout",
+    model="sd3",
+    is_autoregressive=False,
+    token_kinds=None,
+    stochastic=False,
+    noise_level=None,
+    reduction="mean",
+    actions=None,
+    microbatch=4,
+    optimizer_steps=1,
+    lora_dropout=None,
+)
+"""A recipe with deterministic chains."""
+
+
+@pytest.mark.parametrize(("noise_kind", "reference_weight"), [("drawn", 0.0), ("drawn", 0.7), ("initial", 0.7)])
+def test_loss_and_gradient_match_a_hand_written_sum(noise_kind, reference_weight):
+    """Initial noise is drawn again from the keys of the rows; Euler steps from it give the image of the same row."""
+    objective = AWM(noise=noise_kind, reference_weight=reference_weight, samples=2, shift=2.0)
+    continued = objective if noise_kind == "initial" else None
+    policy, batch = tiny.policy(kind="ode", train="lora", objective=continued), tiny.batch()
+    tiny.perturb(policy)
+    trajectory = policy.rollout(batch)
+    found, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, AWM_ADVANTAGES, epoch=1))
+    rows, total, x0 = slice(0, len(batch)), torch.zeros(()), trajectory.outputs
+    keys = [generator(batch.seed, "noise", batch.step, group, slot) for group, slot in zip(batch.group, batch.slot, strict=True)]
+    first = x = torch.stack([torch.randn(x0.shape[1:], generator=key) for key in keys])
+    for sigma, after in itertools.pairwise(trajectory.sigmas):
+        with torch.no_grad():
+            x = x + (after - sigma) * policy.velocity(trajectory, rows, x, sigma.expand(len(x)), "current")
+    torch.testing.assert_close(x, x0)
+    for draw in range(2):
+        x, noise, sigma = draw_points(x0, batch, rows, purpose="awm", epoch=1, draw=draw, sigma_sampling="uniform", shift=2.0)
+        if noise_kind == "initial":
+            noise = first
+            x = torch.stack([(1 - sigma[row]) * x0[row] + sigma[row] * noise[row] for row in range(len(batch))])
+        velocity, reference = (policy.velocity(trajectory, rows, x, sigma, which) for which in ("current", "reference"))
+        for row in range(len(batch)):
+            error = (velocity[row] - (noise[row] - x0[row])).square().mean()
+            away = (velocity[row] - reference[row]).square().mean()
+            total = total + (AWM_ADVANTAGES[row] * error + reference_weight * away) / len(batch) / 2
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-4
+
+
+def test_initial_noise_is_refused_with_stochastic_transitions_and_with_an_engine():
+    image = ['objective={"kind":"awm","noise":"initial"}', 'advantage={"kind":"best"}']
+    load("recipes/playground/raft.jsonnet", image)
+    with pytest.raises(ValueError, match=r"objective.noise: the transitions add more noise.*rollout.transition.kind to ode"):
+        load("recipes/playground/grpo.jsonnet", image)
+    (problem,) = AWM(noise="initial").problems(replace(CONTEXT, engine=True))
+    assert problem == "objective.noise: an engine returns no initial noise; remove rollout.engine, or use 'drawn'"
+    assert not [*AWM(noise="initial").problems(CONTEXT)]
+    assert not [*AWM().problems(replace(CONTEXT, engine=True))]
+
+
+def test_the_default_noise_is_absent_from_a_stored_recipe():
+    """So the digest of a recipe from before this key is unchanged."""
+    assert "noise" not in AWM().model_dump()
+    assert AWM(noise="initial").model_dump()["noise"] == "initial"
+
+
+# Diffusion DPO on pairs from groups and from the data
+
+DPO_ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
+
+
+def minibatch(policy, advantages=DPO_ADVANTAGES, batch=None):
+    batch = tiny.batch() if batch is None else batch
+    return tiny.minibatch(batch, policy.rollout(batch), advantages)
+
+
+def pairs(count=3):
+    """A batch of tasks with a chosen and a rejected image, 8 x 16 px."""
+    tasks = tuple(
+        replace(task, chosen=tiny_models.image(200 + k, 16, 8), rejected=tiny_models.image(300 + k, 16, 8))
+        for k, task in enumerate(tiny.tasks(count))
+    )
+    return tiny.batch(count, tasks=lambda count: tasks)
+
+
+def moved(**options):
+    policy = tiny.policy(**options)
+    tiny.perturb(policy)
+    return policy
+
+
+def test_loss_and_gradient_of_group_pairs_match_a_hand_written_formula():
+    policy = moved()
+    some = minibatch(policy)
+    objective = DPO(beta=3.0, shift=2.0)
+    found, losses = tiny.gradient(policy, objective, some)
+    total = torch.zeros(())
+    for best, worst, group in ((1, 0, 0), (3, 2, 1)):
+        x0 = some.trajectory.outputs
+        key = generator(some.batch.seed, "dpo", some.batch.step, some.batch.group_ids[group], 0, some.epoch, 0)
+        s = torch.rand((), generator=key)
+        sigma = 2 * s / (1 + s)
+        noise = torch.randn(x0.shape[1:], generator=key)
+
+        def gained(row, sigma=sigma, noise=noise, x0=x0):
+            x = ((1 - sigma) * x0[row] + sigma * noise)[None]
+            rows = slice(row, row + 1)
+            now, then = (policy.velocity(some.trajectory, rows, x, sigma[None], which)[0] for which in ("current", "reference"))
+            wanted = noise - x0[row]
+            return (now - wanted).square().mean() - (then - wanted).square().mean()
+
+        total = total - torch.log(torch.sigmoid(-3.0 * (gained(best) - gained(worst)))) / 2
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
+
+
+@pytest.mark.parametrize("advantages", [(1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)])
+def test_groups_with_equal_advantages_have_zero_gradient(advantages):
+    policy = moved()
+    found, losses = tiny.gradient(policy, DPO(), minibatch(policy, torch.tensor(advantages)))
+    assert len(losses) == 2
+    assert all(not slope.any() for slope in found.values())
+
+
+def test_metrics_of_group_pairs_report_the_share_of_groups_with_a_pair():
+    """With opposite advantages the other half of the pairs is in the right order, and a group without a pair counts in neither."""
+    policy = moved()
+
+    def means(advantages):
+        losses = list(DPO(samples=2).losses(policy, minibatch(policy, advantages)))
+        return [sum(float(loss.sums[f"policy/{name}"]) for loss in losses) for name in ("pairs", "preferred")]
+
+    for advantages, share in ((DPO_ADVANTAGES, 1.0), (torch.tensor([0.5, 0.5, -0.7, -0.5]), 0.5), (torch.zeros(4), 0.0)):
+        (pairs, preferred), (same, other) = means(advantages), means(-advantages)
+        assert pairs == same == pytest.approx(share)
+        assert preferred + other == pytest.approx(share)
+
+
+def test_row_with_zero_weight_is_in_no_pair():
+    policy = moved()
+    whole = minibatch(policy)
+    weights = whole.weights.clone()
+    weights[1] = 0  # the best of the first group
+    found, _ = tiny.gradient(policy, DPO(beta=3.0), replace(whole, weights=weights))
+    weights[0] = 0
+    both, _ = tiny.gradient(policy, DPO(beta=3.0), replace(whole, weights=weights))
+    assert tiny.distance(found, both) < 1e-6
+
+
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_loss_and_gradient_of_data_pairs_match_the_published_formula(microbatch):
+    """- log sigmoid(- beta T w (e(chosen) - e_ref(chosen) - e(rejected) + e_ref(rejected))) at one noise and sigma, by hand."""
+    policy = moved(microbatch=microbatch)
+    objective = DPO(beta=3.0, pairs="data", samples=2)
+    batch = pairs()
+    trajectory = objective.demonstrate(policy, batch)
+    some = tiny.minibatch(batch, trajectory, torch.ones(6))
+    found, losses = tiny.gradient(policy, objective, some)
+    total = torch.zeros(())
+    for number, task in enumerate(batch.tasks):
+        for draw in range(2):
+            key = generator(batch.seed, "dpo", batch.step, number, 0, 0, draw)
+            sigma = torch.rand((), generator=key)
+            margin = torch.zeros(())
+            noise = None
+            for slot, image in enumerate((task.chosen, task.rejected)):
+                x0 = policy.model.encode_images([image])
+                noise = torch.randn(x0.shape[1:], generator=key)[None] if noise is None else noise
+                x = (1 - sigma) * x0 + sigma * noise
+                row = slice(2 * number + slot, 2 * number + slot + 1)
+                now, then = (policy.velocity(trajectory, row, x, sigma[None], which) for which in ("current", "reference"))
+                error, error_before = ((each - (noise - x0)).square().mean() for each in (now, then))
+                margin = margin + (error - error_before) * (-1 if slot else 1)
+            total = total - torch.log(torch.sigmoid(-3.0 * margin)) / 6
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
+    preferred, margin = (sum(loss.sums[f"policy/{name}"] for loss in losses) for name in ("preferred", "margin"))
+    assert 0 <= preferred <= 1
+    assert margin.isfinite()
+
+
+def test_metrics_of_held_out_pairs_match_hand_computed_means_over_several_points():
+    objective = DPO(beta=3.0, pairs="data")
+    batch = pairs()
+    assert objective.measure(tiny.policy(), batch)["pairs/preferred"].tolist() == [0.5] * 3  # the policy is the reference
+    policy = moved(microbatch=2)
+    found = objective.measure(policy, batch)
+    assert found.keys() == objective.heldout_columns.keys()
+    assert all(not column.requires_grad for column in found.values())
+    trajectory = objective.demonstrate(policy, batch)
+    margins = torch.zeros(3)
+    for number in range(3):
+        for draw in range(HELDOUT_POINTS):
+            key = generator(batch.seed, "dpo", batch.step, number, 0, 0, draw)
+            sigma, noise = torch.rand((), generator=key), None
+            for slot in (0, 1):
+                row = slice(2 * number + slot, 2 * number + slot + 1)
+                x0 = trajectory.outputs[row]
+                noise = torch.randn(x0.shape[1:], generator=key)[None] if noise is None else noise
+                x = (1 - sigma) * x0 + sigma * noise
+                now, then = (policy.velocity(trajectory, row, x, sigma[None], which).detach() for which in ("current", "reference"))
+                gained = (then - (noise - x0)).square().mean() - (now - (noise - x0)).square().mean()
+                margins[number] += gained * (-1 if slot else 1) / HELDOUT_POINTS
+    torch.testing.assert_close(found["pairs/margin"], 3 * margins, rtol=1e-3, atol=1e-6)
+    assert found["pairs/preferred"].tolist() == (margins > 0).float().tolist()
+    assert DPO().heldout_columns == {}
+
+
+def test_dpo_on_data_pairs_passes_the_contract_checks():
+    check_objective(DPO(beta=10.0, pairs="data"), moved(), pairs())
+
+
+def test_task_without_chosen_and_rejected_image_raises_with_its_id():
+    with pytest.raises(ValueError, match=r"task t0 has no chosen and rejected image; add both to the data"):
+        DPO(pairs="data").demonstrate(tiny.policy(), tiny.batch())
+
+
+# Supervised flow matching, and the points (noise and sigma) at which its loss is computed
+
+
+@pytest.mark.parametrize(("family", "sigma_sampling", "shift"), [("sd3", "uniform", 1.0), ("edit", "logit_normal", 3.0)])
+def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_sampling, shift):
+    policy, batch = tiny.policy(family, train="full"), tiny.batch()
+    trajectory = policy.demonstrate(batch)
+    minibatch = tiny.minibatch(batch, trajectory, torch.ones(4), epoch=2)
+    found, losses = tiny.gradient(policy, Supervised(sigma_sampling=sigma_sampling, shift=shift), minibatch)
+    errors = []
+    for row, (group, slot) in enumerate(zip(batch.group, batch.slot, strict=True)):
+        x0 = policy.model.encode_images([batch.tasks[group].target])[0]
+        random = generator(batch.seed, "supervised", batch.step, batch.group_ids[group], slot, 2, 0)
+        sigma = torch.rand((), generator=random) if sigma_sampling == "uniform" else torch.randn((), generator=random).sigmoid()
+        sigma = shift * sigma / (1 + (shift - 1) * sigma)
+        noise = torch.randn(x0.shape, generator=random)
+        x = ((1 - sigma) * x0 + sigma * noise)[None]
+        velocity = policy.velocity(trajectory, slice(row, row + 1), x, sigma[None], "current")[0]
+        errors.append((velocity - (noise - x0)).square().mean())
+    wanted = torch.stack(errors).mean()
+    torch.testing.assert_close(sum(loss.value for loss in losses), wanted, rtol=1e-4, atol=0)
+    assert tiny.distance(found, slopes_of(policy, wanted)) < 1e-4
