@@ -54,7 +54,7 @@ VALUES = (
         "policies/value_heads.py",
         "there = (rows != 0).any(2) if name in conditioning.padded else None",
         "there = None",
-        f"{_LOSSES}::test_policy_with_a_value_head_passes_the_contract_checks[edit]",
+        f"{_LOSSES}::test_prompt_padding_does_not_change_the_input_of_the_value_head",
     ),
     Mutant(
         "the value loss trains the policy whatever its coefficient is",

@@ -423,6 +423,12 @@ def test_values_depend_only_on_the_state_before_each_action(kernel):
     assert (found - trajectory.values)[:, same.stop :].abs().max() > 1e-4
 
 
+def test_prompt_padding_does_not_change_the_input_of_the_value_head():
+    policy = denoising_policy("edit")
+    alone, together = (summary(policy.model.encode(tiny.tasks(count)))[0] for count in (1, 4))
+    torch.testing.assert_close(alone, together, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_new_value_head_predicts_zero_and_is_initialized_from_its_seed(kernel):
     features = torch.randn(3, 2, 5)
