@@ -118,7 +118,7 @@ def test_fault_9_reward_code_can_be_corrected_only_before_the_first_step(tmp_pat
 
 
 def test_fault_13_a_run_that_was_stopped_has_a_report(tmp_path, capsys):
-    made = recipe(tmp_path, steps=4)
+    made = recipe(tmp_path, name="stopped", steps=4)
     folder = RunFolder(made.folder)
     with open_session(made, fresh=False) as session:
         for _ in session.steps():
