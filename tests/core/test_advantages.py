@@ -338,3 +338,13 @@ def test_explained_variance_of_equal_targets_is_nan():
     targets = torch.ones(2, 2)
     assert math.isnan(explained_variance(targets, targets, torch.ones(2, 2, dtype=torch.bool)))
     assert math.isnan(explained_variance(targets, targets, torch.zeros(2, 2, dtype=torch.bool)))
+
+
+def test_groups_are_identified_by_id_and_not_by_content():
+    apart = group_relative(torch.tensor([0.0, 1.0, 10.0, 11.0]), torch.tensor([7, 7, -3, -3]))
+    torch.testing.assert_close(apart, torch.tensor([-1.0, 1.0, -1.0, 1.0]), atol=1e-3, rtol=0)
+    interleaved = group_relative(torch.tensor([0.0, 10.0, 1.0, 11.0]), torch.tensor([7, -3, 7, -3]))
+    assert interleaved.tolist() == apart[[0, 2, 1, 3]].tolist()
+    twice = group_relative(torch.tensor([0.0, 1.0, 2.0] * 2), torch.tensor([0, 0, 0, 1, 1, 1]), ddof=1)
+    alone = group_relative(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 0]), ddof=1)
+    assert twice.tolist() == alone.tolist() * 2

@@ -331,3 +331,47 @@ def test_sliding_window_advances_and_wraps_around():
 def test_invalid_windows_raise_with_the_valid_values(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def chain(kind: str, num_steps: int) -> list[float]:
+    """std(x) / sigma after each step but the last, and the last std, on data that is the point 0.7, with its exact velocity."""
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.linspace(1, 1 / num_steps, num_steps)
+    sigmas = torch.cat([3.0 * grid / (1 + 2.0 * grid), torch.zeros(1)])
+    x = torch.randn(200_000, 1, generator=generator)
+    spreads = []
+    for sigma, sigma_next in zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True):
+        noise = torch.randn(x.shape, generator=generator) if sigma_next > 0 else torch.zeros_like(x)
+        x = act(kind, x, (x - 0.7) / sigma, noise, sigma, sigma_next, sigma_max=float(sigmas[1])).next
+        spreads.append(float(x.std()) / (sigma_next if sigma_next > 0 else 1))
+    torch.testing.assert_close(x.mean(), torch.tensor(0.7), atol=2e-3, rtol=0)
+    return spreads
+
+
+def test_cps_keeps_the_marginals():
+    spreads = chain("cps", 10)
+    assert all(abs(spread - 1) < 0.01 for spread in spreads[:-1])
+    assert spreads[-1] < 1e-6
+
+
+def test_sde_disperses_too_much_at_few_steps():
+    spreads = chain("sde", 10)
+    assert spreads[0] == pytest.approx(1.04, abs=0.02)
+    assert max(spreads[:-1]) == pytest.approx(1.29, abs=0.03)
+    assert spreads[-1] == pytest.approx(0.106, abs=0.005)
+
+
+def test_gaussian_kl_of_the_sde_equals_the_scaled_velocity_mse():
+    a, sigma, sigma_next = 0.7, 0.6, 0.45
+    generator = torch.Generator().manual_seed(0)
+    x, velocity, reference_velocity, noise = (torch.randn(2, 8, generator=generator) for _ in range(4))
+    columns = (torch.full((2,), sigma), torch.full((2,), sigma_next))
+    options = {"noise_level": a, "sigma_max": 0.9, "reduction": "mean"}
+    acted = transition("sde", x, velocity, *columns, noise=noise, **options)
+    reference = transition("sde", x, reference_velocity, *columns, next=acted.next, **options)
+    dt = sigma - sigma_next
+    factor = dt * (1 - sigma) * (1 + a * a / 2) ** 2 / (2 * a * a * sigma)
+    torch.testing.assert_close(
+        gaussian_kl(acted.mean, reference.mean, acted.step_std, reduction="mean"),
+        factor * velocity_mse(velocity, reference_velocity),
+    )

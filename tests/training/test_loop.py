@@ -1,13 +1,19 @@
 """The training loop: the gradient of a step does not depend on chunks, microbatches, ranks, or rows without a score."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pydantic import Field
+from safetensors.torch import load_file
 
 import tiny_loop
 import tiny_policies as tiny
@@ -25,7 +31,9 @@ from retouch.rewards.scorers.pixels import TargetReward
 from retouch.run.step import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
 from token_policy import TokenPolicy
+from warm_python import python
 
+SUPPORT = Path(__file__).parents[1] / "support"
 STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
 NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "acting": "old"}
 DRAFT = DRaFT(reward=TargetReward(), steps=2)
@@ -392,3 +400,37 @@ def test_slice_of_a_batch_keeps_the_tasks_and_groups_of_its_rows():
     batch = Batch(0, 0, tasks, (4, 5, 9), (0, 0, 1, 2, 2), (0, 1, 0, 0, 1))
     part = batch.take(slice(2, 4))
     assert (part.tasks, part.group_ids, part.group, part.slot) == (tasks[1:], (5, 9), (0, 1), (0, 0))
+
+
+def test_tasks_with_the_same_instruction_form_separate_groups():
+    alike = tuple(replace(task, instruction="the same") for task in tiny.tasks(2))
+    phase = tiny_loop.phase(count=2, group_size=3)
+    batch = replace(phase.batch(0), tasks=alike)
+    collected = collect(tiny_loop.run(tiny.policy(mode="window")), replace(phase, batch=lambda step: batch), 0)
+    for group in collected.advantages[:, 0].view(2, 3):
+        assert group.sum().item() == pytest.approx(0, abs=1e-3)
+        assert group.abs().max() > 0.1
+
+
+def test_gradient_of_two_rank_processes_matches_one_rank(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])
+    assert tiny.distance(load_file(tmp_path / "gradient.safetensors"), alone) < 1e-5
+    # Images drawn two at a time may differ by a level of 255 in a pixel or two.
+    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
+    """Only scores of rank 1 are missing, and both ranks stop."""
+    policies = [tiny.policy(mode="window") for _ in range(2)]
+
+    def act(ranks):
+        run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.RedJudge([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
+        with pytest.raises(TooManyMissing):
+            collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
+        return ranks.rank
+
+    assert tiny_loop.run_on_threads(2, act) == [0, 1]
