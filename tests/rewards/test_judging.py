@@ -52,14 +52,6 @@ def test_a_fault_gets_the_worst_values_and_a_nan_column_makes_the_reward_missing
     assert judged.faults == 1
 
 
-def test_samples_without_an_image_are_not_passed_to_the_reward(judge):
-    judge([sample("x", 1, 1, image=None), sample("y", 1, 1)])
-    assert judge.reward.seen == ["y"]
-    judged = judge([sample("z", 1, 1, image=None)])
-    assert judge.reward.seen == ["y"]
-    assert judged.rewards.item() == -2.0
-
-
 def test_a_diagnostic_never_makes_a_sample_missing(judge):
     judged = judge([sample("x", 10.0, 1.0, note=NAN)])
     assert judged.scores["note"].isnan().all()
@@ -119,13 +111,6 @@ def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
 def test_invalid_combine_raises_when_the_scorer_is_created(combine, says):
     with pytest.raises(ValueError, match=says):
         RewardScorer(ScoresFromMeta(), combine)
-
-
-def test_columns_outside_combine_do_not_affect_the_reward():
-    judge = RewardScorer(ScoresFromMeta(), {"a": 1.0})
-    judged = judge([sample("x", 4.0, NAN)])
-    assert judged.rewards.item() == 4.0
-    assert judged.scores["b"].isnan().all()
 
 
 def test_submitted_batches_return_in_order_and_futures_raise_their_errors(judge):

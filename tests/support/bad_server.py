@@ -81,21 +81,9 @@ CHANGES: dict[str, Callable[[Reply], object]] = {
 # Faults of the HTTP response: a status instead of the reply, or a change of its bytes or of the connection.
 STATUSES = {"500": 500, "502": 502, "503": 503, "429": 429, "204": 204, "302": 302, "404": 404, "400": 400, "401": 401}
 TRANSPORT_FAULTS = (
-    "hang",
-    "slow drip",
-    "reset",
-    "close at once",
-    "close mid-body",
-    "truncated JSON",
-    "HTML",
-    "JSON with the content type text/plain",
-    "gzip",
-    "huge body",
-    "no UTF-8",
-    "deep JSON",
-    "not HTTP",
-    "empty body",
-    "pickle",
+    *("hang", "slow drip", "reset", "close at once", "close mid-body", "truncated JSON", "HTML"),
+    *("JSON with the content type text/plain", "gzip", "huge body", "no UTF-8", "deep JSON", "not HTTP", "empty body"),
+    *("pickle",),
 )
 ALL_FAULTS = (*CHANGES, *STATUSES, *TRANSPORT_FAULTS)
 HARMLESS = ("another order",)

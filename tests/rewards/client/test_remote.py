@@ -2,10 +2,6 @@
 
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -13,17 +9,17 @@ import pytest
 import torch
 
 from bad_server import bad_server
-from live_server import host, live, remote, samples_of
+from live_server import live, remote, samples_of
 from retouch.protocols import AsyncReward
 from retouch.rewards.base import BudgetSpent
 from retouch.rewards.judging import RewardScorer
 from retouch.types import Sample
-from retouch_serve.client import EndpointPool, RemoteClient, RequestFault, RetryBudget, fault_of_status
+from retouch_serve.client import EndpointPool, RequestFault, RetryBudget, fault_of_status
 from retouch_serve.remote import RemoteReward
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.rewards import PlaygroundReward
 from retouch_worlds.testing import check_reward
-from served_rewards import Digest, digest_score
+from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[3] / "tests" / "support"
 
@@ -34,14 +30,6 @@ def expected(samples: list[Sample]) -> torch.Tensor:
 
 def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-def ask_until(true: Callable[[], bool], reward: RemoteClient, samples: list[Sample]) -> None:
-    """Request scores, and check them, until ``true()``; fail after a minute."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        equal(reward(samples)["digest"], expected(samples))
 
 
 def test_remote_scores_equal_local_scores_and_pass_the_contract_checks() -> None:
@@ -56,39 +44,6 @@ def test_remote_scores_equal_local_scores_and_pass_the_contract_checks() -> None
         judged = RewardScorer(reward, {"overall": 1.0})([*samples, Sample(tasks[0], None)])
         assert judged.rewards[-1] == 0  # the policy's own fault, detected by the scorer
         assert not judged.rewards.isnan().any()
-
-
-def test_one_remote_reward_serves_calls_from_several_threads() -> None:
-    reward_object = Digest()
-    with (
-        live(host(reward_object)) as one,
-        live(host(reward_object)) as two,
-        closing(remote([one.url, two.url], batch=4)) as reward,
-    ):
-        groups = [samples_of(10, instruction=f"call {k}") for k in range(100)]
-        with ThreadPoolExecutor(4) as threads:
-            for samples, scores in zip(groups, threads.map(reward, groups), strict=True):
-                equal(scores["digest"], expected(samples))
-        assert not any(name.startswith("faults/") for name in reward.stats())
-        reward.close()
-        equal(reward(groups[0])["digest"], expected(groups[0]))
-
-
-def test_submit_returns_before_the_scores_are_ready() -> None:
-    go = threading.Event()
-
-    class WaitsForEvent(Digest):
-        def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
-            assert go.wait(timeout=30)
-            return super().__call__(samples)
-
-    samples = samples_of(4)
-    with live(host(WaitsForEvent())) as server, closing(remote([server.url])) as reward:
-        futures = [reward.submit(samples), reward.submit(samples[::-1])]
-        assert not any(future.done() for future in futures)
-        go.set()
-        equal(futures[0].result()["digest"], expected(samples))
-        equal(futures[1].result()["digest"], expected(samples[::-1]))
 
 
 def test_an_empty_batch_sends_no_request() -> None:
@@ -149,28 +104,6 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, object], says: 
         RemoteReward(**arguments)
 
 
-def test_scores_are_missing_at_the_deadline_if_all_servers_are_gone() -> None:
-    with bad_server("none") as one, bad_server("none") as two:
-        reward = remote([one.url, two.url], batch=8, deadline=1.0)
-    with closing(reward):
-        assert reward(samples_of(20))["digest"].isnan().all()
-        assert reward.stats()["faults/out_of_time"] == 3
-
-
-def test_a_recovered_server_is_used_again() -> None:
-    state = {"kind": "500"}
-    with (
-        bad_server(lambda: state["kind"]) as flaky,
-        bad_server("none") as good,
-        closing(remote([flaky.url, good.url], batch=1)) as reward,
-    ):
-        samples = samples_of(40)
-        equal(reward(samples)["digest"], expected(samples))
-        failed = flaky.request_count
-        state["kind"] = "none"
-        ask_until(lambda: flaky.request_count >= failed + 10, reward, samples)
-
-
 def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing() -> None:
     samples = samples_of(4)
     with (
@@ -199,13 +132,6 @@ def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_
         with pytest.raises(BudgetSpent):
             reward.submit(samples[:1]).result()
         assert server.request_count == 5
-
-
-def test_no_retry_is_made_beyond_the_call_budget() -> None:
-    with bad_server("500") as server, closing(remote([server.url], calls=2)) as reward:
-        assert reward(samples_of(1))["digest"].isnan().all()
-        assert server.request_count == 2
-        assert reward.stats()["faults/budget"] == 1
 
 
 def test_a_remote_reward_works_in_a_forked_child_and_in_its_parent() -> None:

@@ -104,14 +104,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     end()
 
 
-def test_a_resumed_run_scores_no_sample_twice(start: Start) -> None:
-    rows, reward = batch(), Counting()
-    first = start(reward).for_split("train")(rows, pictures(rows)).result()
-    assert len(reward.asked) == 6
-    assert equal(start(reward).for_split("train")(rows, pictures(rows)).result(), first)
-    assert len(reward.asked) == 6
-
-
 def test_missing_scores_are_replayed_until_forget_missing_is_called(start: Start) -> None:
     rows, mended = batch(), Counting()
     first = start(Counting(broken=True)).for_split("train")(rows, pictures(rows)).result()
@@ -256,16 +248,6 @@ def test_policys_own_faults_are_not_scored_and_are_counted_at_every_replay(start
     assert len(reward.asked) == 3
 
 
-def test_scores_of_chunks_are_replayed_for_the_whole_batch(start: Start) -> None:
-    rows, reward = batch(groups=3), Counting()
-    samples = pictures(rows)
-    judge = start(reward)
-    parts = [judge.for_split("train")(rows.take(slice(k, k + 2)), samples[k : k + 2]) for k in range(0, 9, 2)]
-    first = ScoredBatch.concat([part.result() for part in parts])
-    assert equal(start(reward).for_split("train")(rows, samples).result(), first)
-    assert len(reward.asked) == 9
-
-
 def test_rows_without_a_requested_column_are_not_recalled(journal: Journal) -> None:
     rows = batch()
     journal.record(rows_of(rows), {"quality": torch.zeros(6)})
@@ -287,17 +269,6 @@ def test_the_caller_is_not_blocked_while_the_reward_runs(start: Start) -> None:
     assert not futures[0].done()
     may_answer.set()
     assert len(futures[0].result().rewards) == 6
-
-
-def test_scores_are_in_the_file_when_the_future_is_done(start: Start, tmp_path: Path) -> None:
-    rows, counts = batch(), []
-    judge = start(Counting())
-    future = judge.for_split("train")(rows, pictures(rows))
-    future.result()
-    reader = sqlite3.connect(tmp_path / "ledger.sqlite")
-    counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
-    reader.close()
-    assert counts == [12]
 
 
 def test_a_failed_reward_call_stores_nothing(start: Start) -> None:
@@ -378,32 +349,6 @@ def test_concurrent_readers_see_whole_batches(journal: Journal) -> None:
         thread.join()
     assert all(count % 12 == 0 for count in counts)
     assert sorted(counts) == counts
-
-
-def test_several_threads_can_write_to_one_journal(journal: Journal) -> None:
-    def write(first: int) -> None:
-        for step in range(5):
-            rows = batch(step, groups=1, first=first)
-            journal.record(rows_of(rows), {"quality": torch.full((3,), float(first))})
-
-    threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for step in range(5):
-        rows = batch(step, groups=4)
-        known, scores = journal.recall(rows_of(rows), ["quality"])
-        assert known.all()
-        assert scores["quality"].tolist() == [float(first) for first in range(4) for _ in range(3)]
-
-
-def test_each_rank_has_its_own_ledger_file(tmp_path: Path) -> None:
-    assert [ledger_path(tmp_path, rank).name for rank in range(3)] == [
-        "ledger.sqlite",
-        "ledger.rank1.sqlite",
-        "ledger.rank2.sqlite",
-    ]
 
 
 WRITER = """

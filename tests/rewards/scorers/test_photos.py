@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -43,12 +42,6 @@ def test_photos_reward_passes_the_contract_checks():
     check_reward(reward, samples)
 
 
-@given(seed=st.integers(0, 99), height=st.integers(1, 40), width=st.integers(1, 40))
-@settings(max_examples=25, derandomize=True)
-def test_an_unchanged_image_has_preservation_1(seed, height, width):
-    assert score(photo(seed, height, width), photo(seed, height, width))["preservation"] == 1.0
-
-
 def test_colour_changes_lower_preservation_little_and_lost_structure_much():
     source = np.asarray(photo(0)).astype(float)
     noise = np.random.default_rng(5).normal(size=source.shape)
@@ -72,11 +65,6 @@ def test_colour_changes_lower_preservation_little_and_lost_structure_much():
     assert kept["negative"] < 0.1
 
 
-def test_a_flat_source_gives_preservation_1():
-    wall = Image.new("RGB", (32, 32), (90, 90, 90))
-    assert score(wall, Image.new("RGB", (32, 32), RED))["preservation"] == pytest.approx(1.0)
-
-
 @given(colour=st.tuples(*[st.integers(0, 255)] * 3), shown=st.tuples(*[st.integers(0, 255)] * 3))
 @settings(max_examples=40, derandomize=True)
 def test_colour_is_one_minus_the_distance_relative_to_the_largest_distance(colour, shown):
@@ -86,23 +74,10 @@ def test_colour_is_one_minus_the_distance_relative_to_the_largest_distance(colou
     assert score(image, image, colour=colour)["colour"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_colour_uses_the_mean_of_the_image():
-    pixels = np.zeros((4, 4, 3))
-    pixels[:2] = 200
-    assert score(from_array(pixels), from_array(pixels), colour=(100, 100, 100))["colour"] == 1.0
-
-
 @pytest.mark.parametrize("preserve", [0.0, 1.0, 2.5])
 def test_reward_is_preservation_to_a_power_times_colour(preserve):
     given = score(photo(0), photo(1), preserve=preserve)
     assert given["reward"] == pytest.approx(given["preservation"] ** preserve * given["colour"], rel=1e-6)
-
-
-def test_preserve_0_ignores_the_source():
-    source = np.asarray(photo(0))
-    given = score(from_array(source), from_array(255 - source.astype(float)), preserve=0.0)
-    assert given["preservation"] < 0.1
-    assert given["reward"] == given["colour"]
 
 
 def test_a_source_of_another_size_is_resized():
@@ -120,14 +95,6 @@ def test_a_small_side_compares_the_layout_and_not_the_detail():
     for side in (48, 100):
         assert score(source, coarse, side=side) == score(source, coarse)
     assert score(photo(0, 40, 56), photo(0, 40, 56), side=6)["preservation"] == 1.0
-
-
-def test_scores_do_not_depend_on_the_batch():
-    reward = PhotosReward(colour=RED)
-    samples = [Sample(Task(str(k), "", (photo(k),)), photo(k + 7, 32, 40)) for k in range(4)]
-    together = reward(samples)
-    for name, column in together.items():
-        assert torch.equal(column, torch.cat([reward([sample])[name] for sample in samples]))
 
 
 def test_samples_without_a_source_and_invalid_settings_raise():

@@ -71,14 +71,6 @@ def test_scores_follow_the_votes_within_each_group(tmp_path: Path) -> None:
     assert given.votes == 3 + 1
 
 
-def test_scores_are_missing_after_a_time_out(tmp_path: Path) -> None:
-    reward = VotesReward(queue=str(tmp_path), wait=0.0)
-    scores = reward(samples(10, 200, 90))
-    assert scores["preference"].isnan().all()
-    assert scores["voted"].tolist() == [0.0] * 3
-    assert VoteQueue(tmp_path).open_groups() == []  # the group is closed, because new votes would not count
-
-
 def test_scores_use_the_votes_that_arrived_before_the_time_out(tmp_path: Path) -> None:
     queue = VoteQueue(tmp_path)
     given = samples(10, 200, 90)
@@ -119,13 +111,6 @@ def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path: Path) -> None:
         low, high = future.result(timeout=30).rewards.tolist()
         assert low < high
     scorer.close()
-
-
-def test_a_resumed_run_reuses_the_votes_on_its_images(tmp_path: Path) -> None:
-    with voting(tmp_path):
-        first = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
-    again = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
-    assert torch.equal(first["preference"], again["preference"])
 
 
 def test_closing_the_reward_stops_waiting_for_votes(tmp_path: Path) -> None:
@@ -298,33 +283,6 @@ def test_a_calibrated_reward_works_inside_several(tmp_path: Path, vote) -> None:
         faulty = {**several, "rewards": {**parts, "red": {**red, key: value}}}
         with pytest.raises(ValueError, match=words):
             load("playground/grpo", [f"reward={json.dumps(faulty)}"])
-
-
-def test_recipes_with_calibrated_votes_need_another_eval_column_and_whole_groups() -> None:
-    votes = {"kind": "calibrated", "of": {"kind": "votes", "queue": "q"}, "column": "preference", "map": "m"}
-    votes["combine"] = {"win_probability": 1}
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=win_probability"])
-    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups") as raised:
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null", "rollout.chunk=40"])
-    assert str(raised.value).count("rollout.chunk: 40 splits") == 1
-
-
-def test_a_calibrated_reward_takes_a_list_of_scores(tmp_path: Path, vote) -> None:
-    class Reddish:
-        columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
-
-        def __call__(self, given: list[Sample]) -> list[float | None]:
-            return [0.25, None][: len(given)]
-
-    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
-    made = calibrate(votes, "share", resamples=20)
-    scores = CalibratedScores(Reddish(), "share", made)(samples(10, 250))
-    assert scores["share"].tolist()[0] == 0.25
-    assert scores["win_probability"].tolist()[0] == pytest.approx(made.at(0.25)[0])
-    assert scores["win_probability"].isnan().tolist() == scores["share"].isnan().tolist() == [False, True]
 
 
 def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(tmp_path: Path, vote) -> None:

@@ -26,11 +26,11 @@ KEY = "canary-0a1b2c3d4e5f"
 FORM = ScoresForm({"score": Scale(0, 10)})
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8))
 
 
-def question(seed: int = 0, *, image: int = 0, rubric: str = "Judge.", form=FORM, temperature: float = 0.5) -> Question:
+def question(seed=0, *, image=0, rubric="Judge.", form=FORM, temperature=0.5):
     return Question(rubric, ("Picture:", picture(image)), form, seed=seed, temperature=temperature)
 
 
@@ -39,7 +39,7 @@ class RandomClient:
 
     identity = "random"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[Question] = []
         self.faulty = False
 
@@ -70,7 +70,7 @@ def reopen(tmp_path):
     """Opens the same ledger again and again, as restarts do."""
     opened = []
 
-    def begin() -> AnswerCache:
+    def begin():
         for database in opened:
             database.close()
         opened[:] = [Database(tmp_path / "ledger.sqlite")]
@@ -81,7 +81,7 @@ def reopen(tmp_path):
         database.close()
 
 
-def rows(path, columns: str) -> list[tuple]:
+def rows(path, columns):
     reader = open_read_only(path)
     found = reader.execute(f"SELECT {columns} FROM answers ORDER BY number").fetchall()
     reader.close()
@@ -272,7 +272,7 @@ class RandomReward:
     columns: Mapping[str, Column] = {"quality": Column(0.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
     fingerprint = "server 1"
 
-    def __init__(self, *, missing: frozenset[str] = frozenset()) -> None:
+    def __init__(self, *, missing=frozenset()):
         self.asked: list[str] = []
         self.missing = missing
 
@@ -287,7 +287,7 @@ class RandomReward:
 def with_ledger(reopen):
     made = []
 
-    def make(reward) -> CachedReward:
+    def make(reward):
         for one in made:
             one.close()
         made[:] = [CachedReward(reward, reopen())]
@@ -298,7 +298,7 @@ def with_ledger(reopen):
         one.close()
 
 
-def sample(number: int, **changes) -> Sample:
+def sample(number, **changes):
     known = {"id": f"t{number}", "instruction": "make it blue", "images": (picture(50 + number),), **changes}
     return Sample(Task(**known), picture(number))
 
