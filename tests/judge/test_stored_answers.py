@@ -18,7 +18,7 @@ from retouch.rewards.ledger.database import Database, ImageHasher, image_hash, o
 from retouch.types import Column, Sample, Task
 from retouch_judge.base import Panel, fingerprint
 from retouch_judge.cache import AnswerCache, CachedJudgeClient, CachedReward, RequestStats, question_hash
-from retouch_judge.questions import Answer, ChoiceForm, Question, ScoresForm, WordForm
+from retouch_judge.questions import Answer, Question, ScoresForm, WordForm
 from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, EditScore, VieScore, YesReward
 from retouch_judge.wording import Scale
 
@@ -149,24 +149,6 @@ def test_stored_answers_are_not_reused_for_another_judge(reopen):
     asker.identity = "another"
     CachedJudgeClient(asker, reopen()).ask([question()])
     assert len(asker.asked) == 2
-
-
-def test_answers_to_forms_that_are_not_dataclasses_are_not_reused(reopen):
-    class Odd:
-        max_tokens = 1
-        scales = FORM.scales
-
-        def read(self, reply):
-            return {"score": 1.0}
-
-        def schema(self):
-            return None
-
-    asker = RandomClient()
-    cached = CachedJudgeClient(asker, reopen())
-    for _ in range(2):
-        cached.ask([question(form=Odd()), question()])
-    assert len(asker.asked) == 3
 
 
 def test_failed_questions_are_recorded_and_asked_again(reopen, tmp_path):
@@ -431,16 +413,3 @@ def test_question_hashes_match_those_of_existing_ledgers(judge, fields, digest):
     on_panel(judge, Panel(client), **fields)([Sample(Task("t0", "make the red circle blue", images=(before,)), after)])
     keys = [question_hash(each, client.identity, ImageHasher()) for each in client.asked]
     assert hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()[:16] == digest
-
-
-def test_the_names_of_forms_in_ledgers_never_change():
-    scores = ScoresForm({"a": Scale(0, 10), "b": Scale(0, 5, whole=True)}, reasoning=False)
-    prefix = "retouch.rewards.judges.forms."
-    assert scores.ledger_name == prefix + (
-        "ScoresForm(scales={'a': Scale(low=0, high=10, whole=False), 'b': Scale(low=0, high=5, whole=True)}, "
-        "reasoning=False, max_tokens=1024)"
-    )
-    values = {"no": 0.0, "yes": 1.0}
-    named = "(name='yes', values={'no': 0.0, 'yes': 1.0}, "
-    assert WordForm("yes", values).ledger_name == f"{prefix}WordForm{named}min_mass=0.5, max_tokens=1)"
-    assert ChoiceForm("yes", values).ledger_name == f"{prefix}ChoiceForm{named}max_tokens=32)"

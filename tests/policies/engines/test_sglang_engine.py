@@ -2,7 +2,6 @@
 
 import logging
 import struct
-import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,6 +12,7 @@ import family_runs
 import sglang_double
 import tiny_models
 import tiny_policies as tiny
+from lockstep import Lockstep
 from retouch.distributed.ranks import Ranks
 from retouch.models.flux import FluxModel
 from retouch.models.lora import write_lora
@@ -290,53 +290,25 @@ def test_a_server_without_lora_support_stops_the_run(tmp_path, path, message):
 
 
 def test_all_ranks_raise_together_and_only_rank_0_loads_weights(tmp_path):
-    meeting, votes = threading.Barrier(2), {}
-
-    def voter(rank):
-        def any_rank(flag):
-            votes[rank] = flag
-            meeting.wait(timeout=60)
-            found = any(votes.values())
-            meeting.wait(timeout=60)
-            return found
-
-        return any_rank
-
+    ranks = Lockstep()
     with (
-        served(tmp_path, context={"first": True, "any_rank": voter(0)}) as (first, double),
-        served(tmp_path, context={"first": False, "any_rank": voter(1)}) as (second, other),
+        served(tmp_path, context={"first": True, "any_rank": ranks.any_rank(0)}) as (first, double),
+        served(tmp_path, context={"first": False, "any_rank": ranks.any_rank(1)}) as (second, other),
     ):
         second.engine._connect = first.engine._connect
-        caught = [None, None]
-
-        def act(rank, policy, rows):
-            try:
-                policy.rollout(batch().take(rows))
-            except EngineFault as fault:
-                caught[rank] = str(fault)
 
         def both():
-            threads = [
-                threading.Thread(target=act, args=(0, first, slice(0, 3)), daemon=True),
-                threading.Thread(target=act, args=(1, second, slice(3, 6)), daemon=True),
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(timeout=60)
+            return ranks.act(lambda: first.rollout(batch().take(slice(0, 3))), lambda: second.rollout(batch().take(slice(3, 6))))
 
-        both()
-        assert caught == [None, None]
+        assert both() == [None, None]
         assert len(double.bodies(SET_LORA)) == 1
         assert not other.asked
         double.restart()
-        both()
-        assert caught == [None, None]
+        assert both() == [None, None]
         assert len(double.bodies(SET_LORA)) == 2
         left = [400]
         double.fault = lambda path: left.pop() if path == GENERATE and left else None
-        both()
-        assert sorted(text.split(":")[0][:27] for text in caught) == ["the SGLang server at http", "the SGLang server failed on"]
+        assert sorted(text.split(":")[0][:27] for text in both()) == ["the SGLang server at http", "the SGLang server failed on"]
 
 
 # Unsupported options
