@@ -216,20 +216,6 @@ def test_a_question_in_progress_is_not_asked_by_another_thread(reopen):
     assert results[0].scores == results[1].scores
 
 
-def test_a_question_can_be_asked_again_after_an_error(reopen):
-    class Broken(RandomClient):
-        def ask(self, questions):
-            if not self.asked:
-                self.asked += questions
-                raise ValueError("no such judge")
-            return super().ask(questions)
-
-    cached = CachedJudgeClient(Broken(), reopen())
-    with pytest.raises(ValueError, match="no such judge"):
-        cached.ask([question()])
-    assert cached.ask([question()])[0].scores
-
-
 def test_api_keys_of_the_environment_are_not_stored(reopen, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("RETOUCH_TOKEN", KEY[::-1])

@@ -1,4 +1,4 @@
-"""The scorer: a sample is scored, the policy's own fault or missing; all errors in what a reward returns; and the stream of a GPU."""
+"""The scorer: scores, faults and missing scores of samples, errors in what a reward returns, and the stream of a GPU."""
 
 import math
 import threading
@@ -80,18 +80,6 @@ def test_a_reward_is_missing_exactly_where_a_combined_column_is_missing(rows):
 def test_a_score_outside_the_declared_range_raises(judge, wrong):
     with pytest.raises(ValueError, match=r"'a' is .*outside its declared range 0.0 to 10.0"):
         judge([sample("x", 1.0, 0.0), sample("y", wrong, 0.0)])
-
-
-@pytest.mark.parametrize("wrong", [math.inf, -math.inf, 1e39])
-def test_an_infinite_score_raises_even_if_the_declared_range_is_infinite(wrong):
-    class Endless:
-        columns: ClassVar = {"a": Column(-math.inf, math.inf)}
-
-        def __call__(self, samples):
-            return {"a": torch.tensor([wrong] * len(samples))}
-
-    with pytest.raises(ValueError, match="return a finite score"):
-        scores_of(Endless(), [sample("x", 0.0, 0.0)])
 
 
 def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
@@ -268,3 +256,15 @@ def test_the_scorer_computes_rewards_on_a_side_stream_only_on_cuda(device, recor
     finally:
         scorer.close()
     assert [stream is not None for stream in reward.streams] == [device == GPU] * 2
+
+
+@pytest.mark.parametrize("wrong", [math.inf, 1e39])
+def test_an_infinite_score_raises_even_if_the_declared_range_is_infinite(wrong):
+    class Endless:
+        columns: ClassVar = {"a": Column(-math.inf, math.inf)}
+
+        def __call__(self, samples):
+            return {"a": torch.tensor([wrong] * len(samples))}
+
+    with pytest.raises(ValueError, match="return a finite score"):
+        scores_of(Endless(), [sample("x", 0.0, 0.0)])

@@ -23,7 +23,7 @@ from retouch.models.train import FullWeights, Lora
 from retouch.models.z_image import ZImageModel
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.engine import EngineFault
-from retouch.policies.rollout import DenoisingRollout, EngineContext
+from retouch.policies.rollout import EngineContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
 from retouch.run.metrics import completion_metrics
@@ -32,7 +32,7 @@ from retouch.types import Needs, Slice
 from retouch_serve.engines.sections import SglangEngine
 from retouch_serve.wire import unpack
 from retouch_worlds.testing import check_policy
-from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE, pack
+from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE
 
 
 @contextmanager
@@ -378,22 +378,7 @@ def test_doctor_diagnoses_the_sglang_server(tmp_path):
     assert next(section.diagnose(base_model="base", full_weights=False))[0] == "FAILED"
 
 
-def test_the_engine_key_is_omitted_if_it_is_not_set():
-    assert "engine" not in tiny.sampling().model_dump()
-    section = {"kind": "sglang", "url": "http://127.0.0.1:30000"}
-    read = DenoisingRollout.model_validate({"num_steps": 4, "transition": {"kind": "sde", "noise_level": 0.7}, "engine": section})
-    assert isinstance(read.engine, SglangEngine)
-
-
 # MessagePack
-
-
-VALUES = [None, True, False, 0, 127, 2**63, 1.5, "", "é" * 40, b"", b"\x00" * 300, [], [1, [2, {"a": None}]], {"a": {"b": [b"c"]}}]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_msgpack_values_round_trip(value):
-    assert unpack(pack(value), most=100) == value
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import re
 import threading
 from contextlib import contextmanager
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,20 +21,18 @@ import tiny_writing
 import vllm_double
 import vllm_runner
 from lockstep import Lockstep
-from retouch.distributed.ranks import Ranks
 from retouch.models.emu3 import DRAW
 from retouch.models.lora import write_lora
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import EngineContext
-from retouch.recipe.recipe import load, parse
-from retouch.run.build import assemble
+from retouch.recipe.recipe import parse
 from retouch.types import Needs, Slice
 from retouch_plan.checks import check_engines
 from retouch_serve.engines.client import Client, RequestRefused
 from retouch_serve.engines.sections import VllmEngine
 from retouch_serve.engines.vllm import SLEEP, WAKE, AdapterPublisher, Servable, SleepMode, VllmDecoding
-from retouch_serve.engines.vllm_wire import PLUGIN, has_plugin, query_server
+from retouch_serve.engines.vllm_wire import PLUGIN, has_plugin
 from vllm_double import CHANGES, GENERATE, LOAD, Double, always, at_first, serving
 
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
@@ -235,14 +232,6 @@ def test_temporary_faults_are_retried_and_do_not_change_completions(tmp_path, ca
         assert any("HTTP 503: told to answer 503; trying again for 60 s" in line for line in caplog.messages)
 
 
-def test_a_server_that_does_not_answer_in_time_raises(tmp_path):
-    with (
-        served(tmp_path, timeout=0.2, patience=0.0, fault=always("hang", path=LOAD)) as (policy, _, _),
-        pytest.raises(EngineFault, match=r"within 0 s .* no answer in time"),
-    ):
-        policy.rollout(tiny_writing.batch())
-
-
 @pytest.mark.parametrize("way", ["503", "reset"])
 def test_a_lasting_fault_raises_after_patience(tmp_path, way):
     with served(tmp_path, patience=40.0) as (policy, twin, waiting):
@@ -418,19 +407,6 @@ def test_all_ranks_raise_if_one_rank_fails(tmp_path):
 # Capabilities
 
 
-def test_query_server_reports_the_capabilities_of_the_server(tmp_path):
-    with served(tmp_path) as (policy, twin, _), policy.engine._connect() as client:
-        found = query_server(client)
-        assert (found.version, found.base.id, found.loads_adapters, found.takes_ids) == ("0.32.0", "base", True, True)
-        twin.runtime_lora = twin.scale_out = False
-        found = query_server(client)
-        assert (found.loads_adapters, found.takes_ids) == (False, False)
-        assert not twin.loaded
-        twin.key = "secret"
-        with pytest.raises(EngineFault, match="HTTP 401"):
-            query_server(client)
-
-
 # Image tokens
 
 
@@ -595,52 +571,11 @@ def test_missing_development_endpoints_fail_in_the_doctor_and_in_the_rollout(tmp
             policy.rollout(batch())
 
 
-def test_temporary_faults_of_a_server_with_full_weights_are_retried(tmp_path):
-    with served_text(tmp_path, patience=60.0) as (policy, twin):
-        twin.fault = at_first("503", "reset")
-        assert gap(policy.rollout(batch())) < 1e-4
-        assert twin.fault(GENERATE) is None
-
-
-def test_image_tokens_are_sampled_with_full_weights_and_the_plugin(tmp_path, monkeypatch):
-    editor = tiny_emu3.editor(train="full")
-    height, width = editor.grid
-    longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
-    twin = Double(copy.deepcopy(editor.module), processor=vllm_runner.install_plugin(monkeypatch), dev_mode=True)
-    task = tiny_models.task("one", "make it red", tiny_models.image(0, *tiny_emu3.SIZE))
-    with serving(twin) as url:
-        policy = served_models.policy(editor, url, tmp_path, patience=0.2, sampling={"max_new_tokens": longest})
-        for step in range(2):
-            trajectory = policy.rollout(tiny_writing.batch((task,), step=step))
-            assert gap(trajectory) < 1e-4
-            assert all(editor.codes_in(written.ids) is not None for written in trajectory.outputs)
-            tiny_writers.perturb(policy.module, size=0.05, key=step)
-    assert len(twin.reloaded) == 2
-
-
-RECIPES = sorted(path.name for path in (Path(__file__).parents[3] / "recipes" / "emu3").glob("*__rl_*.jsonnet"))
-
-
-@pytest.mark.parametrize("name", [name for name in RECIPES if "playground" not in name])
-def test_full_weight_recipes_accept_a_vllm_server(name):
-    engine = 'rollout.engine={"kind": "vllm", "url": "http://127.0.0.1:8000"}'
-    recipe = load(Path(__file__).parents[3] / "recipes" / "emu3" / name, [engine])
-    assert (recipe.policy.train.kind, recipe.sharding) == ("full", "zero2")
-    assert len(RECIPES) == 21
-
-
 def test_sharded_weights_are_refused(tmp_path):
     writer = tiny_writers.writer("qwen2.5", train="full")
     context = EngineContext(weights={}, save=lambda folder: None, folder=tmp_path, full_weights=True, in_step=True)
     with pytest.raises(ValueError, match="use sharding zero2 or none"):
         VllmEngine(url="http://127.0.0.1:9").build(writer, context)
-
-
-def test_a_full_weight_recipe_builds_a_full_weight_publisher(make):
-    recipe = parse(make(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:9"}, policy__train={"kind": "full"}))
-    parts = assemble(recipe, Ranks())
-    run, _ = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)
-    assert type(run.policy.engine._weights).__name__ == "FullWeightPublisher"
 
 
 def states(twin):

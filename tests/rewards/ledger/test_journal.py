@@ -1,13 +1,8 @@
 """The journal of scores: stored scores are returned bitwise, no sample is scored twice, and a kill loses nothing."""
 
-import os
 import random
 import sqlite3
 import struct
-import subprocess
-import sys
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 import PIL.Image
@@ -16,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retouch.rewards.judging import CompositeReward, RewardScorer, ScoredBatch
+from retouch.rewards.judging import CompositeReward, RewardScorer
 from retouch.rewards.ledger.database import Database, ImageStore, decode_scores, image_hash
 from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.run.ledger import ledger_path
@@ -248,22 +243,6 @@ def test_rows_without_a_requested_column_are_not_recalled(journal):
     assert not journal.recall(rows_of(rows), ["quality", "notes"])[0].any()
 
 
-def test_the_caller_is_not_blocked_while_the_reward_runs(start):
-    """The reward waits for the caller, so the test would not end if the call waited for the reward."""
-    may_answer = threading.Event()
-
-    class Waiting(Counting):
-        def __call__(self, samples):
-            assert may_answer.wait(60)
-            return super().__call__(samples)
-
-    rows = batch()
-    futures: list[Future[ScoredBatch]] = [start(Waiting()).for_split("train")(rows, pictures(rows))]
-    assert not futures[0].done()
-    may_answer.set()
-    assert len(futures[0].result().rewards) == 6
-
-
 def test_a_failed_reward_call_stores_nothing(start):
     class Failing(Counting):
         def __call__(self, samples):
@@ -304,14 +283,6 @@ def test_finite_floats_are_recalled_bitwise(tmp_path_factory, patterns):
     assert torch.equal(torch.tensor(stored).isnan(), column.isnan())
 
 
-def test_task_ids_with_lone_surrogates_are_stored_and_recalled(journal):
-    task = Task(id="half \ud800 pair", instruction="")
-    rows = Batch(1, 1, (task,), (0,), (0,), (0,))
-    samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))]
-    journal.record(journal_rows(rows, samples, split="train", step=1), {"any": torch.ones(1)})
-    assert journal.recall(journal_rows(rows, samples, split="train", step=1), ["any"])[0].all()
-
-
 def test_image_hash_depends_on_size_mode_and_every_pixel():
     black = PIL.Image.new("RGB", (4, 6))
     speck = black.copy()
@@ -319,82 +290,6 @@ def test_image_hash_depends_on_size_mode_and_every_pixel():
     others = [None, speck, PIL.Image.new("RGB", (6, 4)), PIL.Image.new("L", (4, 18)), PIL.Image.new("RGB", (2, 12))]
     assert image_hash(black) == image_hash(black.copy())
     assert len({image_hash(image) for image in [black, *others]}) == 6
-
-
-def test_concurrent_readers_see_whole_batches(journal):
-    """Another program reads while rows are written: it sees a batch's rows all or not at all."""
-    counts, done = [], threading.Event()
-
-    def read():
-        reader = sqlite3.connect(journal.database.path)
-        while not done.is_set():
-            counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
-        reader.close()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        for step in range(20):
-            rows = batch(step)
-            journal.record(rows_of(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
-    finally:
-        done.set()
-        thread.join()
-    assert all(count % 12 == 0 for count in counts)
-    assert sorted(counts) == counts
-
-
-WRITER = """
-import os, sys
-sys.path.insert(0, sys.argv[2])
-import torch
-from pathlib import Path
-from test_journal import batch, rows_of
-from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.journal import Journal
-kills = int(sys.argv[3])
-for kill in range(kills):
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        journal = Journal(Database(Path(sys.argv[1])))
-        for step in range(1000 * kill, 1000 * kill + 1000):
-            rows = batch(step)
-            journal.record(rows_of(rows), {"quality": torch.full((6,), float(step))})
-            os.write(writing, step.to_bytes(4, "big"))
-        os._exit(3)
-    os.close(writing)
-    told = b""
-    while len(told) < 4 * (kill + 1):
-        told += os.read(reading, 64)
-    os.kill(pid, 9)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
-    while part := os.read(reading, 1 << 16):
-        told += part
-    print(int.from_bytes(told[-4:], "big"), flush=True)
-"""
-
-
-def test_a_kill_loses_no_recorded_row(tmp_path):
-    """The writer is killed repeatedly during its writes; each new one continues with the files that the last one left."""
-    path = tmp_path / "ledger.sqlite"
-    command = [sys.executable, "-c", WRITER, path, Path(__file__).parent, "6"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert path.with_name("ledger.sqlite-wal").stat().st_size > 0
-    last = [int(line) for line in done.stdout.split()]
-    wal = path.with_name("ledger.sqlite-wal")
-    wal.write_bytes(wal.read_bytes() + os.urandom(5_000))  # an incomplete write after the committed ones
-    journal = Journal(Database(path))
-    for kill, safe in enumerate(last):
-        for step in range(1000 * kill, safe + 1):
-            rows = batch(step)
-            known, scores = journal.recall(rows_of(rows), ["quality"])
-            assert known.all()
-            assert scores["quality"].tolist() == [float(step)] * 6
-    (sound,) = journal.database._connection.execute("PRAGMA integrity_check").fetchone()
-    assert sound == "ok"
-    journal.database.close()
 
 
 def test_a_damaged_ledger_file_raises(tmp_path):
@@ -437,3 +332,14 @@ def test_a_damaged_image_file_reads_as_none(tmp_path):
     damaged[33:37] = (int.from_bytes(damaged[33:37]) // 2).to_bytes(4)
     kept.path(digest).write_bytes(damaged)
     assert kept.read(digest) is None
+
+
+def test_scores_are_in_the_file_when_the_future_is_done(start: Start, tmp_path: Path) -> None:
+    rows, counts = batch(), []
+    judge = start(Counting())
+    future = judge.for_split("train")(rows, pictures(rows))
+    future.result()
+    reader = sqlite3.connect(tmp_path / "ledger.sqlite")
+    counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
+    reader.close()
+    assert counts == [12]

@@ -460,16 +460,11 @@ def test_tensor_preprocessing_differs_from_the_processor_by_at_most_two_levels(r
         assert levels.max() <= 2, size
 
 
-def test_an_unsupported_resampling_of_the_processor_raises(rewards):
+def test_an_unsupported_resampling_of_the_processor_raises(rewards, monkeypatch):
     processor = rewards["clip"][0].model.processor
-    images = tensors([smooth_picture(0)])
-    kept = processor.resample
-    try:
-        processor.resample = Image.Resampling.NEAREST
-        with pytest.raises(ValueError, match="needs bilinear or bicubic"):
-            tensor_pixels(processor, images)
-    finally:
-        processor.resample = kept
+    monkeypatch.setattr(processor, "resample", Image.Resampling.NEAREST)
+    with pytest.raises(ValueError, match="needs bilinear or bicubic"):
+        tensor_pixels(processor, tensors([picture(0)]))
 
 
 def test_closeness_is_one_minus_the_mean_squared_difference():
