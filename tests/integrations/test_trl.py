@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tiny_editing
-import tiny_writer_runs
 import tiny_writers
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
@@ -23,7 +22,6 @@ from tiny_bridge import bridge, trl_call
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
-EXAMPLE = SUPPORT.parents[1] / "examples" / "train_grpo_trl.py"
 WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed (extra `trl`)")
 # TRL and transformers warn about deprecated names that they use themselves.
 THEIRS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
@@ -230,37 +228,3 @@ def test_grpo_trainer_trains_only_the_adapter_with_rewards_of_images(tmp_path, m
     logged = [line for line in trainer.state.log_history if "reward" in line]
     assert len(logged) == 2
     assert all(line["reward"] == pytest.approx(line["reward/share"], abs=1e-5) for line in logged)
-
-
-@WITH_TRL
-@THEIRS
-@pytest.mark.parametrize("encoder", ["policy", "frozen"])
-def test_the_example_trains_on_the_playground(tmp_path, encoder):
-    spec = importlib.util.spec_from_file_location("train_grpo_trl", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    tiny_writer_runs.save_writer(tmp_path / "writer")
-    options = {
-        "model_name_or_path": tmp_path / "writer",
-        "output_dir": tmp_path / "run",
-        "encoder": encoder,
-        "num_steps": 2,
-        "max_steps": 2,
-        "save_steps": 1,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "lora_r": 4,
-        "bf16": "false",
-        "use_cpu": "true",
-        "report_to": "none",
-    }
-    said = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    trainer = example.main([*said, "--use_peft"])
-    logged = [line for line in trainer.state.log_history if "reward" in line]
-    assert len(logged) == 2
-    assert all(0.0 <= line["reward/overall"] <= 10.0 for line in logged)
-    assert (tmp_path / "run" / "checkpoint-1" / "optimizer.pt").is_file()
-    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()

@@ -101,11 +101,15 @@ def test_the_script_trains_on_complex_edit_and_evaluates_on_other_images(script,
     assert {request["model"] for request in double.requests} == {"m"}
 
 
-def test_the_script_evaluates_on_other_playground_tasks_than_it_trains_on(script, tmp_path):
-    trainer = script.main(words(tmp_path, {"eval_strategy": "steps", "eval_steps": 1, "eval_tasks": 2, "max_steps": 1}))
+def test_the_script_trains_on_the_playground_evaluates_on_other_tasks_and_saves_the_adapter(script, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_tasks": 2, "encoder": "frozen"}
+    trainer = script.main(words(tmp_path, {**options, "save_strategy": "steps", "save_steps": 1}))
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (10_000, 2)
-    (evaluated,) = (line for line in trainer.state.log_history if "eval_reward" in line)
-    assert 0.0 <= evaluated["eval_reward/overall"] <= 10.0
+    lines = trainer.state.log_history
+    assert [0.0 <= line["reward/overall"] <= 10.0 for line in lines if "reward" in line] == [True] * 2
+    assert [0.0 <= line["eval_reward/overall"] <= 10.0 for line in lines if "eval_reward" in line] == [True] * 2
+    assert (tmp_path / "run" / "checkpoint-1" / "optimizer.pt").is_file()
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
 def test_the_script_holds_out_nothing_without_an_evaluation(script, complex_edit):

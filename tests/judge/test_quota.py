@@ -57,9 +57,7 @@ def test_no_minute_exceeds_the_limits_for_any_sequence_of_requests(steps):
     assert most_in_a_minute(taken) <= 100 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("per_minute", "largest", "used"), [(7, 1, 1), (90_000, 3000, 1000), (200_000, 3000, 2999)]
-)
+@pytest.mark.parametrize(("per_minute", "largest", "used"), [(7, 1, 1), (90_000, 3000, 1000), (200_000, 3000, 2999)])
 def test_at_least_90_percent_of_the_rate_is_used_under_load(per_minute, largest, used):
     """Requests are always waiting, replies take two seconds, and a request that has to wait returns slightly late."""
     clock, begun, open_ = Clock(), [], []

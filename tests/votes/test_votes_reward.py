@@ -35,6 +35,14 @@ def vote():
     return VoteMaker()
 
 
+@pytest.fixture
+def calibration(vote):
+    scores = [({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}) for k in range(12)]
+    return calibrate(
+        [vote("right", task=str(k), scores=each, left=f"l{k}") for k, each in enumerate(scores)], "share", resamples=20
+    )
+
+
 def samples(*reds, task="t"):
     given = Task(task, "make it red", (SOURCE,), tags={"kind": "colour"}, meta={"n": 1})
     return [Sample(given, None if red is None else Image.new("RGB", (8, 6), (red, 100, 100))) for red in reds]
@@ -259,11 +267,9 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path, vote):
         load("playground/grpo", [f"reward={json.dumps(other)}"])
 
 
-def test_a_calibrated_reward_works_inside_several(tmp_path, vote):
+def test_a_calibrated_reward_works_inside_several(tmp_path, calibration):
     path = tmp_path / "map.json"
-    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
-    made = calibrate(votes, "share", resamples=20)
-    made.save(path)
+    calibration.save(path)
     red = {"kind": "calibrated", "of": {"kind": "share", "channel": "red"}, "column": "share", "map": str(path)}
     parts = {"red": red, "green": {"kind": "share", "channel": "green"}}
     several = {"kind": "several", "rewards": parts, "combine": {"red/win_probability": 1, "green/share": 0.5}}
@@ -272,7 +278,7 @@ def test_a_calibrated_reward_works_inside_several(tmp_path, vote):
     assert parse_reward({"kind": "several", **reward.model_dump(mode="json")}) == reward
     scores = reward.build()(samples(10, 250))
     assert scores.keys() == (reward.known_columns() or {}).keys()
-    expected = [made.at(value)[0] for value in scores["red/share"].tolist()]
+    expected = [calibration.at(value)[0] for value in scores["red/share"].tolist()]
     assert scores["red/win_probability"].tolist() == pytest.approx(expected, abs=1e-6)
     for key, value, words in (
         ("column", "shade", r"reward\.rewards\.red\.column: the reward has no column 'shade'"),
@@ -283,7 +289,7 @@ def test_a_calibrated_reward_works_inside_several(tmp_path, vote):
             load("playground/grpo", [f"reward={json.dumps(faulty)}"])
 
 
-def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(tmp_path, vote):
+def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(calibration):
     class Listed:
         columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
 
@@ -294,12 +300,10 @@ def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(tm
         def __call__(self, given):
             return {"shares": [0.25] * len(given)}
 
-    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
-    made = calibrate(votes, "share", resamples=20)
-    scores = CalibratedScores(Listed(), "share", made)(samples(10, 250))
-    assert scores["win_probability"].tolist() == pytest.approx([made.at(0.25)[0]] * 2)
+    scores = CalibratedScores(Listed(), "share", calibration)(samples(10, 250))
+    assert scores["win_probability"].tolist() == pytest.approx([calibration.at(0.25)[0]] * 2)
     with pytest.raises(ValueError, match=r"Misnamed.*declares the column 'share' but did not return it; it returned shares"):
-        CalibratedScores(Misnamed(), "share", made)(samples(10, 250))
+        CalibratedScores(Misnamed(), "share", calibration)(samples(10, 250))
 
 
 def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bad_server import ALL_FAULTS, HARMLESS, STATUSES, TRANSPORT_FAULTS, bad_server
-from faulty_server import WRONG_INFOS, WRONG_REPLIES
+from bad_server import ALL_FAULTS, HARMLESS, STATUSES, TRANSPORT_FAULTS, WRONG_INFOS, WRONG_REPLIES, bad_server
 from live_server import live, remote, samples_of
 from retouch.protocols import AsyncReward
 from retouch.rewards.base import BudgetSpent

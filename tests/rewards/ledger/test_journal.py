@@ -3,7 +3,6 @@
 import random
 import sqlite3
 import struct
-from pathlib import Path
 
 import PIL.Image
 import pytest
@@ -334,7 +333,7 @@ def test_a_damaged_image_file_reads_as_none(tmp_path):
     assert kept.read(digest) is None
 
 
-def test_scores_are_in_the_file_when_the_future_is_done(start: Start, tmp_path: Path) -> None:
+def test_scores_are_in_the_file_when_the_future_is_done(start, tmp_path):
     rows, counts = batch(), []
     judge = start(Counting())
     future = judge.for_split("train")(rows, pictures(rows))
