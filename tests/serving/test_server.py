@@ -149,7 +149,7 @@ def test_single_score_page_returns_three_scores_or_an_error_code(digest):
     assert unknown.status_code == 500
 
 
-def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt():
+def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt(monkeypatch):
     """Clients of the single-score page send a prompt without the text, and newer ones also a mask and a time step."""
     monkeypatch.setattr("retouch.rewards.text.ocr.RapidReader", lambda *given, **options: lambda image: [TextLine("AZIR", 1.0)])
     image, mask = (base64.b64encode(png(Image.new(mode, (32, 16), 255))).decode() for mode in ("RGB", "L"))
@@ -363,7 +363,7 @@ def test_a_reload_takes_the_new_code_and_keeps_the_old_reward_if_it_fails_or_its
         write_reward("0.75")
         scores, new = reloaded()
         assert (scores, new == old) == ([0.75], False)
-        write_reward("broken")
+        write_reward("no number")
         assert reloaded() == ([0.75], new)
         write_reward("0.5", "2.0")
         assert reloaded() == ([0.75], new)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
