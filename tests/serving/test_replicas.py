@@ -349,7 +349,7 @@ def test_a_replica_that_hangs_is_replaced(tmp_path):
 
 def test_a_server_whose_reward_hangs_can_be_stopped(tmp_path):
     section = json.dumps({"kind": "import", "class": "served_rewards:Sleeps"})
-    limits = [word for limit in ("deadline_seconds=300", "drain_seconds=1") for word in ("--limit", limit)]
+    limits = [word for limit in ("deadline_seconds=300", "drain_seconds=4") for word in ("--limit", limit)]
     with serving(tmp_path, section, *limits) as serve:
         url, log = serve.starts()[0][2], Path(serve.starts()[0][5])
         body, kind = body_of(samples_of(1, text="sleep"))
