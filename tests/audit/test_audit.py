@@ -3,8 +3,6 @@
 import json
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from PIL import Image
 from retouch import cli
 from retouch.core import measures
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.recipe import Recipe, load
+from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database, image_hash
@@ -31,13 +29,13 @@ STEPS = 3
 CALL = {"content": "c", "judge": "gpt, typed", "image": "p", "input_tokens": 1000, "output_tokens": 100, "seconds": 2.0}
 
 
-def recipe(out: Path) -> Recipe:
+def recipe(out):
     changes = {"name": "judged", "out": str(out), "device": "cpu", "tasks_per_step": 2, "group_size": 4, "steps": STEPS}
     changes |= {"eval.tasks": 6, "eval.headline": None, "eval.complexity": [1, 2], "minibatches": 1}
     return load("recipes/playground/grpo.jsonnet", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def noisy_mix(sample_of: Any, *key: int) -> Image.Image:
+def noisy_mix(sample_of, *key):
     """An image between the source and the target, with noise."""
     draw = np.random.default_rng(key)
     source, target = (np.asarray(image, dtype=float) for image in (sample_of.images[0], sample_of.target))
@@ -46,7 +44,7 @@ def noisy_mix(sample_of: Any, *key: int) -> Image.Image:
     return Image.fromarray(mixed.clip(0, 255).astype(np.uint8))
 
 
-def batches(made: Recipe) -> tuple[list[Batch], Batch]:
+def batches(made):
     """The batch of each step of the run, and a batch of its held-out tasks."""
     (phase,) = made.resolved_phases()
     sets = build_sets(made, phase.data, size=None)
@@ -55,7 +53,7 @@ def batches(made: Recipe) -> tuple[list[Batch], Batch]:
     return [built.batch(step) for step in range(STEPS)], Batch(0, -1, tasks, tuple(range(6)), tuple(range(6)), (0,) * 6)
 
 
-def judge_run(made: Recipe, *, keep_images: bool) -> Path:
+def judge_run(made, *, keep_images):
     """Scores three steps and an evaluation; in the second step one image could not be rendered."""
     folder = RunFolder(made.folder)
     folder.write_recipe(made.document())
@@ -87,20 +85,20 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_all_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_all_images(tmp_path_factory):
     """A run that stored all images."""
     return judge_run(recipe(tmp_path_factory.mktemp("run_all_images")), keep_images=True)
 
 
 @pytest.fixture(scope="module")
-def run_logged_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_logged_images(tmp_path_factory):
     """A run that stored only the images of its logged samples, as every run does."""
     return judge_run(recipe(tmp_path_factory.mktemp("run_logged_images")), keep_images=False)
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: object) -> Any:
+def ask(capsys):
+    def run(*words):
         assert cli.main(["ledger", *map(str, words), "--json"]) == 0
         as_json = json.loads(capsys.readouterr().out)
         assert cli.main(["ledger", *map(str, words)]) == 0
@@ -111,7 +109,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def column(run: Path, name: str, split: str = "train") -> list[float]:
+def column(run, name, split="train"):
     return [sample.scores[name] for sample in LedgerView.open(run).samples if sample.split == split]
 
 
@@ -390,7 +388,7 @@ def test_tasks_of_refilled_groups_are_those_that_training_drew():
 FINITE, INFINITE = '{"gpt": 0.5}', '{"gpt": 1e999}'
 
 
-def add_infinite_scores(run: Path) -> Path:
+def add_infinite_scores(run):
     """Adds three answers and three samples to the ledger; one of each has an infinite score."""
     path = ledger_path(run, 0)
     with closing(Database(path)) as database:
@@ -405,7 +403,7 @@ def add_infinite_scores(run: Path) -> Path:
     return run
 
 
-def steps_and_answers(run: Path) -> tuple[list[int], list[str]]:
+def steps_and_answers(run):
     """The steps with scores, and the contents whose stored answers are not discarded."""
     with closing(Database(ledger_path(run, 0))) as database, database.reading() as connection:
         steps = [step + 1 for (step,) in connection.execute("SELECT step FROM samples ORDER BY step")]

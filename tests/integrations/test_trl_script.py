@@ -1,10 +1,7 @@
 """``examples/train_grpo_trl.py``: Complex-Edit as the data set, the evaluation set of TRL's trainer, and refused arguments."""
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("train_grpo_trl", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -32,13 +29,13 @@ def script() -> ModuleType:
 
 
 @pytest.fixture
-def complex_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def complex_edit(tmp_path, monkeypatch):
     """Eight images with Complex-Edit's columns."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def row(number: int) -> dict[str, Any]:
+    def row(number):
         compound = [{"reasoning": "", "compound_instruction": f"{number}, {level}: make the circle red"} for level in range(1, 9)]
         sequence = [{"name": "ADD", "instruction": f"step {level}"} for level in range(1, 9)]
         return {
@@ -50,7 +47,7 @@ def complex_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "set"
 
 
-def words(folder: Path, options: Mapping[str, Any]) -> list[str]:
+def words(folder, options):
     """The command line of two tiny steps of the playground's writer, with the given options."""
     known = {
         "output_dir": folder / "run",
@@ -72,9 +69,7 @@ def words(folder: Path, options: Mapping[str, Any]) -> list[str]:
     return [*(word for name, value in known.items() for word in (f"--{name}", str(value))), "--use_peft"]
 
 
-def test_the_script_trains_on_complex_edit_and_evaluates_on_other_images(
-    script: ModuleType, complex_edit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_trains_on_complex_edit_and_evaluates_on_other_images(script, complex_edit, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with Double() as double:
         options = {
@@ -106,14 +101,18 @@ def test_the_script_trains_on_complex_edit_and_evaluates_on_other_images(
     assert {request["model"] for request in double.requests} == {"m"}
 
 
-def test_the_script_evaluates_on_other_playground_tasks_than_it_trains_on(script: ModuleType, tmp_path: Path) -> None:
-    trainer = script.main(words(tmp_path, {"eval_strategy": "steps", "eval_steps": 1, "eval_tasks": 2, "max_steps": 1}))
+def test_the_script_trains_on_the_playground_evaluates_on_other_tasks_and_saves_the_adapter(script, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_tasks": 2, "encoder": "frozen"}
+    trainer = script.main(words(tmp_path, {**options, "save_strategy": "steps", "save_steps": 1}))
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (10_000, 2)
-    (evaluated,) = (line for line in trainer.state.log_history if "eval_reward" in line)
-    assert 0.0 <= evaluated["eval_reward/overall"] <= 10.0
+    lines = trainer.state.log_history
+    assert [0.0 <= line["reward/overall"] <= 10.0 for line in lines if "reward" in line] == [True] * 2
+    assert [0.0 <= line["eval_reward/overall"] <= 10.0 for line in lines if "eval_reward" in line] == [True] * 2
+    assert (tmp_path / "run" / "checkpoint-1" / "optimizer.pt").is_file()
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
-def test_the_script_holds_out_nothing_without_an_evaluation(script: ModuleType, complex_edit: Path) -> None:
+def test_the_script_holds_out_nothing_without_an_evaluation(script, complex_edit):
     arguments = script.ScriptArguments(complex_edit=str(complex_edit), allow_test_sets=True, held_out=0.5)
     sets = script.sets_of(arguments, seed=0, evaluates=False, images=(1, 1))
     assert (len(sets.train), len(sets.heldout)) == (IMAGES, 0)
@@ -128,9 +127,7 @@ def test_the_script_holds_out_nothing_without_an_evaluation(script: ModuleType, 
         ({"complex_edit": "DIR", "judge": "m", "allow_test_sets": "true", "complexity": "9"}, "levels go from 1 to 8"),
     ],
 )
-def test_the_script_refuses_wrong_arguments_before_it_loads_a_model(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], says: str
-) -> None:
+def test_the_script_refuses_wrong_arguments_before_it_loads_a_model(script, tmp_path, monkeypatch, options, says):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(script, "ResponseRenderer", lambda **fields: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=says):

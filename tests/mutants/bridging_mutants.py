@@ -41,7 +41,7 @@ BRIDGING = (
         "integrations/trl.py",
         'int.from_bytes(hashlib.sha256(task.encode()).digest()[:7], "big")',
         "abs(hash(task))",
-        f"{BRIDGE}::test_two_ranks_share_group_keys_have_distinct_slots_and_raise_together",
+        f"{BRIDGE}::test_noise_is_keyed_by_seed_step_and_task",
     ),
     Mutant(
         "each of TRL's ranks numbers its rows from 0",

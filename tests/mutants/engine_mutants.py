@@ -4,7 +4,7 @@ from mutant import Mutant
 
 ENGINE = "tests/policies/engines/test_vllm_engine.py"
 PLUGIN = "tests/policies/engines/test_vllm_plugin.py"
-FULL = "tests/policies/engines/test_full_weights.py"
+FULL = "tests/policies/engines/test_vllm_engine.py"
 MISMATCH = "tests/policies/autoregressive/test_autoregressive.py"
 
 ENGINES = (
@@ -132,7 +132,7 @@ ENGINES = (
         "retouch_serve/engines/vllm.py",
         "        if not found.processed:",
         "        if False:",
-        f"{ENGINE}::test_raw_log_probs_of_the_server_raise_at_temperature_1",
+        f"{ENGINE}::test_a_server_that_is_set_up_wrongly_raises_with_the_option_to_set",
     ),
     Mutant(
         "every part of a split request uses the seed of the whole request",
@@ -153,7 +153,7 @@ ENGINES = (
         "retouch_serve/engines/vllm_wire.py",
         "        if {span.version for span in choice.weight_versions} != {request.version}:",
         "        if False:",
-        f"{FULL}::test_a_restarted_server_gets_the_weights_again",
+        f"{FULL}::test_a_restarted_server_gets_all_weights_again",
     ),
     Mutant(
         "after a failed reload, the server still reports the previous version",

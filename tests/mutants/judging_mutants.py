@@ -2,10 +2,10 @@
 
 from mutant import Mutant
 
-_READS = "tests/rewards/vlm/answers/test_reading.py"
-_ASKS = "tests/rewards/vlm/test_vlm_client.py"
-_JUDGES = "tests/rewards/judges/test_judges.py"
-_FORMS = "tests/rewards/vlm/answers/test_forms.py"
+_READS = "tests/judge/test_answers.py"
+_ASKS = "tests/judge/test_chat_client.py"
+_JUDGES = "tests/judge/test_judges.py"
+_FORMS = "tests/judge/test_answers.py"
 
 JUDGING = (
     Mutant(
@@ -55,7 +55,7 @@ JUDGING = (
         "retouch_judge/chat_client.py",
         "return _Fault(cause, text=text, input_tokens=counted.input, output_tokens=counted.output)",
         "return Answer(text=text)",
-        f"{_ASKS}::test_scores_are_unchanged_if_10_percent_of_requests_fail",
+        f"{_ASKS}::test_a_transient_fault_is_retried_and_the_score_is_correct",
     ),
     Mutant(
         "a judge's answer is kept without removing the API key",
@@ -69,7 +69,7 @@ JUDGING = (
         "retouch_judge/base.py",
         '(*facts, "Source picture:", source_image(sample.task), "Edited picture:", judged_image(sample))',
         '("Edited picture:", judged_image(sample), *facts, "Source picture:", source_image(sample.task))',
-        f"{_JUDGES}::test_prompts_of_a_group_differ_only_in_their_last_part",
+        "tests/judge/test_prefixes.py::test_prompts_of_a_group_share_at_least_80_percent_of_their_tokens",
     ),
     Mutant(
         "VIEScore takes the mean of its scores instead of the minimum",
@@ -97,21 +97,21 @@ JUDGING = (
         "rewards/text/ocr.py",
         'np.asarray(image.convert("RGB"))[:, :, ::-1]',
         'np.asarray(image.convert("RGB"))',
-        "tests/rewards/text/test_paddle_reader.py::test_lines_have_boxes_and_lines_of_low_confidence_are_left_out",
+        "tests/rewards/text/test_ocr.py::test_lines_have_boxes_and_lines_of_low_confidence_are_left_out",
     ),
     Mutant(
         "images too small to read shift the lines of the other images",
         "rewards/text/ocr.py",
         'return [next(rest) if is_large(image) else TextLine("", 0.0) for image in images]',
         'return [*rest, *(TextLine("", 0.0) for image in images if not is_large(image))]',
-        "tests/rewards/text/test_paddle_reader.py::test_read_lines_keeps_the_order_of_crops_and_returns_no_text_for_tiny_ones",
+        "tests/rewards/text/test_ocr.py::test_read_lines_keeps_the_order_of_crops_and_returns_no_text_for_tiny_ones",
     ),
     Mutant(
         "Python's SIGTERM handler is not restored after PaddleOCR is imported",
         "rewards/text/ocr.py",
         "        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))",
         "        pass",
-        "tests/rewards/text/test_paddle_reader.py::test_the_sigterm_handler_is_kept_when_paddle_is_loaded",
+        "tests/rewards/text/test_ocr.py::test_the_sigterm_handler_is_kept_when_paddle_is_loaded",
     ),
     Mutant(
         "the mask marks the region to preserve instead of the region to edit",

@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-_KEPT = "tests/rewards/ledger/test_stored_answers.py"
+_KEPT = "tests/judge/test_stored_answers.py"
 _JOURNAL = "tests/rewards/ledger/test_journal.py"
 _LEDGER = "tests/training/test_ledger.py"
 _AUDIT = "tests/audit/test_audit.py"

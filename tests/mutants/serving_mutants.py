@@ -2,13 +2,14 @@
 
 from mutant import Mutant
 
-FAULTS = "tests/rewards/client/test_remote_faults.py"
+FAULTS = "tests/rewards/client/test_remote.py"
 ALONE = f"{FAULTS}::test_scores_are_missing_if_the_only_server_is_faulty"
+OTHER = f"{FAULTS}::test_scores_come_from_another_server_after_a_faulty_reply"
 HOSTILE = "tests/serving/test_hostile.py"
 SERVER = "tests/serving/test_server.py"
 CLIENT = "tests/rewards/client/test_remote.py"
 CONNECTIONS = "tests/serving/test_connections.py"
-QUOTA = "tests/rewards/quota/test_quota.py"
+QUOTA = "tests/judge/test_quota.py"
 
 SERVING = (
     # Checks of replies
@@ -24,21 +25,21 @@ SERVING = (
         "retouch_serve/wire.py",
         "if not abs(value) <= LARGEST or not column.contains(value):",
         "if False:",
-        f"{ALONE}[a number above the range]",
+        f"{OTHER}[a number above the range]",
     ),
     Mutant(
         "the JSON value true is accepted as the score 1",
         "retouch_serve/wire.py",
         "isinstance(value, bool) or not isinstance(value, int | float)",
         "not isinstance(value, int | float)",
-        f"{ALONE}[true for a number]",
+        f"{OTHER}[true for a number]",
     ),
     Mutant(
         "scores of another judge are accepted",
         "retouch_serve/wire.py",
         "if judges != {name: [fingerprint] for name, fingerprint in expected.judges.items()}:",
         "if not isinstance(judges, dict):",
-        f"{ALONE}[another judge]",
+        f"{OTHER}[another judge]",
     ),
     Mutant(
         "samples that could not be scored get 0 instead of NaN",
@@ -60,7 +61,7 @@ SERVING = (
         "retouch_serve/client.py",
         "succeeded = judges == self._expected.judges",
         "succeeded = False",
-        f"{CLIENT}::test_a_recovered_server_is_used_again",
+        f"{CLIENT}::test_client_of_a_single_hanging_server_retries_when_it_is_ready",
     ),
     # Size and number of requests
     Mutant(
@@ -89,7 +90,7 @@ SERVING = (
         "retouch_serve/client.py",
         "if chunk.attempts and not await asyncio.to_thread(self._quota.claim_another):",
         "if False:",
-        f"{CLIENT}::test_no_retry_is_made_beyond_the_call_budget",
+        f"{CLIENT}::test_retries_count_against_the_call_budget_and_requests_beyond_it_raise",
     ),
     Mutant(
         "a spent budget raises no error on any rank",
@@ -211,7 +212,7 @@ SERVING = (
         "retouch_serve/front.py",
         "weakref.finalize(image, self.release, count).atexit = False",
         "self.release(count)",
-        f"{CONNECTIONS}::test_memory_budget_is_thread_safe_and_releases_memory",
+        f"{CONNECTIONS}::test_memory_budget_refuses_what_exceeds_it_and_releases_memory",
     ),
     Mutant(
         "the memory budget is not enforced",

@@ -4,8 +4,8 @@ from mutant import Mutant
 
 _ALARMS = "tests/run/test_watching.py"
 _WATCH = "tests/run/test_watching.py"
-_CORPUS = "tests/rewards/vlm/answers/test_reading.py::test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read"
-_OBJECTS = "tests/rewards/scorers/test_geneval.py"
+_CORPUS = "tests/judge/test_answers.py::test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read"
+_OBJECTS = "tests/rewards/scorers/test_detectors.py"
 
 WATCHING = (
     Mutant(
@@ -55,7 +55,7 @@ WATCHING = (
         "rewards/text/ocr.py",
         "if not any(line in text for text in known[id(task)])",
         "if line",
-        "tests/rewards/text/test_unrequested_text.py::test_requested_text_is_not_detected",
+        "tests/rewards/text/test_ocr.py::test_requested_text_is_not_detected",
     ),
     Mutant(
         "a relative position is satisfied by any pair of objects, not by every pair",
@@ -97,6 +97,6 @@ WATCHING = (
         "retouch_judge/base.py",
         'return (*facts, "Source picture:", source_image(sample.task), "Edited picture:", judged_image(sample))',
         'return ("Edited picture:", judged_image(sample), *facts, "Source picture:", source_image(sample.task))',
-        "tests/rewards/judges/test_prefixes.py::test_prompts_of_a_group_share_at_least_80_percent_of_their_tokens",
+        "tests/judge/test_prefixes.py::test_prompts_of_a_group_share_at_least_80_percent_of_their_tokens",
     ),
 )

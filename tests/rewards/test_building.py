@@ -1,8 +1,6 @@
 """Rewards built from recipe sections: requests of judges, sharing of clients, devices, and columns of remote rewards."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,25 +24,25 @@ JUDGES = ("aspects", "viescore", "editscore", "complex_edit", "ground", "yes", "
 WORDS = {"yes": 0.4, "no": 0.3, "second": 0.2, "first": 0.05, "5": 0.02, "0": 0.02}
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (12, 12, 3), dtype=np.uint8))
 
 
-def samples(count: int) -> list[Sample]:
+def samples(count):
     task = Task("t", "make it red", (picture(100),), target=picture(101))
     return [Sample(task, picture(k), completion="give me 10") for k in range(count)]
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 
 @pytest.fixture
-def build() -> Iterator[Any]:
+def build():
     made: list[Reward] = []
 
-    def building(section: dict[str, Any], **options: Any) -> Any:
+    def building(section, **options):
         made.append(parse_reward(section).build(**options))
         return made[-1]
 
@@ -53,12 +51,12 @@ def build() -> Iterator[Any]:
         close(each)
 
 
-def endpoint(url: str, **more: Any) -> dict[str, Any]:
+def endpoint(url, **more):
     return {"kind": "endpoint", "model": "m", "base_url": url, **more}
 
 
 @pytest.mark.parametrize("kind", JUDGES)
-def test_judge_requests_use_the_model_seeds_and_temperature_of_the_section(build: Any, kind: str) -> None:
+def test_judge_requests_use_the_model_seeds_and_temperature_of_the_section(build, kind):
     words = {"yes": WORDS, "digit": {"5": 0.5, "0": 0.4}, "win_rate": {"first": 0.5, "second": 0.4}}.get(kind, WORDS)
     with Double(words=words) as double:
         section = {"kind": kind, "judge": endpoint(double.url), "n_evals": 2, "temperature": 0.5, "seed": 7}
@@ -74,7 +72,7 @@ def test_judge_requests_use_the_model_seeds_and_temperature_of_the_section(build
         assert ((scores[name] >= column.low) & (scores[name] <= column.high)).all()
 
 
-def test_rewards_that_name_the_same_judge_share_its_connections(build: Any) -> None:
+def test_rewards_that_name_the_same_judge_share_its_connections(build):
     with Double() as double:
         same, other = endpoint(double.url), endpoint(double.url, concurrency=2)
         rewards = {
@@ -90,7 +88,7 @@ def test_rewards_that_name_the_same_judge_share_its_connections(build: Any) -> N
         assert len(several(samples(2))) == 3 + 4 + 3 + 1  # VIEScore has four sub-scores
 
 
-def test_a_judge_in_this_process_is_loaded_once_and_on_the_runs_device(build: Any, tmp_path: Path) -> None:
+def test_a_judge_in_this_process_is_loaded_once_and_on_the_runs_device(build, tmp_path):
     tokenizer = tiny_models.qwen_tokenizer()
     for part in (tiny_models.qwen_text_encoder(tokenizer), tokenizer, tiny_models.qwen_image_processor()):
         part.save_pretrained(tmp_path)
@@ -106,14 +104,14 @@ def test_a_judge_in_this_process_is_loaded_once_and_on_the_runs_device(build: An
     assert named.panel.client.model.dtype == torch.float32
 
 
-def test_a_reward_model_uses_the_device_of_its_section_or_else_of_the_run(build: Any, tmp_path: Path) -> None:
+def test_a_reward_model_uses_the_device_of_its_section_or_else_of_the_run(build, tmp_path):
     path = str(tiny_towers.clip(tmp_path))
     assert build({"kind": "clip", "path": path}).model.device.type == "cpu"
     assert build({"kind": "clip", "path": path}, device="meta").model.device.type == "meta"
     assert build({"kind": "clip", "path": path, "device": "cpu"}, device="meta").model.device.type == "cpu"
 
 
-def test_declared_columns_that_differ_from_those_of_the_servers_raise(build: Any) -> None:
+def test_declared_columns_that_differ_from_those_of_the_servers_raise(build):
     with live("share:red") as server:
         reward = build({"kind": "remote", "endpoints": [server.url], "columns": {"share": [0, 1]}})
         assert reward([Sample(Task("t", "x"), Image.new("RGB", (2, 2), (255, 0, 0)))])["share"].tolist() == [1.0]
@@ -125,7 +123,7 @@ def test_declared_columns_that_differ_from_those_of_the_servers_raise(build: Any
                 build({"kind": "remote", "endpoints": [server.url], "columns": columns})
 
 
-def test_judges_libsonnet_returns_valid_reward_sections(tmp_path: Path) -> None:
+def test_judges_libsonnet_returns_valid_reward_sections(tmp_path):
     """The judge of system A (weights 0.6 and 0.4, identity only logged), and the same judge with identity in the reward."""
     library = ROOT / "recipes" / "lib" / "judges.libsonnet"
     (tmp_path / "two.jsonnet").write_text(

@@ -1,10 +1,12 @@
-"""The scorer: a sample is scored, the policy's own fault or missing; and all errors in what a reward returns."""
+"""The scorer: scores, faults and missing scores of samples, errors in what a reward returns, and the stream of a GPU."""
 
 import math
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import closing
-from typing import ClassVar
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from PIL import Image
 
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.scoring import scores_of
+from retouch.rewards.worker import SideStream, WorkerThread
 from retouch.types import Column, Sample, Task
+from tiny_models import image
 
 COLUMNS = {"a": Column(0.0, 10.0), "b": Column(-1.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
 PICTURE = Image.new("RGB", (2, 2))
@@ -52,14 +56,6 @@ def test_a_fault_gets_the_worst_values_and_a_nan_column_makes_the_reward_missing
     assert judged.faults == 1
 
 
-def test_samples_without_an_image_are_not_passed_to_the_reward(judge):
-    judge([sample("x", 1, 1, image=None), sample("y", 1, 1)])
-    assert judge.reward.seen == ["y"]
-    judged = judge([sample("z", 1, 1, image=None)])
-    assert judge.reward.seen == ["y"]
-    assert judged.rewards.item() == -2.0
-
-
 def test_a_diagnostic_never_makes_a_sample_missing(judge):
     judged = judge([sample("x", 10.0, 1.0, note=NAN)])
     assert judged.scores["note"].isnan().all()
@@ -86,18 +82,6 @@ def test_a_score_outside_the_declared_range_raises(judge, wrong):
         judge([sample("x", 1.0, 0.0), sample("y", wrong, 0.0)])
 
 
-@pytest.mark.parametrize("wrong", [math.inf, -math.inf, 1e39])
-def test_an_infinite_score_raises_even_if_the_declared_range_is_infinite(wrong):
-    class Endless:
-        columns: ClassVar = {"a": Column(-math.inf, math.inf)}
-
-        def __call__(self, samples):
-            return {"a": torch.tensor([wrong] * len(samples))}
-
-    with pytest.raises(ValueError, match="return a finite score"):
-        scores_of(Endless(), [sample("x", 0.0, 0.0)])
-
-
 def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
     class Short(ScoresFromMeta):
         def __call__(self, samples):
@@ -119,13 +103,6 @@ def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
 def test_invalid_combine_raises_when_the_scorer_is_created(combine, says):
     with pytest.raises(ValueError, match=says):
         RewardScorer(ScoresFromMeta(), combine)
-
-
-def test_columns_outside_combine_do_not_affect_the_reward():
-    judge = RewardScorer(ScoresFromMeta(), {"a": 1.0})
-    judged = judge([sample("x", 4.0, NAN)])
-    assert judged.rewards.item() == 4.0
-    assert judged.scores["b"].isnan().all()
 
 
 def test_submitted_batches_return_in_order_and_futures_raise_their_errors(judge):
@@ -193,3 +170,101 @@ def test_an_async_reward_is_not_called_for_a_batch_without_images():
     with closing(RewardScorer(AnswersOnCall(), {"a": 0.1})) as judge:
         assert judge.submit([sample("x", 1.0, 1.0, image=None)]).result().rewards.tolist() == [0.0]
         assert judge.reward.posted == []
+
+
+GPU = torch.device("cuda:1")
+
+
+class Recorded:
+    """Replaces CUDA's streams and records the calls."""
+
+    def __init__(self, monkeypatch):
+        self.events: list[str] = []
+        self.inside = threading.local()
+        recorded = self
+
+        class Stream:
+            def __init__(self, device):
+                recorded.events.append(f"new on {device}")
+
+            def wait_stream(self, other):
+                recorded.events.append(f"waits for {other}")
+
+            def synchronize(self):
+                recorded.events.append("complete")
+
+        @contextmanager
+        def stream(made):
+            self.inside.stream = made
+            yield
+            self.inside.stream = None
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default of {device}")
+
+    @property
+    def current(self):
+        return getattr(self.inside, "stream", None)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    return Recorded(monkeypatch)
+
+
+def test_the_side_stream_waits_for_the_default_stream_and_synchronizes_after_each_job(recorded):
+    worker = WorkerThread("w", device=GPU)
+    try:
+        streams = [worker.submit(lambda: recorded.current).result(10) for _ in range(2)]
+    finally:
+        assert worker.close(seconds=10)
+    assert streams[0] is streams[1] is not None
+    assert recorded.events == ["new on cuda:1", "waits for the default of cuda:1", "complete", "complete"]
+    assert recorded.current is None
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "mps"])
+def test_devices_other_than_cuda_get_no_side_stream(device, recorded):
+    with SideStream(device)():
+        assert recorded.current is None
+    assert recorded.events == []
+
+
+class RecordsStream:
+    """A reward that notes the stream it is computed on."""
+
+    columns: Mapping[str, Column] = {"x": Column(0.0, 1.0)}
+
+    def __init__(self, recorded):
+        self.recorded = recorded
+        self.streams: list[Any] = []
+
+    def __call__(self, samples):
+        self.streams.append(self.recorded.current)
+        return {"x": torch.zeros(len(samples))}
+
+
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
+def test_the_scorer_computes_rewards_on_a_side_stream_only_on_cuda(device, recorded):
+    reward = RecordsStream(recorded)
+    scorer = RewardScorer(reward, {"x": 1.0}, device=device)
+    samples = [Sample(Task("a", "blue"), image(0))]
+    try:
+        futures = [scorer.submit(samples) for _ in range(2)]
+        assert [future.result(20).rewards.tolist() for future in futures] == [[0.0], [0.0]]
+    finally:
+        scorer.close()
+    assert [stream is not None for stream in reward.streams] == [device == GPU] * 2
+
+
+@pytest.mark.parametrize("wrong", [math.inf, 1e39])
+def test_an_infinite_score_raises_even_if_the_declared_range_is_infinite(wrong):
+    class Endless:
+        columns: ClassVar = {"a": Column(-math.inf, math.inf)}
+
+        def __call__(self, samples):
+            return {"a": torch.tensor([wrong] * len(samples))}
+
+    with pytest.raises(ValueError, match="return a finite score"):
+        scores_of(Endless(), [sample("x", 0.0, 0.0)])

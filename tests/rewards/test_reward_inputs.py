@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ HELPERS = {
 }
 
 
-def described(folder: Path, name: str, *, reward: str = REWARD, **changed: str) -> dict[str, str]:
+def described(folder, name, *, reward=REWARD, **changed):
     """The parts of the reward ``name`` of the module ``own_reward``. ``changed``: the content of a helper, by its name."""
     for file, content in {**HELPERS, "own_reward.py": reward, **changed}.items():
         (folder / file).parent.mkdir(exist_ok=True)
@@ -84,7 +83,7 @@ def described(folder: Path, name: str, *, reward: str = REWARD, **changed: str) 
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -114,7 +113,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("cached", "def table(): return 1.0", "def table(): return 2.0", "the code of own_reward.table"),
     ],
 )
-def test_point_1_2_a_change_of_a_reward_is_noticed_and_named(project: Path, name: str, old: str, new: str, part: str) -> None:
+def test_point_1_2_a_change_of_a_reward_is_noticed_and_named(project, name, old, new, part):
     before, after = described(project, name), described(project, name, reward=REWARD.replace(old, new))
     assert REWARD.replace(old, new) != REWARD
     assert part in [key for key in {**before, **after} if before.get(key) != after.get(key)], (before, after)
@@ -128,7 +127,7 @@ def test_point_1_2_a_change_of_a_reward_is_noticed_and_named(project: Path, name
         ("names_a_constant", "helpers/constants.py", "helpers.constants.LIMIT"),
     ],
 )
-def test_point_1_2_a_change_of_a_helper_module_is_noticed(project: Path, name: str, helper: str, part: str) -> None:
+def test_point_1_2_a_change_of_a_helper_module_is_noticed(project, name, helper, part):
     before = described(project, name)
     after = described(project, name, **{helper: HELPERS[helper].replace("1.0", "0.25")})
     assert before.keys() == after.keys()
@@ -137,13 +136,13 @@ def test_point_1_2_a_change_of_a_helper_module_is_noticed(project: Path, name: s
 
 @pytest.mark.parametrize("old", ["UNUSED = 1", "def unused(): return UNUSED", 'device="cpu"'])
 @pytest.mark.parametrize("name", ["plain", "deep", "bound", "data"])
-def test_point_1_2_what_a_reward_does_not_use_may_change(project: Path, name: str, old: str) -> None:
+def test_point_1_2_what_a_reward_does_not_use_may_change(project, name, old):
     assert described(project, name) == described(
         project, name, reward=REWARD.replace(old, old.replace("1", "2").replace("cpu", "cuda"))
     )
 
 
-def test_point_1_2_an_unchanged_reward_has_the_same_parts_in_every_process(project: Path) -> None:
+def test_point_1_2_an_unchanged_reward_has_the_same_parts_in_every_process(project):
     names = ("plain", "with_keyword", "deep", "lazy", "scorer", "method", "data", "wrapped", "bound")
     here = {name: described(project, name) for name in names}
     program = (
@@ -159,9 +158,9 @@ def test_point_1_2_an_unchanged_reward_has_the_same_parts_in_every_process(proje
     assert json.loads(found.stdout) == here
 
 
-def test_point_1_2_what_a_run_itself_changes_in_its_reward_is_no_change(project: Path) -> None:
+def test_point_1_2_what_a_run_itself_changes_in_its_reward_is_no_change(project):
     described(project, "scorer")
-    scorer: Any = sys.modules["own_reward"].scorer  # type: ignore[attr-defined]
+    scorer: Any = sys.modules["own_reward"].scorer
     start = inputs_of(scorer)[0]
     scorer([None])
     remember_inputs(scorer, start)
@@ -170,14 +169,14 @@ def test_point_1_2_what_a_run_itself_changes_in_its_reward_is_no_change(project:
     assert {key for key, value in inputs_of(scorer)[0].items() if start[key] != value} == {"self.calls", "self.weights"}
 
 
-def test_point_1_2_a_part_of_unknown_content_is_named(project: Path) -> None:
+def test_point_1_2_a_part_of_unknown_content_is_named(project):
     described(project, "connected")
-    unknown = inputs_of(sys.modules["own_reward"].connected)[1]  # type: ignore[attr-defined]
+    unknown = inputs_of(sys.modules["own_reward"].connected)[1]
     assert unknown == ["the default client of own_reward.connected['a'] (builtins.tuple_iterator)"]
 
 
-def test_point_1_2_code_without_a_file_or_a_module_is_described() -> None:
-    def made(factor: str) -> Any:
+def test_point_1_2_code_without_a_file_or_a_module_is_described():
+    def made(factor):
         names: dict[str, Any] = {}
         exec(f"def typed(images, **kwargs): return [{factor} for _ in images]", names)
         return names["typed"]

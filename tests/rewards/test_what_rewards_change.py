@@ -4,10 +4,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,7 +31,7 @@ from retouch_view.votes.commands import Calibration
 from small_trainer import SMALL
 
 
-def made_samples() -> list[Sample]:
+def made_samples():
     """Two samples of one task with everything that a task may have; a column holds a list, an array, a tensor and an image."""
     images = [Image.new("RGB", (8, 8), (10 * number, 90, 30)) for number in range(9)]
     column = {"boxes": [[1, 2], {"label": ["cat"]}], "array": np.ones(3), "tensor": torch.ones(3), "image": images[7]}
@@ -41,7 +40,7 @@ def made_samples() -> list[Sample]:
     return [Sample(task, images[8], "written"), Sample(task, images[8].copy(), "written")]
 
 
-def content(value: Any) -> Any:
+def content(value):
     """Everything that can be changed in samples, as text."""
     if isinstance(value, Image.Image):
         return value.mode, value.size, value.tobytes(), sorted(value.info)
@@ -52,7 +51,7 @@ def content(value: Any) -> Any:
     return [content(inner) for inner in value] if isinstance(value, list | tuple) else repr(value)
 
 
-def spoil(value: Any) -> None:
+def spoil(value):
     """Change whatever can be changed."""
     if isinstance(value, Image.Image):
         with suppress(ValueError, AttributeError):  # it is closed already
@@ -74,7 +73,7 @@ def spoil(value: Any) -> None:
         value[...] = 5
 
 
-def scored(samples: Sequence[Sample]) -> list[float]:
+def scored(samples):
     return [float(hash(str(content(sample))) % 1000) for sample in samples]
 
 
@@ -84,10 +83,10 @@ class Spoils:
     columns: ClassVar = {"score": Column(0.0, 1000.0)}
     reads_completions = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept: list[Any] = []
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+    def __call__(self, samples):
         found = scored(samples)
         spoil([self.kept, list(samples)])
         self.kept.append(list(samples))
@@ -95,31 +94,31 @@ class Spoils:
 
 
 class SpoilsLater(Spoils):
-    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+    def submit(self, samples):
         future: Future[Scores] = Future()
         future.set_result({"score": torch.tensor(self(samples))})
         return future
 
 
 class Looks(Spoils):
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+    def __call__(self, samples):
         time.sleep(0.05)
         return scored(samples)
 
 
 class SpoilsTensors(Spoils):
-    def score_tensors(self, images: torch.Tensor, tasks: Sequence[Task]) -> torch.Tensor:
+    def score_tensors(self, images, tasks):
         spoil(list(tasks))
         return images.mul_(0.5).mean((1, 2, 3))
 
 
-def spoils_arguments(**columns: list[Any]) -> list[float]:
+def spoils_arguments(**columns):
     found = [float(np.asarray(image).sum() % 1000) for image in columns["images"]]
     spoil(dict(columns))
     return found
 
 
-def submitted(reward: Any, samples: list[Sample]) -> Scores:
+def submitted(reward, samples):
     with closing(RewardScorer(reward, dict.fromkeys(reward.columns, 1.0))) as judge:
         futures = [judge.submit(samples) for _ in range(2)]
         first, second = (future.result().scores for future in futures)
@@ -127,12 +126,12 @@ def submitted(reward: Any, samples: list[Sample]) -> Scores:
     return first
 
 
-def failed(reward: Any, samples: list[Sample]) -> None:
+def failed(reward, samples):
     with pytest.raises(ValueError, match="KeyError: 'boxes'"):
         call_reward(reward, samples)
 
 
-def of_tensors(reward: Any, samples: list[Sample]) -> None:
+def of_tensors(reward, samples):
     images = torch.ones(2, 3, 4, 4, requires_grad=True) * 0.5
     total = weighted_scores(
         {"own": reward, "red": ShareReward()}, {"own/score": 1.0, "red/share": 1.0}, images, [s.task for s in samples]
@@ -160,27 +159,27 @@ WAYS: dict[str, Callable[[list[Sample]], Any]] = {
 }
 
 
-def spoils_and_fails(**columns: list[Any]) -> list[float]:
+def spoils_and_fails(**columns):
     spoil(dict(columns))
     raise KeyError("boxes")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_point_1_1_nothing_that_a_reward_changes_reaches_the_samples_of_the_run(way: str) -> None:
+def test_point_1_1_nothing_that_a_reward_changes_reaches_the_samples_of_the_run(way):
     samples = made_samples()
     before = content(samples)
     WAYS[way](samples)
     assert content(samples) == before
 
 
-def test_point_1_1_a_reward_scores_the_same_next_to_rewards_that_spoil_their_samples() -> None:
+def test_point_1_1_a_reward_scores_the_same_next_to_rewards_that_spoil_their_samples():
     samples = made_samples()
     alone = scores_of(Looks(), samples)["score"].tolist()
     together = submitted(CompositeReward({"before": Spoils(), "looks": Looks(), "later": SpoilsLater()}), samples)
     assert [together[f"{name}/score"].tolist() for name in ("before", "looks", "later")] == [alone] * 3
 
 
-def test_point_1_1_rewards_of_a_server_get_copies_of_their_own() -> None:
+def test_point_1_1_rewards_of_a_server_get_copies_of_their_own():
     class Last(Looks):
         columns: ClassVar = {"last": Column(0.0, 1000.0)}
 
@@ -190,7 +189,7 @@ def test_point_1_1_rewards_of_a_server_get_copies_of_their_own() -> None:
     assert found["score"].tolist() == found["last"].tolist()
 
 
-def test_point_1_1_trl_and_draft_give_copies_too() -> None:
+def test_point_1_1_trl_and_draft_give_copies_too():
     class Paints(tiny_bridge.Brightness):
         def __call__(self, samples):
             found = super().__call__(samples)
@@ -211,16 +210,16 @@ def test_point_1_1_trl_and_draft_give_copies_too() -> None:
         row_slices = staticmethod(lambda made: [slice(0, 2)])
         images = staticmethod(lambda made, rows, predicted: torch.ones(2, 3, 4, 4, requires_grad=True) * 1.0)
 
-    minibatch = retouch.types.Minibatch(batch, None, torch.ones(2, 1), torch.ones(2, 1))  # type: ignore[arg-type]
+    minibatch = retouch.types.Minibatch(batch, None, torch.ones(2, 1), torch.ones(2, 1))
     assert [loss.value.item() for loss in objective.losses(Chain(), minibatch)] == [-1.0]
     assert content(task) == before
 
 
-def test_point_1_1_training_leaves_the_rows_of_the_caller_and_the_sources_of_later_steps_as_they_are(tmp_path: Path) -> None:
+def test_point_1_1_training_leaves_the_rows_of_the_caller_and_the_sources_of_later_steps_as_they_are(tmp_path):
     seen: dict[str, set[bytes]] = {}
 
     @retouch.reward(low=0, high=1)
-    def paints(images: Any, sources: Any, tasks: Any, boxes: Any, **rest: Any) -> list[float]:
+    def paints(images, sources, tasks, boxes, **rest):
         for task, source in zip(tasks, sources, strict=True):
             seen.setdefault(task.id, set()).add(source.tobytes())  # read and painted in turn: each sample has its own source
             spoil(source)
@@ -236,7 +235,7 @@ def test_point_1_1_training_leaves_the_rows_of_the_caller_and_the_sources_of_lat
     assert {len(sources) for sources in seen.values()} == {1}
 
 
-def changes_folder() -> None:
+def changes_folder():
     os.chdir("/")
 
 
@@ -249,19 +248,17 @@ SETTINGS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def settings() -> list[Any]:
+def settings():
     device = torch.get_default_device(), torch.is_grad_enabled()
     return [os.getcwd(), torch.get_default_dtype(), torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, device]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("way", [scores_of, submitted])
-def test_point_1_8_a_reward_that_changes_a_setting_of_the_process_is_named_and_the_setting_is_set_back(
-    way: Any, setting: str
-) -> None:
+def test_point_1_8_a_reward_that_changes_a_setting_of_the_process_is_named_and_the_setting_is_set_back(way, setting):
     change, says = SETTINGS[setting]
 
-    def careless(images: Any, **rest: Any) -> list[float]:
+    def careless(images, **rest):
         change()
         return [0.5] * len(images)
 
@@ -271,8 +268,8 @@ def test_point_1_8_a_reward_that_changes_a_setting_of_the_process_is_named_and_t
     assert settings() == before
 
 
-def test_point_1_8_settings_of_the_thread_are_set_back() -> None:
-    def careless(images: Any, **rest: Any) -> list[float]:
+def test_point_1_8_settings_of_the_thread_are_set_back():
+    def careless(images, **rest):
         torch.set_default_device("meta")
         torch.set_grad_enabled(False)
         return [0.5] * len(images)
@@ -283,15 +280,15 @@ def test_point_1_8_settings_of_the_thread_are_set_back() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_point_1_8_only_rewards_that_may_have_changed_a_setting_are_named(overlap: bool) -> None:
+def test_point_1_8_only_rewards_that_may_have_changed_a_setting_are_named(overlap):
     began, changed = threading.Event(), threading.Event()
 
-    def careless(images: Any, **rest: Any) -> list[float]:
+    def careless(images, **rest):
         assert not overlap or began.wait(30)
         changes_folder()
         return [0.5] * len(images)
 
-    def innocent(images: Any, **rest: Any) -> list[float]:
+    def innocent(images, **rest):
         began.set()
         assert not overlap or changed.wait(30)
         return [0.5] * len(images)
@@ -312,11 +309,11 @@ def test_point_1_8_only_rewards_that_may_have_changed_a_setting_are_named(overla
     assert os.getcwd() == before
 
 
-def test_point_1_8_an_error_of_the_run_itself_names_the_reward_that_changed_a_setting_in_the_background(tmp_path: Path) -> None:
+def test_point_1_8_an_error_of_the_run_itself_names_the_reward_that_changed_a_setting_in_the_background(tmp_path):
     """With dtype float64, the rollout of the second chunk fails while the first is still being scored."""
 
     @retouch.reward(low=0, high=1)
-    def careless(images: Any, **rest: Any) -> list[float]:
+    def careless(images, **rest):
         if len(calls) > 4:
             torch.set_default_dtype(torch.float64)
             time.sleep(2)
@@ -334,16 +331,16 @@ def test_point_1_8_an_error_of_the_run_itself_names_the_reward_that_changed_a_se
     assert torch.get_default_dtype() == torch.float32
 
 
-def stops(images: Any, **rest: Any) -> list[float]:
+def stops(images, **rest):
     sys.exit(3)
 
 
-def interrupts(images: Any, **rest: Any) -> list[float]:
+def interrupts(images, **rest):
     raise KeyboardInterrupt
 
 
 class StopsLater(SpoilsLater):
-    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+    def submit(self, samples):
         future: Future[Scores] = Future()
         future.set_exception(SystemExit(3))
         return future
@@ -358,22 +355,22 @@ class StopsLater(SpoilsLater):
         (StopsLater(), "the reward raised SystemExit: 3"),
     ],
 )
-def test_point_3_8_a_reward_that_exits_ends_the_run_with_its_name(reward: Any, says: str) -> None:
+def test_point_3_8_a_reward_that_exits_ends_the_run_with_its_name(reward, says):
     with pytest.raises(ValueError, match=says):
         submitted(reward, made_samples())
 
 
-def test_point_3_8_ctrl_c_in_a_call_on_the_main_thread_stays_ctrl_c() -> None:
+def test_point_3_8_ctrl_c_in_a_call_on_the_main_thread_stays_ctrl_c():
     with pytest.raises(KeyboardInterrupt):
         scores_of(FunctionReward.of(interrupts), made_samples())
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_point_1_8_small_differences_of_large_scores_are_kept(served: bool) -> None:
+def test_point_1_8_small_differences_of_large_scores_are_kept(served):
     class Large(Spoils):
         columns: ClassVar = {"score": Column(0.0, 2e6), "half": Column(0.0, 0.7)}
 
-        def __call__(self, samples: Sequence[Sample]) -> Any:
+        def __call__(self, samples):
             values = [1e6 + 0.01 * sample.image.getpixel((0, 0))[0] for sample in samples]
             return {"score": values, "half": np.full(len(values), 0.7)}
 

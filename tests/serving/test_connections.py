@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +20,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from live_server import LIMITS, LiveServer, body_of, host, live, samples_of
+from live_server import body_of, host, live, samples_of
 from retouch_serve.front import BoundedRate, Connections, MemoryBudget
 from retouch_serve.requests import Limits
 from retouch_serve.wire import RequestError, encode_body
@@ -30,17 +30,17 @@ STRICT_LIMITS = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_
 
 
 @pytest.fixture(scope="module")
-def strict() -> Iterator[LiveServer]:
+def strict():
     with live(host(Digest()), limits=STRICT_LIMITS) as server:
         yield server
 
 
-def connect(server: LiveServer) -> socket.socket:
+def connect(server):
     address = urlsplit(server.url)
     return socket.create_connection((address.hostname, address.port), timeout=20)
 
 
-def read_all(connection: socket.socket) -> bytes:
+def read_all(connection):
     """Everything until the server closes the connection, or resets it."""
     came = b""
     try:
@@ -51,17 +51,17 @@ def read_all(connection: socket.socket) -> bytes:
     return came
 
 
-def status(reply: bytes) -> int:
+def status(reply):
     return int(reply.split(b" ", 2)[1]) if reply else 0
 
 
-def answers(server: LiveServer, within: float = 5.0) -> bool:
+def answers(server, within=5.0):
     """Whether a client gets a page, over a connection of its own."""
     return httpx.get(f"{server.url}/livez", timeout=within).status_code == 200
 
 
 @pytest.mark.parametrize("start", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"POST /v1/score HTTP/1.1\r\n"])
-def test_incomplete_headers_end_the_connection_with_408(strict: LiveServer, start: bytes) -> None:
+def test_incomplete_headers_end_the_connection_with_408(strict, start):
     with connect(strict) as connection:
         connection.sendall(start)
         began = time.monotonic()
@@ -70,11 +70,11 @@ def test_incomplete_headers_end_the_connection_with_408(strict: LiveServer, star
         assert time.monotonic() - began < 10
 
 
-def test_slowly_sent_headers_do_not_extend_the_time_limit(strict: LiveServer) -> None:
+def test_slowly_sent_headers_do_not_extend_the_time_limit(strict):
     with connect(strict) as connection:
         stop = threading.Event()
 
-        def drip() -> None:
+        def drip():
             for byte in b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000:
                 try:
                     connection.sendall(bytes([byte]))
@@ -92,7 +92,7 @@ def test_slowly_sent_headers_do_not_extend_the_time_limit(strict: LiveServer) ->
             thread.join()
 
 
-def test_incomplete_second_request_on_a_connection_returns_408(strict: LiveServer) -> None:
+def test_incomplete_second_request_on_a_connection_returns_408(strict):
     with connect(strict) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -100,7 +100,7 @@ def test_incomplete_second_request_on_a_connection_returns_408(strict: LiveServe
         assert status(read_all(connection)) == 408
 
 
-def test_server_answers_despite_many_slow_connections() -> None:
+def test_server_answers_despite_many_slow_connections():
     """Ten times as many slow connections as ``max_connections``; complete requests are still answered. No connection ends because
     its headers are late."""
     limits = replace(STRICT_LIMITS, header_seconds=600)
@@ -110,7 +110,7 @@ def test_server_answers_despite_many_slow_connections() -> None:
         assert all(answers(server) for _ in range(5))
 
 
-def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path) -> None:
+def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path):
     gate = tmp_path / "gate"
     body, kind = body_of(samples_of(1))
     with live(host(WaitsForFile(str(gate))), limits=STRICT_LIMITS) as server, ThreadPoolExecutor() as pool, ExitStack() as stack:
@@ -124,13 +124,13 @@ def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path)
         assert first.result().status_code == 200
 
 
-def test_new_connection_at_the_limit_replaces_a_waiting_one_or_is_refused() -> None:
+def test_new_connection_at_the_limit_replaces_a_waiting_one_or_is_refused():
     class Open:
-        def __init__(self) -> None:
+        def __init__(self):
             self.transport = self
             self.aborted = False
 
-        def abort(self) -> None:
+        def abort(self):
             self.aborted = True
 
     counted = Connections(2)
@@ -170,7 +170,7 @@ HEADERS: dict[str, Sequence[bytes]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_oversized_headers_are_rejected_early(strict: LiveServer, name: str) -> None:
+def test_oversized_headers_are_rejected_early(strict, name):
     sent = 0
     with connect(strict) as connection:
         try:
@@ -185,14 +185,14 @@ def test_oversized_headers_are_rejected_early(strict: LiveServer, name: str) -> 
     assert answers(strict)
 
 
-def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_is_closed_if_the_body_continues_after_the_reply(strict, monkeypatch):
     monkeypatch.setattr("retouch_serve.front._LINGER_SECONDS", 0.5)
     with connect(strict) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
         began = time.monotonic()
 
-        def send_on() -> None:
+        def send_on():
             while time.monotonic() < began + 20:
                 connection.sendall(bytes(1000))
                 time.sleep(0.01)
@@ -202,9 +202,7 @@ def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: Live
         assert time.monotonic() - began < 10
 
 
-def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(
-    strict: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(strict, monkeypatch):
     monkeypatch.setattr("retouch_serve.front._WRITE_SECONDS", 0.5)
     with connect(strict) as connection:
         try:
@@ -216,13 +214,13 @@ def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(
     raise AssertionError("the connection is still open")
 
 
-def test_point_3_5_a_connection_may_have_few_requests_in_flight(strict: LiveServer) -> None:
+def test_point_3_5_a_connection_may_have_few_requests_in_flight(strict):
     with connect(strict) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
         assert read_all(connection).count(b"HTTP/1.1 200") <= 10
 
 
-def test_point_3_5_slow_bodies_leave_room_for_requests_that_are_sent_at_once() -> None:
+def test_point_3_5_slow_bodies_leave_room_for_requests_that_are_sent_at_once():
     """More bodies that stop halfway than there are requests in progress, with all of the memory for bodies."""
     limits = Limits(
         window=0.0, max_requests=4, max_pixels=2**12, max_total_pixels=2**13, max_body_bytes=2**18, max_memory_bytes=5 * 2**18
@@ -237,7 +235,7 @@ def test_point_3_5_slow_bodies_leave_room_for_requests_that_are_sent_at_once() -
         assert [httpx.post(f"{server.url}/v1/score", content=body, headers=kind).status_code for _ in range(10)] == [200] * 10
 
 
-def test_point_3_5_the_time_for_a_body_grows_with_the_bytes_that_arrive() -> None:
+def test_point_3_5_the_time_for_a_body_grows_with_the_bytes_that_arrive():
     limits = replace(STRICT_LIMITS, header_seconds=5.0, body_seconds=0.5, min_body_rate=1000)
     body, kind = body_of(samples_of(1))
     head = (
@@ -252,7 +250,7 @@ def test_point_3_5_the_time_for_a_body_grows_with_the_bytes_that_arrive() -> Non
                 assert status(connection.recv(65536)) == expected
 
 
-def test_requests_after_a_rejected_body_succeed(strict: LiveServer) -> None:
+def test_requests_after_a_rejected_body_succeed(strict):
     with httpx.Client(base_url=strict.url, trust_env=False) as client:
         for _ in range(3):
             assert client.post("/nowhere", content=bytes(2**20)).status_code == 404
@@ -276,7 +274,7 @@ def test_requests_after_a_rejected_body_succeed(strict: LiveServer) -> None:
         "Host: [",
     ],
 )
-def test_other_host_and_origin_headers_are_rejected_without_a_token(strict: LiveServer, headers: str) -> None:
+def test_other_host_and_origin_headers_are_rejected_without_a_token(strict, headers):
     for line in ("GET /v1/info HTTP/1.1", "POST /v1/score HTTP/1.1", "GET /metrics HTTP/1.1", "GET /docs HTTP/1.1"):
         with connect(strict) as connection:
             connection.sendall(f"{line}\r\n{headers}\r\nConnection: close\r\n\r\n".encode())
@@ -284,18 +282,18 @@ def test_other_host_and_origin_headers_are_rejected_without_a_token(strict: Live
 
 
 @pytest.mark.parametrize("host_name", ["localhost", "127.0.0.1", "127.0.0.1:8700", "[::1]:8700", "LOCALHOST:1", "127.3.2.1"])
-def test_loopback_host_headers_are_accepted_without_a_token(strict: LiveServer, host_name: str) -> None:
+def test_loopback_host_headers_are_accepted_without_a_token(strict, host_name):
     assert httpx.get(f"{strict.url}/v1/info", headers={"Host": host_name}).status_code == 200
     assert httpx.get(f"{strict.url}/v1/info", headers={"Host": host_name, "Origin": f"http://{host_name}"}).status_code == 200
 
 
-def test_any_host_header_is_accepted_with_a_token() -> None:
+def test_any_host_header_is_accepted_with_a_token():
     with live(host(Digest()), token="t" * 20) as server:
         for headers, expected in (({}, 401), ({"Authorization": f"Bearer {'t' * 20}"}, 200)):
             assert httpx.get(f"{server.url}/v1/info", headers={"Host": "judge.example", **headers}).status_code == expected
 
 
-def test_file_descriptors_are_kept_in_reserve_under_a_low_limit() -> None:
+def test_file_descriptors_are_kept_in_reserve_under_a_low_limit():
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
@@ -306,7 +304,7 @@ def test_file_descriptors_are_kept_in_reserve_under_a_low_limit() -> None:
     assert 50 < int(made.stdout) < 512 - 300
 
 
-def test_a_log_is_written_at_a_bounded_rate() -> None:
+def test_a_log_is_written_at_a_bounded_rate():
     clock = [0.0]
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
@@ -334,14 +332,14 @@ def test_a_log_is_written_at_a_bounded_rate() -> None:
 # Memory
 
 
-def flat_image(side: int) -> bytes:
+def flat_image(side):
     """A WebP of one colour: a few kB whose pixels are many MB."""
     buffer = io.BytesIO()
     Image.new("RGB", (side, side)).save(buffer, "WEBP", lossless=True)
     return buffer.getvalue()
 
 
-def request_of(images: int, blob: bytes) -> tuple[bytes, dict[str, str]]:
+def request_of(images, blob):
     document = {
         "version": 1,
         "tasks": [{"id": "a", "instruction": "b"}],
@@ -352,12 +350,12 @@ def request_of(images: int, blob: bytes) -> tuple[bytes, dict[str, str]]:
     return body, {"Content-Type": kind}
 
 
-def resident() -> float:
+def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_path):
     """20 requests of some kB that decode to 1.3 GB: those that exceed the budget get status 429, and memory is freed afterwards."""
     gate = tmp_path / "gate"
     body, kind = request_of(4, flat_image(2048))
@@ -365,10 +363,10 @@ def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_pat
     limits = Limits(window=0.0, max_pixels=2**22, max_total_pixels=2**24, max_body_bytes=2**20, max_memory_bytes=200 * 2**20)
     with live(host(WaitsForFile(str(gate))), limits=limits) as server, ThreadPoolExecutor(20) as pool:
 
-        def send() -> httpx.Response:
+        def send():
             return httpx.post(f"{server.url}/v1/score", content=body, headers=kind, timeout=120)
 
-        def settled() -> float:
+        def settled():
             """Resident bytes once nothing is held."""
             end = time.monotonic() + 60
             while server.service.memory.held:
@@ -395,7 +393,7 @@ def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_pat
         assert send().status_code == 200
 
 
-def test_memory_budget_is_thread_safe_and_releases_memory() -> None:
+def test_memory_budget_refuses_what_exceeds_it_and_releases_memory():
     budget = MemoryBudget(100)
     budget.hold(60)
     with pytest.raises(RequestError), budget.holding(50):
@@ -408,22 +406,10 @@ def test_memory_budget_is_thread_safe_and_releases_memory() -> None:
     del image
     assert budget.held == 0
 
-    def work() -> None:
-        for _ in range(1000):
-            with budget.holding(10):
-                pass
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert budget.held == 0
-
-
-def test_request_bodies_count_against_the_memory_budget() -> None:
+def test_request_bodies_count_against_the_memory_budget():
     limits = Limits(
-        window=0.0, max_pixels=2**10, max_total_pixels=2**10, max_body_bytes=2**20, max_memory_bytes=5 * 2**20, body_seconds=5.0
+        window=0.0, max_pixels=2**10, max_total_pixels=2**10, max_body_bytes=2**20, max_memory_bytes=5 * 2**20, body_seconds=2.0
     )
     with live(host(Digest()), limits=limits) as server, ExitStack() as stack:
         for _ in range(8):
@@ -443,9 +429,3 @@ def test_request_bodies_count_against_the_memory_budget() -> None:
             assert time.monotonic() < until + 30  # until the slow bodies have used up their time
             time.sleep(0.1)
     assert server.service.memory.held == 0
-
-
-def test_max_memory_bytes_below_one_request_raises() -> None:
-    with pytest.raises(ValueError, match="less than one request may take"):
-        Limits(max_memory_bytes=2**20)
-    assert LIMITS.max_memory_bytes == 2**30

@@ -13,23 +13,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from PIL import Image
 
-from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS
-from live_server import LiveServer, body_of, encode, host, live, noise_image, png, samples_of
-from ray_server import ON_RAY, RayServer, ray_server
+from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, SIGNATURE, VALID_PNG, WRONG_DOCUMENTS, chunk
+from live_server import body_of, encode, host, live, noise_image, png, samples_of
+from ray_server import ON_RAY, ray_server
 from retouch_serve.requests import Limits, SingleScore
 from retouch_serve.wire import ERRORS, encode_body
 from served_rewards import Digest
 
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
 LIMITS = Limits(window=0.0, max_items=64, max_pixels=2**20, max_total_pixels=2**22, max_body_bytes=8 * 2**20, body_seconds=1.0)
 
 
 @pytest.fixture(scope="module", params=["own", pytest.param("ray", marks=ON_RAY)])
-def server(request: pytest.FixtureRequest) -> Iterator[LiveServer | RayServer]:
+def server(request):
     if request.param == "ray":
         limits = [word for name in LIMITS.__slots__ for word in ("--limit", f"{name}={getattr(LIMITS, name)}")]
         with ray_server("served_rewards:Digest", "--vlm", "digest", *limits) as served:
@@ -39,11 +37,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer | RayServer]:
             yield live_server
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def bomb(side: int, *, depth: int = 8, colour: int = 2) -> bytes:
+def bomb(side, *, depth=8, colour=2):
     """A PNG of side x side black pixels."""
     rows = zlib.compressobj(9)
     channels = {0: 1, 2: 3}[colour]
@@ -52,21 +46,15 @@ def bomb(side: int, *, depth: int = 8, colour: int = 2) -> bytes:
     return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def with_text_bomb() -> bytes:
+def with_text_bomb():
     whole = png(noise_image(0))
     text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(64 * 2**20), 9))
     return whole[:33] + text + whole[33:]
 
 
-def animated(format: str) -> bytes:
+def animated(format):
     buffer = io.BytesIO()
     noise_image(0).save(buffer, format, save_all=True, append_images=[noise_image(1), noise_image(2)])
-    return buffer.getvalue()
-
-
-def saved(format: str) -> bytes:
-    buffer = io.BytesIO()
-    noise_image(0).save(buffer, format)
     return buffer.getvalue()
 
 
@@ -75,22 +63,13 @@ PICTURES: dict[str, bytes] = {
     "PNG bomb of 65535 x 65535": bomb(65535),
     "PNG that states 2^31 - 1 pixels a side": b"\x89PNG\r\n\x1a\n"
     + chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)),
-    "PNG of no width": SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 9, 8, 2, 0, 0, 0)),
     "PNG a little too large": png(Image.new("RGB", (1025, 1024))),
     "PNG with a text bomb": with_text_bomb(),
-    "PNG cut off": png(noise_image(0))[:200],
     "PNG with a flipped byte": png(noise_image(0))[:60] + b"\xff" + png(noise_image(0))[61:],
-    "PNG that is only its signature": b"\x89PNG\r\n\x1a\n",
     "animated PNG": animated("PNG"),
     "animated WebP": animated("WEBP"),
     "WebP header alone": b"RIFF\x10\x00\x00\x00WEBPVP8L",
     "WebP that states a huge size": b"RIFF\x1a\0\0\0WEBPVP8L\x0d\0\0\0\x2f\xff\xff\xff\x0f" + bytes(8),
-    "JPEG cut off": saved("JPEG")[:300],
-    "GIF": saved("GIF"),
-    "BMP": saved("BMP"),
-    "TIFF": saved("TIFF"),
-    "ICO": saved("ICO"),
-    "PPM": saved("PPM"),
     "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
     "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) run\n",
     "PDF": b"%PDF-1.7\n1 0 obj <</Type /Catalog>> endobj",
@@ -105,7 +84,7 @@ PICTURES: dict[str, bytes] = {
 }
 
 
-def assert_rejected(response: httpx.Response) -> None:
+def assert_rejected(response):
     """Assert that the reply is a 4xx with a fixed text, for the whole request or for every item."""
     assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
     assert not re.search(r"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b", response.text)
@@ -117,16 +96,16 @@ def assert_rejected(response: httpx.Response) -> None:
         assert answer == {"error": {"code": answer["error"]["code"], "message": ERRORS[answer["error"]["code"]][1]}}
 
 
-def post(server: LiveServer | RayServer, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+def post(server, body, **headers):
     return server.client.post("/v1/score", content=body, headers=headers)
 
 
-def still_scores(server: LiveServer | RayServer) -> bool:
+def still_scores(server):
     body, kind = body_of(samples_of(1))
     return post(server, body, **kind).status_code == 200
 
 
-def batch(**changes: object) -> dict[str, object]:
+def batch(**changes):
     """A batch of one item whose picture is an encoded file."""
     whole = {
         "version": 1,
@@ -137,35 +116,30 @@ def batch(**changes: object) -> dict[str, object]:
     return {**whole, **changes}
 
 
-def send(server: LiveServer | RayServer, document: object, *blobs: bytes) -> httpx.Response:
+def send(server, document, *blobs):
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     body, kind = encode_body(text, blobs)
     return post(server, body, **{"Content-Type": kind})
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_hostile_images_are_rejected(server: LiveServer | RayServer, name: str) -> None:
+def test_hostile_images_are_rejected(server, name):
     assert_rejected(send(server, batch(), PICTURES[name]))
     text = base64.b64encode(PICTURES[name]).decode()
     assert_rejected(server.client.post("/score", json={"image": text, "prompt": "x"}))
 
 
-VALID_PNG = png(noise_image(0))
 RAW = {"form": "raw", "mode": "RGB", "width": 4, "height": 4}
 ITEM = {"id": "x", "task": 0, "picture": 0}
 TASK = {"id": "a", "instruction": "b"}
 DOCUMENTS: dict[str, object] = {
     "raw pixels of another size": batch(pictures=[RAW]),
     "raw pixels of a negative size": batch(pictures=[{**RAW, "width": -4}]),
-    "raw pixels without a size": batch(pictures=[{"form": "raw"}]),
     "raw pixels of a huge size": batch(pictures=[{**RAW, "width": 65535, "height": 65535}]),
     "an unknown mode": batch(pictures=[{**RAW, "mode": "I;16"}]),
-    "an unknown form": batch(pictures=[{"form": "url"}]),
     "a picture by address": batch(pictures=[{"form": "encoded", "url": "http://127.0.0.1/"}]),
     "a picture by path": batch(pictures=[{"form": "encoded", "path": "/etc/passwd"}]),
     "a picture number beyond the end": batch(items=[{**ITEM, "picture": 1}]),
-    "a negative picture number": batch(items=[{**ITEM, "picture": -1}]),
-    "a picture number that is a text": batch(items=[{**ITEM, "picture": "0"}]),
     "a task number beyond the end": batch(items=[{**ITEM, "task": 9}]),
     "a task that nobody asks about": batch(tasks=[TASK, TASK]),
     "more pictures stated than sent": batch(pictures=[{"form": "encoded"}] * 2),
@@ -173,16 +147,12 @@ DOCUMENTS: dict[str, object] = {
     "an id of strange letters": batch(items=[{**ITEM, "id": "ü\u202e"}]),
     "an id with a line break": batch(items=[{**ITEM, "id": "a\nb"}]),
     "an id of great length": batch(items=[{**ITEM, "id": "a" * 129}]),
-    "an id that is empty": batch(items=[{**ITEM, "id": ""}]),
-    "an id that is a number": batch(items=[{**ITEM, "id": 7}]),
-    "no items": batch(items=[]),
     "too many items": batch(items=[{**ITEM, "id": str(k)} for k in range(65)]),
     "an unknown key": batch(extra=1),
     "an unknown key in a task": batch(tasks=[{**TASK, "__class__": "os.system"}]),
     "an unknown reward": batch(rewards=["nobody"]),
     "a reward's name that is a path": batch(rewards=["../../etc/passwd"]),
     "another version": batch(version=2),
-    "an instruction that is a list": batch(tasks=[{**TASK, "instruction": ["b"]}]),
     "tags that are numbers": batch(tasks=[{**TASK, "tags": {"a": 1}}]),
     "a list": [],
     "null": None,
@@ -203,11 +173,11 @@ DOCUMENTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_malformed_batch_documents_are_rejected(server: LiveServer | RayServer, name: str) -> None:
+def test_malformed_batch_documents_are_rejected(server, name):
     assert_rejected(send(server, DOCUMENTS[name], VALID_PNG))
 
 
-def endless_body() -> Iterator[bytes]:
+def endless_body():
     for _ in range(1000):
         yield bytes(2**20)
 
@@ -257,13 +227,13 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_malformed_bodies_are_rejected(server: LiveServer | RayServer, name: str) -> None:
+def test_malformed_bodies_are_rejected(server, name):
     make, headers = BODIES[name]
     assert_rejected(post(server, make(), **headers))
 
 
 @pytest.mark.parametrize("name", ["a body that says it is too long", "a body that is too long without saying"])
-def test_bodies_that_are_too_long_return_too_large(server: LiveServer | RayServer, name: str) -> None:
+def test_bodies_that_are_too_long_return_too_large(server, name):
     make, headers = BODIES[name]
     assert post(server, make(), **headers).json()["error"]["code"] == "too_large"
 
@@ -279,18 +249,18 @@ def test_bodies_that_are_too_long_return_too_large(server: LiveServer | RayServe
         b'{"image": "", "prompt": "x", "y": 1}',
     ],
 )
-def test_malformed_requests_to_the_single_score_page_are_rejected(server: LiveServer | RayServer, document: bytes) -> None:
+def test_malformed_requests_to_the_single_score_page_are_rejected(server, document):
     assert_rejected(server.client.post("/score", content=document))
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
 )
-def test_unknown_paths_and_methods_are_rejected(server: LiveServer | RayServer, method: str, path: str) -> None:
+def test_unknown_paths_and_methods_are_rejected(server, method, path):
     assert_rejected(server.client.request(method, path))
 
 
-def exchange(server: LiveServer | RayServer, data: bytes) -> bytes:
+def exchange(server, data):
     """What comes back for these bytes on a connection of their own."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
@@ -316,36 +286,32 @@ def exchange(server: LiveServer | RayServer, data: bytes) -> bytes:
     ],
     ids=["TLS", "negative length", "two lengths", "bad chunk", "HTTP/9.9", "long path", "slow body"],
 )
-def test_malformed_http_requests_return_4xx(server: LiveServer | RayServer, data: bytes) -> None:
+def test_malformed_http_requests_return_4xx(server, data):
     answer = exchange(server, data)
     assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert b"Traceback" not in answer
 
 
-def each_is_refused(series: dict[str, object], send_one: Callable[[object], httpx.Response]) -> None:
-    """Assert that every payload of the series is rejected, and report all those that are not."""
+@pytest.mark.parametrize(
+    ("series", "send_one"),
+    [
+        (DAMAGED_IMAGES, lambda server, damaged: send(server, batch(), damaged)),
+        (WRONG_DOCUMENTS, lambda server, document: send(server, document, VALID_PNG)),
+        (BROKEN_BODIES, lambda server, broken: post(server, broken[0], **broken[1])),
+    ],
+    ids=["damaged images", "wrong documents", "broken bodies"],
+)
+def test_every_generated_payload_is_rejected(server, series, send_one):
     wrong = []
     for name, payload in series.items():
         try:
-            assert_rejected(send_one(payload))
+            assert_rejected(send_one(server, payload))
         except AssertionError as error:
             wrong.append((name, str(error)[:200]))
     assert wrong == []
 
 
-def test_generated_damaged_images_are_rejected(server: LiveServer | RayServer) -> None:
-    each_is_refused(DAMAGED_IMAGES, lambda damaged: send(server, batch(), damaged))
-
-
-def test_generated_invalid_documents_are_rejected(server: LiveServer | RayServer) -> None:
-    each_is_refused(WRONG_DOCUMENTS, lambda document: send(server, document, VALID_PNG))
-
-
-def test_generated_broken_bodies_are_rejected(server: LiveServer | RayServer) -> None:
-    each_is_refused(BROKEN_BODIES, lambda broken: post(server, broken[0], **broken[1]))
-
-
-def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server: LiveServer | RayServer) -> None:
+def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server):
     assert still_scores(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in PICTURES:
@@ -357,5 +323,5 @@ def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server: 
     assert still_scores(server)
 
 
-def test_there_are_at_least_300_hostile_payloads() -> None:
+def test_there_are_at_least_300_hostile_payloads():
     assert sum(map(len, (PICTURES, DOCUMENTS, BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS, BROKEN_BODIES))) >= 300

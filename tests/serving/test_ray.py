@@ -11,11 +11,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
 from live_server import body_of, remote, samples_of
-from ray_server import ON_RAY, RayServer, ray_server
+from ray_server import ON_RAY, ray_server
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -24,7 +23,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = ON_RAY
 
 
-def test_killed_replica_is_restarted_and_no_sample_is_lost() -> None:
+def test_killed_replica_is_restarted_and_no_sample_is_lost():
     words = ["served_rewards:WithPid", "--replicas", "2"]
     samples = samples_of(40)
     wanted = torch.tensor([digest_score(sample) for sample in samples])
@@ -41,13 +40,13 @@ def test_killed_replica_is_restarted_and_no_sample_is_lost() -> None:
         assert left in pids
 
 
-def test_sigterm_completes_requests_in_flight_and_rejects_new_ones(tmp_path: Path) -> None:
+def test_sigterm_completes_requests_in_flight_and_rejects_new_ones(tmp_path):
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
     samples = samples_of(32)
     with ray_server(gated) as server, ThreadPoolExecutor(32) as callers:
 
-        def ask(row: int) -> float:
+        def ask(row):
             body, kind = body_of([samples[row]])
             reply = server.client.post("/v1/score", content=body, headers=kind)
             assert reply.status_code == 200
@@ -67,13 +66,13 @@ def test_sigterm_completes_requests_in_flight_and_rejects_new_ones(tmp_path: Pat
         assert server.process.wait(timeout=300) == 0
 
 
-def test_replicas_scale_up_with_the_load(tmp_path: Path) -> None:
+def test_replicas_scale_up_with_the_load(tmp_path):
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
     samples = samples_of(48)
     with ray_server(gated, "--replicas", "1", "--most-replicas", "2") as server:
 
-        def replicas() -> int:
+        def replicas():
             return sum(any("ServeReplica" in word for word in words) for words in processes_of(server))
 
         assert replicas() == 1
@@ -86,14 +85,14 @@ def test_replicas_scale_up_with_the_load(tmp_path: Path) -> None:
             assert asked.result()["digest"].tolist() == [digest_score(sample) for sample in samples]
 
 
-def test_reload_replaces_the_reward_and_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reload_replaces_the_reward_and_loses_no_request(tmp_path, monkeypatch):
     source = (SUPPORT / "served_rewards.py").read_text()
     module = tmp_path / "my_judge.py"
     module.write_text(source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with ray_server("my_judge:Digest", "--replicas", "2") as server:
 
-        def fingerprints() -> set[str]:
+        def fingerprints():
             return {server.client.get("/v1/info").json()["rewards"][0]["fingerprint"] for _ in range(8)}
 
         (old,) = fingerprints()
@@ -104,7 +103,7 @@ def test_reload_replaces_the_reward_and_loses_no_request(tmp_path: Path, monkeyp
             assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
 
 
-def test_failed_reload_keeps_the_old_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reload_keeps_the_old_reward(tmp_path, monkeypatch):
     source = (SUPPORT / "served_rewards.py").read_text()
     module = tmp_path / "broken_judge.py"
     module.write_text(source)
@@ -117,7 +116,7 @@ def test_failed_reload_keeps_the_old_reward(tmp_path: Path, monkeypatch: pytest.
         assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
 
 
-def test_ray_cluster_rejects_a_client_with_a_wrong_token() -> None:
+def test_ray_cluster_rejects_a_client_with_a_wrong_token():
     """A client that is connected to the cluster can run code on it."""
     ask = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR')"
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
@@ -129,7 +128,7 @@ def test_ray_cluster_rejects_a_client_with_a_wrong_token() -> None:
         assert "InvalidAuthToken" in done.stderr
 
 
-def processes_of(server: RayServer) -> list[list[str]]:
+def processes_of(server):
     """The words with which its child processes were started."""
     found = []
     for child in psutil.Process(server.process.pid).children(recursive=True):
@@ -138,7 +137,7 @@ def processes_of(server: RayServer) -> list[list[str]]:
     return found
 
 
-def test_server_exits_with_the_reason_if_the_reward_cannot_be_built() -> None:
+def test_server_exits_with_the_reason_if_the_reward_cannot_be_built():
     with ray_server("no_such_module:Judge", ready="cannot be served") as server:
         assert server.process.wait(timeout=300) == 2
         assert "there is no module no_such_module" in "".join(server.lines)

@@ -1,4 +1,4 @@
-"""``retouch serve`` as a process: replicas restart, drain, reload, and end with their supervisor."""
+"""``retouch serve`` as a process: replicas restart, drain and reload, a reward that hangs, and the end with the supervisor."""
 
 import asyncio
 import json
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ import httpx
 import pytest
 import torch
 
-from live_server import body_of, remote, samples_of
+from live_server import body_of, host, live, remote, samples_of
 from retouch import cli
 from retouch_serve.replicas import _reserved_ports, bind
+from retouch_serve.requests import Limits
 from retouch_serve.wire import is_loopback
-from served_rewards import digest_score
+from served_rewards import Digest, Sleeps, digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"
 EIGHT_GPUS = """
@@ -38,7 +38,7 @@ raise SystemExit(cli.main())
 STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)(?:, GPU (\d+))?, log (\S+)$")
 
 
-def wait_until(true: Callable[[], object]) -> None:
+def wait_until(true):
     """Wait for something that is going to happen; ten minutes at most."""
     end = time.monotonic() + 600
     while not true():
@@ -51,22 +51,20 @@ class Serving:
     process: "subprocess.Popen[str]"
     lines: list[str] = field(default_factory=list)
 
-    def starts(self) -> list[re.Match[str]]:
+    def starts(self):
         return [found for line in [*self.lines] if (found := STARTED.match(line))]
 
-    def ready(self, count: int) -> bool:
+    def ready(self, count):
         return sum(line.endswith("is ready") for line in self.lines) >= count or self.process.poll() is not None
 
-    def read(self) -> None:
+    def read(self):
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
 
 @contextmanager
-def serving(
-    folder: Path, *words: str, ready: int = 1, program: tuple[str, ...] = ("-m", "retouch.cli"), **environment: str
-) -> Iterator[Serving]:
+def serving(folder, *words, ready=1, program=("-m", "retouch.cli"), **environment):
     path = os.pathsep.join([str(SUPPORT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, *program, "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
@@ -95,7 +93,7 @@ def serving(
             process.stdout.close()
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -103,7 +101,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp_path: Path) -> None:
+def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp_path):
     words = ("share:red", "--replicas", "2", "--gpus", "3,5")
     with serving(tmp_path, *words, ready=2, program=("-c", EIGHT_GPUS)) as serve:
         starts = serve.starts()
@@ -125,20 +123,20 @@ def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp
     assert not any(alive(int(found[3])) for found in serve.starts())
 
 
-def test_sigterm_completes_requests_in_flight(tmp_path: Path) -> None:
+def test_sigterm_completes_requests_in_flight(tmp_path):
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
     with serving(tmp_path, gated) as serve, httpx.Client(timeout=120) as client:
         (start,) = serve.starts()
         samples = samples_of(32)
 
-        def ask(row: int) -> float:
+        def ask(row):
             body, kind = body_of([samples[row]])
             reply = client.post(f"{start[2]}/v1/score", content=body, headers=kind)
             assert reply.status_code == 200
             return float(reply.json()["items"][0]["scores"]["digest"])
 
-        def taken() -> bool:
+        def taken():
             text = client.get(f"{start[2]}/metrics").text
             found = re.search(r"^retouch_requests_in_flight (\d+)", text, re.MULTILINE)
             return found is not None and int(found[1]) >= 33  # with this one
@@ -156,7 +154,7 @@ def test_sigterm_completes_requests_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path: Path) -> None:
+def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path):
     source = (SUPPORT / "served_rewards.py").read_text()
     (tmp_path / "my_judge.py").write_text(source)
     with serving(tmp_path, "my_judge:Digest", "--replicas", "2", ready=2) as serve:
@@ -177,7 +175,7 @@ def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path
     assert len(old) == 1
 
 
-def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path: Path) -> None:
+def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path):
     with serving(tmp_path, "no_such_module:Judge") as serve:
         wait_until(lambda: serve.process.poll() is not None)
     assert serve.process.returncode == 2
@@ -201,22 +199,18 @@ def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path: Pa
         (["share:red", "--engine", "ray", "--host", "0.0.0.0"], "is reachable from other machines"),
     ],
 )
-def test_invalid_serve_options_are_reported_before_anything_starts(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_serve_options_are_reported_before_anything_starts(words, says, capsys):
     assert cli.main(["serve", *words]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_missing_ray_is_reported_with_the_pip_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ray_is_reported_with_the_pip_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(["serve", "share:red", "--engine", "ray"]) == 2
     assert "pip install 'retouch[ray]'" in capsys.readouterr().err
 
 
-def test_a_port_in_use_and_a_short_token_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_in_use_and_a_short_token_are_refused(tmp_path, capsys, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -228,7 +222,7 @@ def test_a_port_in_use_and_a_short_token_are_refused(
     assert "at least 16 characters" in capsys.readouterr().err
 
 
-def test_a_host_that_does_not_exist_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_a_host_that_does_not_exist_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")
     assert cli.main(["serve", "share:red", "--host", "nosuch.invalid", "--logs", str(tmp_path)]) == 2
     said = capsys.readouterr().err
@@ -236,7 +230,7 @@ def test_a_host_that_does_not_exist_is_reported(tmp_path: Path, capsys: pytest.C
     assert "Unknown error" not in said
 
 
-def test_reserved_port_stays_in_use_while_no_replica_listens() -> None:
+def test_reserved_port_stays_in_use_while_no_replica_listens():
     with _reserved_ports("127.0.0.1", 0, 2) as ports:
         for port in ports:
             with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -247,11 +241,11 @@ def test_reserved_port_stays_in_use_while_no_replica_listens() -> None:
                     pass
 
 
-def test_accepted_connections_have_tcp_nodelay() -> None:
+def test_accepted_connections_have_tcp_nodelay():
     """Without this option an answer's last bytes wait until the caller acknowledges its first, 40 ms later."""
 
-    async def option_of_a_connection() -> int:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def option_of_a_connection():
+        async def answer(reader, writer):
             found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
             await writer.wait_closed()
@@ -267,7 +261,7 @@ def test_accepted_connections_have_tcp_nodelay() -> None:
     assert asyncio.run(option_of_a_connection())
 
 
-def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(tmp_path):
     token = "canary-7f3a9d2e51b84c06"
     with serving(tmp_path, "share:red", "--host", "0.0.0.0", RETOUCH_TOKEN=token) as serve:
         (start,) = serve.starts()
@@ -283,6 +277,84 @@ def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(t
     assert token not in "".join(serve.lines) + "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
 
 
-def test_is_loopback_is_true_only_for_loopback_hosts() -> None:
+def test_is_loopback_is_true_only_for_loopback_hosts():
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+
+
+LIMITS = Limits(window=0.0, stall_seconds=0.2, deadline_seconds=2.0)
+
+
+@pytest.fixture
+def server():
+    Sleeps.wake.clear()
+    with live(host(Sleeps()), limits=LIMITS) as made:
+        try:
+            yield made
+        finally:
+            Sleeps.wake.set()
+
+
+def ask(server, text=None, *, deadline=30.0):
+    body, kind = body_of(samples_of(1, text=text))
+    return httpx.post(f"{server.url}/v1/score", content=body, headers={**kind, "X-Deadline-Seconds": str(deadline)}, timeout=60)
+
+
+def page(server, path):
+    return httpx.get(f"{server.url}{path}", timeout=10).status_code
+
+
+def test_a_server_whose_reward_hangs_is_not_ready_and_refuses_at_once(server):
+    assert (page(server, "/readyz"), page(server, "/livez")) == (200, 200)
+    assert ask(server, "sleep", deadline=0.5).status_code == 504
+    assert page(server, "/readyz") == 503
+    began = time.monotonic()
+    refused = ask(server)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stalled")
+    assert time.monotonic() - began < 5  # and not the deadline of 30 s
+    wait_until(lambda: page(server, "/livez") == 503)
+    Sleeps.wake.set()
+    wait_until(lambda: page(server, "/readyz") == 200)
+    assert page(server, "/livez") == 200
+    assert ask(server).status_code == 200
+
+
+def test_slow_reward_does_not_make_the_server_reject_requests():
+    """A caller with a short deadline gets status 504; the others are served."""
+    with live(host(Digest(base=0.3)), limits=Limits(window=0.0, stall_seconds=0.2)) as server, ThreadPoolExecutor() as pool:
+        assert ask(server).status_code == 200
+        slow = pool.submit(ask, server)
+        while not server.service.call_seconds:
+            time.sleep(0.005)
+        assert ask(server, deadline=0.05).status_code == 504
+        assert page(server, "/readyz") == 200
+        assert ask(server).status_code == 200
+        assert slow.result().status_code == 200
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_replaced(tmp_path):
+    section = json.dumps({"kind": "import", "class": "served_rewards:Sleeps"})
+    limits = [word for limit in ("stall_seconds=0.2", "deadline_seconds=2") for word in ("--limit", limit)]
+    with serving(tmp_path, section, *limits) as serve:
+        url = serve.starts()[0][2]
+        body, kind = body_of(samples_of(1, text="sleep"))
+        assert httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=60).status_code == 504
+        wait_until(lambda: serve.ready(2))
+        assert any("did not return within 2 s; killing it" in line for line in serve.lines)
+        body, kind = body_of(samples_of(1))
+        assert httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=60).status_code == 200
+    assert serve.process.returncode == 0
+
+
+def test_a_server_whose_reward_hangs_can_be_stopped(tmp_path):
+    section = json.dumps({"kind": "import", "class": "served_rewards:Sleeps"})
+    limits = [word for limit in ("deadline_seconds=300", "drain_seconds=4") for word in ("--limit", limit)]
+    with serving(tmp_path, section, *limits) as serve:
+        url, log = serve.starts()[0][2], Path(serve.starts()[0][5])
+        body, kind = body_of(samples_of(1, text="sleep"))
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=0.5)
+        serve.process.terminate()
+        assert serve.process.wait(timeout=120) == 0
+        assert re.search("still running; exiting without its result", log.read_text())

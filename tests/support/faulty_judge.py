@@ -4,8 +4,8 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ class Reply:
     body: bytes
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
+
+    def parts(self) -> tuple[int, bytes, dict[str, str]]:
+        return self.status, self.body, self.headers
 
 
 ReplyMaker = Callable[[Completion], Reply]
@@ -69,11 +72,11 @@ def _first_token(*tokens: tuple[str, object]) -> ReplyMaker:
 
 
 def _gzipped_zeros(size: int) -> bytes:
-    return gzip.compress(b'{"choices": "' + bytes(size) + b'"}', 9)
+    return gzip.compress(b'{"choices": "' + bytes(size) + b'"}', 1)
 
 
 YES = math.log(0.7)
-BOMB = 300 * 2**20
+BOMB = 100 * 2**20
 
 SCORES: dict[str, ReplyMaker] = {
     **{
@@ -142,7 +145,7 @@ SCORES: dict[str, ReplyMaker] = {
 WIRE: dict[str, ReplyMaker] = {
     "a gzip bomb": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "gzip"}),
     "a gzip bomb as x-gzip": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "X-GZIP"}),
-    "a deflate bomb": lambda true: Reply(zlib.compress(bytes(BOMB), 9), headers={"Content-Encoding": "deflate"}),
+    "a deflate bomb": lambda true: Reply(zlib.compress(bytes(BOMB), 1), headers={"Content-Encoding": "deflate"}),
     "a gzip bomb of an error": lambda true: Reply(_gzipped_zeros(BOMB), 500, {"Content-Encoding": "gzip"}),
     "a gzip bomb of a refusal": lambda true: Reply(_gzipped_zeros(BOMB), 400, {"Content-Encoding": "gzip"}),
     "gzip in gzip": lambda true: Reply(
@@ -223,30 +226,18 @@ USAGE: dict[str, object] = {
 REDIRECTS = (300, 301, 302, 303, 304, 305, 307, 308)
 
 
-class FaultyJudge:
-    """A local server. ``make_reply``: makes the reply from a true completion. ``questions``: the number of requests so far."""
+class FaultyJudge(loopback.Scripted):
+    """A local server. ``make_reply``: makes the reply from a true completion."""
 
     def __init__(self) -> None:
         self.make_reply: ReplyMaker = _json
-        self.questions = 0
-        judge = self
+        super().__init__(lambda request: self.make_reply(completion()).parts())
 
-        class Handler(loopback.Handler):
-            def do_POST(self) -> None:
-                judge.questions += 1
-                self.body()
-                told = judge.make_reply(completion())
-                self.reply(told.status, told.body, told.headers)
-
-            do_GET = do_POST
-
-        self.server = loopback.Server(Handler)
-        self.url = f"{self.server.url}/v1"
+    @property
+    def url(self) -> str:
+        return f"{super().url}/v1"
 
 
-@contextmanager
-def faulty_judge() -> Iterator[FaultyJudge]:
+def faulty_judge() -> AbstractContextManager[FaultyJudge]:
     """Run a judge that sends the true completion until its ``make_reply`` is replaced."""
-    judge = FaultyJudge()
-    with loopback.running(judge.server):
-        yield judge
+    return loopback.running(FaultyJudge())

@@ -22,33 +22,12 @@ KEY = "sk-canary-5f1c0ffee9d34b7aa1"
 RETRIES = 1_000_003  # the client adds this number to the seed when it retries a request
 FAULTS = (
     *(
-        "429",
-        "500",
-        "503",
-        "408",
-        "time-out",
-        "cut",
-        "reset",
-        "html",
-        "no json",
-        "empty choices",
-        "two choices",
-        "refusal",
-        "filtered",
+        *("429", "500", "503", "408", "time-out", "cut", "reset", "html", "no json", "empty choices", "two choices"),
+        *("refusal", "filtered"),
     ),
     *(
-        "null",
-        "empty",
-        "prose",
-        "cut json",
-        "length",
-        "wrong key",
-        "off the scale",
-        "negative",
-        "nan",
-        "text score",
-        "double key",
-        "no message",
+        *("null", "empty", "prose", "cut json", "length", "wrong key", "off the scale", "negative", "nan", "text score"),
+        *("double key", "no message"),
     ),
 )
 
@@ -215,16 +194,8 @@ def choices_of(body) -> list[str] | None:
 def request_error(handler, body) -> str | None:
     """Return what a server would reject, or a wrong order of the parts (rubric first, judged image last), or None."""
     known = {
-        "structured_outputs",
-        "guided_choice",
-        "model",
-        "messages",
-        "temperature",
-        "max_completion_tokens",
-        "seed",
-        "response_format",
-        "logprobs",
-        "top_logprobs",
+        *("structured_outputs", "guided_choice", "model", "messages", "temperature", "max_completion_tokens", "seed"),
+        *("response_format", "logprobs", "top_logprobs"),
     }
     if handler.path != "/v1/chat/completions" or handler.headers["Authorization"] != f"Bearer {KEY}":
         return "no such path or key"

@@ -2,8 +2,9 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
 
@@ -59,3 +60,43 @@ def running(server: AnyServer) -> Iterator[AnyServer]:
         server.shutdown()
         server.server_close()
         thread.join(timeout=30)
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+Answer = tuple[int, object] | tuple[int, object, Mapping[str, str]] | None
+"""The status, the content and the headers of a reply. None: the connection is closed without a reply."""
+
+
+class _ScriptedHandler(Handler):
+    server: "Scripted"
+
+    def do_GET(self) -> None:
+        request = Request(self.command, self.path, self.headers, self.body())
+        self.server.requests.append(request)
+        answer = self.server.answer(request)
+        if answer is None:
+            self.close_connection = True
+        else:
+            self.reply(*answer)
+
+    do_POST = do_GET
+
+
+class Scripted(Server):
+    """Answers each request with ``answer(request)`` and records the requests."""
+
+    def __init__(self, answer: Callable[[Request], Answer], *, port: int = 0) -> None:
+        super().__init__(_ScriptedHandler, port=port)
+        self.answer = answer
+        self.requests: list[Request] = []
+
+
+def scripted(answer: Callable[[Request], Answer], *, port: int = 0) -> AbstractContextManager[Scripted]:
+    return running(Scripted(answer, port=port))

@@ -1,25 +1,22 @@
 """Statistics of votes: golden values that were computed by hand, and simulated voters whose truth is known."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from retouch_view.votes.commands import Calibration, Preference, calibrate, isotonic
-from retouch_view.votes.log import Vote
 from retouch_view.votes.reward import fit, preferences
 from retouch_view.votes.statistics import as_text, judge_agreement, summarise, table, voter_agreement, voters, win_rates
 from vote_maker import VoteMaker
 
 
 @pytest.fixture
-def vote() -> VoteMaker:
+def vote():
     return VoteMaker()
 
 
-def test_win_rates_count_ties_as_one_half(vote) -> None:
+def test_win_rates_count_ties_as_one_half(vote):
     votes = [
         vote("left", task="1", left="new", right="base"),
         vote("right", task="2", left="base", right="new"),
@@ -33,17 +30,17 @@ def test_win_rates_count_ties_as_one_half(vote) -> None:
     assert (found.share.value, found.share.count, found.share.clusters) == (pytest.approx(3 / 5), 5, 5)
 
 
-def test_win_rates_order_step_numbers_numerically(vote) -> None:
+def test_win_rates_order_step_numbers_numerically(vote):
     (found,) = win_rates([vote("left", left="run step 40", right="run step 120")])
     assert (found.arm, found.share.value) == ("run step 120", 0.0)
 
 
-def test_tags_with_many_values_are_no_categories(vote) -> None:
+def test_tags_with_many_values_are_no_categories(vote):
     votes = [vote("left", task=str(k), scores=({"a": 2.0}, {"a": 1.0}), tags={"kind": str(k % 2), "id": str(k)}) for k in range(9)]
     assert [row.category for row in judge_agreement(votes)] == ["all", "kind=0", "kind=1"]
 
 
-def test_judge_agreement_matches_hand_computation(vote) -> None:
+def test_judge_agreement_matches_hand_computation(vote):
     votes = [
         vote("left", task="1", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 1.0}), tags={"kind": "add"}),
         vote("right", task="2", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 3.0}), tags={"kind": "move"}),
@@ -61,7 +58,7 @@ def test_judge_agreement_matches_hand_computation(vote) -> None:
     }
 
 
-def test_strengths_match_hand_computation() -> None:
+def test_strengths_match_hand_computation():
     """Two wins to one: s_a - s_b = log 2. A circle of wins: all equal. One vote with a prior: 1 - sigmoid(2 x) = prior x."""
     assert fit([(0, 1, 1.0), (0, 1, 1.0), (1, 0, 1.0)], count=2, prior=1e-9)[0].tolist() == pytest.approx(
         [math.log(2) / 2, -math.log(2) / 2]
@@ -72,7 +69,7 @@ def test_strengths_match_hand_computation() -> None:
     assert fit([(0, 1, 0.5)] * 9, count=2, prior=0.5)[0].tolist() == pytest.approx([0, 0])
 
 
-def test_preferences_follow_the_strengths_and_are_nan_without_votes() -> None:
+def test_preferences_follow_the_strengths_and_are_nan_without_votes():
     found = preferences([(0, 1, 1.0), (1, 2, 1.0)], count=4, prior=0.5)
     assert found[0] > found[1] > found[2]
     assert found[1] == pytest.approx(0.5)
@@ -81,7 +78,7 @@ def test_preferences_follow_the_strengths_and_are_nan_without_votes() -> None:
     assert preferences([(0, 1, 1.0)], count=2, prior=0.5)[0] == pytest.approx(1 / (1 + math.exp(-2 * x)))
 
 
-def test_table_ranks_arms_by_strength_with_intervals(vote) -> None:
+def test_table_ranks_arms_by_strength_with_intervals(vote):
     votes = [vote("left", task=str(k), left="b", right="a") for k in range(20)]
     votes += [vote("left" if k < 15 else "right", task=str(k), left="c", right="b") for k in range(20)]
     found = table(votes)
@@ -93,13 +90,13 @@ def test_table_ranks_arms_by_strength_with_intervals(vote) -> None:
     assert table(votes[:0]) == []
 
 
-def test_isotonic_regression_matches_hand_computation() -> None:
+def test_isotonic_regression_matches_hand_computation():
     assert isotonic([1, 2, 3, 4, 5], [0, 1, 0, 0.5, 1], [1] * 5) == ([1, 2, 3, 4, 5], [0, 0.5, 0.5, 0.5, 1])
     assert isotonic([3, 1, 2, 2], [0, 3, 1, 2], [1, 1, 1, 1]) == ([1, 2, 3], [1.5, 1.5, 1.5])
     assert isotonic([1, 2, 3], [1, 0, 5], [3, 1, 0]) == ([1, 2], [0.75, 0.75])
 
 
-def scored_votes(vote: Callable[..., Vote], count: int, *, seed: int) -> list[Vote]:
+def scored_votes(vote, count, *, seed):
     """Votes whose left image wins with the probability of its score, against images of other scores."""
     random = np.random.default_rng(seed)
     preference = Preference(noise=0.5)
@@ -111,7 +108,7 @@ def scored_votes(vote: Callable[..., Vote], count: int, *, seed: int) -> list[Vo
     return made
 
 
-def test_calibration_is_monotone_and_less_uncertain_with_more_votes(vote, tmp_path: Path) -> None:
+def test_calibration_is_monotone_and_less_uncertain_with_more_votes(vote, tmp_path):
     few, many = (calibrate(scored_votes(vote, count, seed=1), "score", resamples=100) for count in (60, 1000))
     grid = np.linspace(0.2, 1.8, 9)
     for made in (few, many):
@@ -127,14 +124,14 @@ def test_calibration_is_monotone_and_less_uncertain_with_more_votes(vote, tmp_pa
     assert Calibration.load(tmp_path / "map.json") == many
 
 
-def test_repeated_votes_of_a_task_do_not_change_the_calibration(vote) -> None:
+def test_repeated_votes_of_a_task_do_not_change_the_calibration(vote):
     votes = scored_votes(vote, 120, seed=3)
     once, often = (calibrate([each for each in votes for _ in range(times)], "score", resamples=200) for times in (1, 8))
     assert often.probability == pytest.approx(once.probability)
     assert often.sd == pytest.approx(once.sd)
 
 
-def test_a_calibration_needs_votes_on_several_tasks(vote) -> None:
+def test_a_calibration_needs_votes_on_several_tasks(vote):
     with pytest.raises(ValueError, match="5 tasks have votes"):
         calibrate(scored_votes(vote, 10, seed=0), "score")
     with pytest.raises(ValueError, match="0 tasks have votes"):
@@ -142,14 +139,14 @@ def test_a_calibration_needs_votes_on_several_tasks(vote) -> None:
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"column": "a", "votes": 1, "tasks": 1, "scores": [1, 0]}', "nan", "null"])
-def test_a_damaged_calibration_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_damaged_calibration_is_refused(tmp_path, content):
     path = tmp_path / "map.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"calibration|map|JSON"):
         Calibration.load(path)
 
 
-def test_strength_intervals_have_95_percent_coverage(vote) -> None:
+def test_strength_intervals_have_95_percent_coverage(vote):
     """Half of the votes repeat another vote on the same task, which the clusters account for."""
     random = np.random.default_rng(3)
     truth = {"a": -0.6, "b": 0.0, "c": 0.6}
@@ -166,7 +163,7 @@ def test_strength_intervals_have_95_percent_coverage(vote) -> None:
     assert 0.93 <= np.mean(covered) <= 0.97
 
 
-def answers(vote: Callable[..., Vote], answer: Callable[[float, float], str], *, voter: str, seed: int) -> list[Vote]:
+def answers(vote, answer, *, voter, seed):
     """The votes of one voter on 150 pairs, of which 30 come again with their sides exchanged."""
     random = np.random.default_rng(seed)
     made = []
@@ -178,7 +175,7 @@ def answers(vote: Callable[..., Vote], answer: Callable[[float, float], str], *,
     return made
 
 
-def test_inconsistent_voters_are_detected(vote) -> None:
+def test_inconsistent_voters_are_detected(vote):
     """Voters who guess or always choose one side are detected; careful voters with noise are nearly always consistent."""
     found: dict[str, list[str]] = {}
     for seed in range(40):
@@ -197,7 +194,7 @@ def test_inconsistent_voters_are_detected(vote) -> None:
         assert found[name].count("inconsistent") >= 37
 
 
-def test_voter_row_matches_hand_computation(vote) -> None:
+def test_voter_row_matches_hand_computation(vote):
     votes = [
         vote("left", task="1"),
         vote("right", task="1", left="b", right="a", repeat=True),  # the same image
@@ -212,7 +209,7 @@ def test_voter_row_matches_hand_computation(vote) -> None:
     assert row.by_chance == pytest.approx(0.8**2 / 2 + 0.2**2)
 
 
-def test_voter_agreement_matches_hand_computation(vote) -> None:
+def test_voter_agreement_matches_hand_computation(vote):
     votes = [
         vote("left", task="1", voter="ann"),
         vote("right", task="1", voter="bob", left="b", right="a"),
@@ -225,7 +222,7 @@ def test_voter_agreement_matches_hand_computation(vote) -> None:
     assert (found.value, found.count) == (0.5, 2)
 
 
-def test_a_summary_has_all_tables(vote, tmp_path: Path) -> None:
+def test_a_summary_has_all_tables(vote, tmp_path):
     from retouch_view.votes.log import VoteLog
 
     log = VoteLog(tmp_path)

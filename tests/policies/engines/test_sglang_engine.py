@@ -2,7 +2,6 @@
 
 import logging
 import struct
-import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,6 +12,7 @@ import family_runs
 import sglang_double
 import tiny_models
 import tiny_policies as tiny
+from lockstep import Lockstep
 from retouch.distributed.ranks import Ranks
 from retouch.models.flux import FluxModel
 from retouch.models.lora import write_lora
@@ -23,7 +23,7 @@ from retouch.models.train import FullWeights, Lora
 from retouch.models.z_image import ZImageModel
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.engine import EngineFault
-from retouch.policies.rollout import DenoisingRollout, EngineContext
+from retouch.policies.rollout import EngineContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
 from retouch.run.metrics import completion_metrics
@@ -32,7 +32,7 @@ from retouch.types import Needs, Slice
 from retouch_serve.engines.sections import SglangEngine
 from retouch_serve.wire import unpack
 from retouch_worlds.testing import check_policy
-from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE, pack
+from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE
 
 
 @contextmanager
@@ -290,53 +290,25 @@ def test_a_server_without_lora_support_stops_the_run(tmp_path, path, message):
 
 
 def test_all_ranks_raise_together_and_only_rank_0_loads_weights(tmp_path):
-    meeting, votes = threading.Barrier(2), {}
-
-    def voter(rank):
-        def any_rank(flag):
-            votes[rank] = flag
-            meeting.wait(timeout=60)
-            found = any(votes.values())
-            meeting.wait(timeout=60)
-            return found
-
-        return any_rank
-
+    ranks = Lockstep()
     with (
-        served(tmp_path, context={"first": True, "any_rank": voter(0)}) as (first, double),
-        served(tmp_path, context={"first": False, "any_rank": voter(1)}) as (second, other),
+        served(tmp_path, context={"first": True, "any_rank": ranks.any_rank(0)}) as (first, double),
+        served(tmp_path, context={"first": False, "any_rank": ranks.any_rank(1)}) as (second, other),
     ):
         second.engine._connect = first.engine._connect
-        caught = [None, None]
-
-        def act(rank, policy, rows):
-            try:
-                policy.rollout(batch().take(rows))
-            except EngineFault as fault:
-                caught[rank] = str(fault)
 
         def both():
-            threads = [
-                threading.Thread(target=act, args=(0, first, slice(0, 3)), daemon=True),
-                threading.Thread(target=act, args=(1, second, slice(3, 6)), daemon=True),
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(timeout=60)
+            return ranks.act(lambda: first.rollout(batch().take(slice(0, 3))), lambda: second.rollout(batch().take(slice(3, 6))))
 
-        both()
-        assert caught == [None, None]
+        assert both() == [None, None]
         assert len(double.bodies(SET_LORA)) == 1
         assert not other.asked
         double.restart()
-        both()
-        assert caught == [None, None]
+        assert both() == [None, None]
         assert len(double.bodies(SET_LORA)) == 2
         left = [400]
         double.fault = lambda path: left.pop() if path == GENERATE and left else None
-        both()
-        assert sorted(text.split(":")[0][:27] for text in caught) == ["the SGLang server at http", "the SGLang server failed on"]
+        assert sorted(text.split(":")[0][:27] for text in both()) == ["the SGLang server at http", "the SGLang server failed on"]
 
 
 # Unsupported options
@@ -406,22 +378,7 @@ def test_doctor_diagnoses_the_sglang_server(tmp_path):
     assert next(section.diagnose(base_model="base", full_weights=False))[0] == "FAILED"
 
 
-def test_the_engine_key_is_omitted_if_it_is_not_set():
-    assert "engine" not in tiny.sampling().model_dump()
-    section = {"kind": "sglang", "url": "http://127.0.0.1:30000"}
-    read = DenoisingRollout.model_validate({"num_steps": 4, "transition": {"kind": "sde", "noise_level": 0.7}, "engine": section})
-    assert isinstance(read.engine, SglangEngine)
-
-
 # MessagePack
-
-
-VALUES = [None, True, False, 0, 127, 2**63, 1.5, "", "é" * 40, b"", b"\x00" * 300, [], [1, [2, {"a": None}]], {"a": {"b": [b"c"]}}]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_msgpack_values_round_trip(value):
-    assert unpack(pack(value), most=100) == value
 
 
 @pytest.mark.parametrize(

@@ -1,50 +1,42 @@
-"""The client of reward servers: the scores equal those of the reward itself, in order, whatever happens to the servers."""
+"""The client of reward servers: the scores equal those of the reward itself, in order, or are missing, whatever the servers do."""
 
+import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import tracemalloc
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from bad_server import bad_server
-from live_server import host, live, remote, samples_of
+from bad_server import ALL_FAULTS, HARMLESS, STATUSES, TRANSPORT_FAULTS, WRONG_INFOS, WRONG_REPLIES, bad_server
+from live_server import live, remote, samples_of
 from retouch.protocols import AsyncReward
 from retouch.rewards.base import BudgetSpent
 from retouch.rewards.judging import RewardScorer
-from retouch.types import Sample
-from retouch_serve.client import EndpointPool, RemoteClient, RequestFault, RetryBudget, fault_of_status
+from retouch.types import Column, Sample
+from retouch_serve.client import EndpointPool, RequestFault, RetryBudget, fault_of_status
 from retouch_serve.remote import RemoteReward
+from retouch_serve.wire import ExpectedReply, InvalidReply, read_reply
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.rewards import PlaygroundReward
 from retouch_worlds.testing import check_reward
-from served_rewards import Digest, digest_score
+from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[3] / "tests" / "support"
 
 
-def expected(samples: list[Sample]) -> torch.Tensor:
+def expected(samples):
     return torch.tensor([digest_score(sample) for sample in samples], dtype=torch.float64)
 
 
-def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:
+def equal(given, wanted):
     torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def ask_until(true: Callable[[], bool], reward: RemoteClient, samples: list[Sample]) -> None:
-    """Request scores, and check them, until ``true()``; fail after a minute."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        equal(reward(samples)["digest"], expected(samples))
-
-
-def test_remote_scores_equal_local_scores_and_pass_the_contract_checks() -> None:
+def test_remote_scores_equal_local_scores_and_pass_the_contract_checks():
     tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
     with live("playground") as server, closing(remote([server.url], batch=2)) as reward:
@@ -58,46 +50,13 @@ def test_remote_scores_equal_local_scores_and_pass_the_contract_checks() -> None
         assert not judged.rewards.isnan().any()
 
 
-def test_one_remote_reward_serves_calls_from_several_threads() -> None:
-    reward_object = Digest()
-    with (
-        live(host(reward_object)) as one,
-        live(host(reward_object)) as two,
-        closing(remote([one.url, two.url], batch=4)) as reward,
-    ):
-        groups = [samples_of(10, instruction=f"call {k}") for k in range(100)]
-        with ThreadPoolExecutor(4) as threads:
-            for samples, scores in zip(groups, threads.map(reward, groups), strict=True):
-                equal(scores["digest"], expected(samples))
-        assert not any(name.startswith("faults/") for name in reward.stats())
-        reward.close()
-        equal(reward(groups[0])["digest"], expected(groups[0]))
-
-
-def test_submit_returns_before_the_scores_are_ready() -> None:
-    go = threading.Event()
-
-    class WaitsForEvent(Digest):
-        def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
-            assert go.wait(timeout=30)
-            return super().__call__(samples)
-
-    samples = samples_of(4)
-    with live(host(WaitsForEvent())) as server, closing(remote([server.url])) as reward:
-        futures = [reward.submit(samples), reward.submit(samples[::-1])]
-        assert not any(future.done() for future in futures)
-        go.set()
-        equal(futures[0].result()["digest"], expected(samples))
-        equal(futures[1].result()["digest"], expected(samples[::-1]))
-
-
-def test_an_empty_batch_sends_no_request() -> None:
+def test_an_empty_batch_sends_no_request():
     with bad_server("none") as server, closing(remote([server.url])) as reward:
         assert {name: column.shape for name, column in reward([]).items()} == {"digest": (0,), "odd": (0,)}
         assert server.request_count == 0
 
 
-def test_one_of_several_rewards_of_a_server_can_be_selected() -> None:
+def test_one_of_several_rewards_of_a_server_can_be_selected():
     with live("a=share:red", "b=share:blue") as server:
         with closing(remote([server.url], rewards=("b",))) as reward:
             assert list(reward.columns) == ["b/share"]
@@ -106,7 +65,7 @@ def test_one_of_several_rewards_of_a_server_can_be_selected() -> None:
             remote([server.url], rewards=("c",))
 
 
-def test_the_wait_for_a_server_is_logged_once_with_its_length(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_wait_for_a_server_is_logged_once_with_its_length(caplog):
     with pytest.raises(ValueError, match=r"no reward server replies at http://127\.0\.0\.1:9 within 0\.5 s \(`wait`"):
         remote(["http://127.0.0.1:9"], wait=0.5)
     with live("share:red") as server, closing(remote([server.url])):
@@ -114,7 +73,7 @@ def test_the_wait_for_a_server_is_logged_once_with_its_length(caplog: pytest.Log
     assert waits == ["waiting for the reward server at http://127.0.0.1:9 (up to 0.5 s)"]
 
 
-def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch):
     monkeypatch.setattr("retouch_serve.client._ASK_SECONDS", 30.0)  # so that both servers answer in time on a busy machine
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
         with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
@@ -144,34 +103,12 @@ def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytes
         ({"endpoints": ("http://a",), "rate_file": "x"}, "samples_per_minute"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments: dict[str, object], says: str) -> None:
+def test_arguments_out_of_range_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         RemoteReward(**arguments)
 
 
-def test_scores_are_missing_at_the_deadline_if_all_servers_are_gone() -> None:
-    with bad_server("none") as one, bad_server("none") as two:
-        reward = remote([one.url, two.url], batch=8, deadline=1.0)
-    with closing(reward):
-        assert reward(samples_of(20))["digest"].isnan().all()
-        assert reward.stats()["faults/out_of_time"] == 3
-
-
-def test_a_recovered_server_is_used_again() -> None:
-    state = {"kind": "500"}
-    with (
-        bad_server(lambda: state["kind"]) as flaky,
-        bad_server("none") as good,
-        closing(remote([flaky.url, good.url], batch=1)) as reward,
-    ):
-        samples = samples_of(40)
-        equal(reward(samples)["digest"], expected(samples))
-        failed = flaky.request_count
-        state["kind"] = "none"
-        ask_until(lambda: flaky.request_count >= failed + 10, reward, samples)
-
-
-def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing() -> None:
+def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing():
     samples = samples_of(4)
     with (
         bad_server("none") as server,
@@ -184,7 +121,7 @@ def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing() ->
         assert server.request_count == 1
 
 
-def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_path: Path) -> None:
+def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_path):
     turns = iter(["500", "none", "500"])
     samples = samples_of(4)
     with (
@@ -201,14 +138,7 @@ def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_
         assert server.request_count == 5
 
 
-def test_no_retry_is_made_beyond_the_call_budget() -> None:
-    with bad_server("500") as server, closing(remote([server.url], calls=2)) as reward:
-        assert reward(samples_of(1))["digest"].isnan().all()
-        assert server.request_count == 2
-        assert reward.stats()["faults/budget"] == 1
-
-
-def test_a_remote_reward_works_in_a_forked_child_and_in_its_parent() -> None:
+def test_a_remote_reward_works_in_a_forked_child_and_in_its_parent():
     samples = samples_of(4)
     code = f"""
 import os, sys
@@ -232,7 +162,7 @@ print(first)
 # The parts
 
 
-def test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one() -> None:
+def test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one():
     clock = [0.0]
     pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
     a, b, c = pool.endpoints
@@ -250,7 +180,7 @@ def test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one() -> None:
     assert [each.excluded for each in pool.endpoints] == [False, True, True]
 
 
-def test_the_pool_prefers_the_least_loaded_endpoint_that_has_not_failed() -> None:
+def test_the_pool_prefers_the_least_loaded_endpoint_that_has_not_failed():
     pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: 0.0)
     a, b, c = pool.endpoints
     a.in_progress, b.in_progress, c.in_progress = 5, 2, 9
@@ -264,7 +194,7 @@ def test_the_pool_prefers_the_least_loaded_endpoint_that_has_not_failed() -> Non
     assert {pool.choose() for _ in range(50)} == {a, c}
 
 
-def test_the_pool_chooses_no_endpoint_until_its_retry_after_time() -> None:
+def test_the_pool_chooses_no_endpoint_until_its_retry_after_time():
     clock = [0.0]
     pool = EndpointPool(["http://a"], clock=lambda: clock[0])
     pool.failed(pool.endpoints[0], fault_of_status(429, 2.0))
@@ -273,7 +203,7 @@ def test_the_pool_chooses_no_endpoint_until_its_retry_after_time() -> None:
     assert pool.choose() is pool.endpoints[0]
 
 
-def test_the_retry_budget_allows_a_share_of_requests_and_a_number_per_second() -> None:
+def test_the_retry_budget_allows_a_share_of_requests_and_a_number_per_second():
     budget = RetryBudget(share=0.1, per_second=0.0, max_saved=3.0)
     assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
     for _ in range(100):
@@ -283,8 +213,163 @@ def test_the_retry_budget_allows_a_share_of_requests_and_a_number_per_second() -
     assert [slow.take(now) for now in (0.0, 0.1, 0.5, 0.7, 1.1)] == [True, False, True, False, True]
 
 
-def test_http_status_codes_are_classified_as_final_or_retryable() -> None:
+def test_http_status_codes_are_classified_as_final_or_retryable():
     assert [fault_of_status(status, 0.0).final for status in (400, 401, 404, 413, 422)] == [True] * 5
     assert [fault_of_status(status, 0.0).final for status in (408, 429, 500, 502, 503, 504)] == [False] * 6
     assert not fault_of_status(429, 1.0).blames_server
     assert not fault_of_status(503, 1.0).tried
+
+
+FINAL = {"404", "400", "401"}
+DEADLINE = 60.0
+
+
+@pytest.mark.parametrize("kind", [*ALL_FAULTS, *HARMLESS])
+def test_scores_come_from_another_server_after_a_faulty_reply(kind):
+    samples = samples_of(16)
+    timeout = 1.0 if kind in ("hang", "slow drip") else 10.0
+    with (
+        bad_server(kind) as bad,
+        bad_server("none") as good,
+        closing(remote([bad.url, good.url], batch=4, attempts=20, timeout=timeout, deadline=DEADLINE)) as reward,
+    ):
+        scores = reward(samples)["digest"]
+        assert bad.request_count > 0
+        if kind in FINAL:  # not retried by design: the status says that the request itself is wrong
+            assert torch.equal(scores[~scores.isnan()], expected(samples)[~scores.isnan()])
+        else:
+            torch.testing.assert_close(scores, expected(samples), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["an error of the reward", "NaN", *STATUSES, *TRANSPORT_FAULTS])
+def test_scores_are_missing_if_the_only_server_is_faulty(kind):
+    samples = samples_of(6)
+    timeout = 0.3 if kind in ("hang", "slow drip") else 10.0
+    deadline = 1.0 if kind in ("429", "503") else DEADLINE  # these do not count as attempts, so only the deadline ends them
+    with (
+        bad_server(kind) as bad,
+        closing(remote([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)) as reward,
+    ):
+        scores = reward(samples)
+        assert ("faults/out_of_time" in reward.stats()) is (kind in ("429", "503"))
+    missing = scores["digest"].isnan()
+    torch.testing.assert_close(scores["digest"][~missing], expected(samples)[~missing], rtol=0, atol=0)
+    assert missing.tolist() == [False, False, True] * 2 if kind == "an error of the reward" else missing.all()
+    if kind in FINAL:
+        assert bad.request_count == 2  # one for each request
+
+
+def test_items_of_a_reply_may_be_in_any_order():
+    samples = samples_of(7)
+    with bad_server("another order") as server, closing(remote([server.url], batch=4)) as reward:
+        torch.testing.assert_close(reward(samples)["digest"], expected(samples), rtol=0, atol=0)
+        assert reward.stats() == {"calls": 2.0}
+
+
+EXPECTED = ExpectedReply(
+    {"digest": Column(0.0, 1.0), "odd": Column(0.0, 1.0)},
+    dict.fromkeys(("digest", "odd"), "digest"),
+    {"digest": "fingerprint-digest"},
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server that falsifies its replies as ``lies["now"]`` says, which can be changed between two requests."""
+    lies = {"now": "none"}
+    with bad_server(lambda: lies["now"]) as made:
+        made.lies = lies
+        yield made
+
+
+@pytest.mark.parametrize("lie", WRONG_INFOS)
+def test_an_invalid_server_description_raises_before_any_request(lie):
+    with bad_server("none", info=WRONG_INFOS[lie]) as server:
+        with pytest.raises(ValueError, match="is not a reward server of Retouch"):
+            remote([server.url])
+        assert server.request_count == 0
+
+
+@pytest.mark.parametrize("lie", WRONG_REPLIES)
+def test_an_invalid_reply_is_rejected_as_a_whole(server, lie):
+    samples = samples_of(4)
+    server.lies["now"] = WRONG_REPLIES[lie]
+    with closing(remote([server.url], batch=4, attempts=1, timeout=20.0)) as reward:
+        missing = reward(samples)["digest"]
+        server.lies["now"] = "none"
+        after = reward(samples)["digest"]
+    assert missing.isnan().all()
+    assert torch.equal(after, torch.tensor([digest_score(sample) for sample in samples]))
+
+
+def test_a_reply_with_too_many_values_is_rejected_with_little_memory():
+    body = b'{"judges": {"digest": ["fingerprint-digest"]}, "items": [' + b"[]," * 5_000_000 + b"[]]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidReply, match="too_many_values"):
+            read_reply(body, ["0"], EXPECTED)
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("low", "high"), [("0", "1e309"), ("-1e308", "1"), ("0", "1e10")])
+def test_declared_columns_with_an_infinite_or_huge_range_raise(low, high):
+    columns = {"digest": (json.loads(low), json.loads(high))}
+    with pytest.raises(ValueError, match=r"1000000000|finite"):
+        RemoteReward(endpoints=("http://127.0.0.1:1",), columns=columns)
+
+
+def test_a_time_out_excludes_a_server_at_once_until_a_probe_finds_it_ready():
+    clock = [0.0]
+    pool = EndpointPool(["http://a", "http://b"], clock=lambda: clock[0])
+    a, b = pool.endpoints
+    pool.failed(a, RequestFault("timeout"))
+    assert (a.excluded, pool.choose()) == (True, b)
+    pool.failed(b, RequestFault("timeout"))
+    assert pool.choose() is None  # even the last server is excluded: a probe takes 2 s, a request its whole time limit
+    clock[0] = 1.0
+    assert pool.probes_due() == [a, b]
+    pool.probed(b, succeeded=True)
+    assert pool.choose() is b
+    pool.failed(b, RequestFault("http_500"))
+    assert not b.excluded
+
+
+def test_status_504_and_time_outs_are_slow_faults_and_500_is_not():
+    assert fault_of_status(504, 0.0).slow
+    assert RequestFault("timeout").slow
+    assert not fault_of_status(500, 0.0).slow
+
+
+def test_client_avoids_a_hanging_server_after_its_first_time_out(tmp_path):
+    """One of two servers takes every request and never answers: of many requests, only those already sent wait for it."""
+    samples = samples_of(20)
+    with (
+        bad_server("hang", ready=lambda: False) as bad,
+        bad_server("none") as good,
+        closing(remote([bad.url, good.url], batch=1, concurrency=1, attempts=4, timeout=0.5, deadline=60.0)) as reward,
+    ):
+        began = time.monotonic()
+        for part in range(0, 20, 4):
+            scores = reward(samples[part : part + 4])["digest"]
+            assert torch.equal(scores, torch.tensor([digest_score(sample) for sample in samples[part : part + 4]]))
+        assert bad.request_count <= 2
+        assert time.monotonic() - began < 30
+
+
+def test_client_of_a_single_hanging_server_retries_when_it_is_ready():
+    state = {"kind": "hang", "ready": False}
+    with (
+        bad_server(lambda: state["kind"], ready=lambda: state["ready"]) as server,
+        closing(remote([server.url], batch=1, concurrency=1, attempts=4, timeout=0.2, deadline=60.0)) as reward,
+    ):
+        waiting = reward.submit(samples_of(2))
+        ends = time.monotonic() + 60
+        while not reward.stats().get("faults/timeout"):
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        time.sleep(0.7)
+        assert server.request_count <= 2  # and not once in each fifth of a second
+        state |= {"kind": "none", "ready": True}
+        assert not waiting.result(timeout=60)["digest"].isnan().any()

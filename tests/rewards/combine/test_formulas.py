@@ -24,10 +24,10 @@ PYTHON = {
 }
 
 
-def formulas(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def formulas(leaves):
     """Formulas that both Python and the formula parser accept."""
 
-    def grown(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    def grown(inner):
         two = st.lists(inner, min_size=2, max_size=3).map(", ".join)
         return st.one_of(
             st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda part: f"{part[0]} {part[1]} {part[2]}"),
@@ -43,7 +43,7 @@ def formulas(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 TEXTS = formulas(st.sampled_from(["a", "b", "c", "0.6", "2", "1e-1", ".5"]))
 
 
-def read(text: str) -> torch.Tensor:
+def read(text):
     return value(read_formula(text), {name: torch.tensor([0.25]) for name in "abc"})
 
 
@@ -218,6 +218,6 @@ def test_unbounded_columns_have_unbounded_ranges():
 
 
 @pytest.mark.parametrize("name", ["mean", "std", "n"])
-def test_a_column_with_the_name_of_a_metric_of_the_run_raises(name: str) -> None:
+def test_a_column_with_the_name_of_a_metric_of_the_run_raises(name):
     with pytest.raises(ValueError, match=f"the reward has the column '{name}', but a run's metrics use this name .*; rename it"):
         combination({"a": 1.0}, {**COLUMNS, name: Column(0.0, 1.0)})

@@ -1,30 +1,20 @@
 """The journal of scores: stored scores are returned bitwise, no sample is scored twice, and a kill loses nothing."""
 
-import os
 import random
 import sqlite3
 import struct
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 
 import PIL.Image
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from retouch.protocols import Reward
-from retouch.rewards.combination import Combine
-from retouch.rewards.judging import CompositeReward, RewardScorer, ScoredBatch
+from retouch.rewards.judging import CompositeReward, RewardScorer
 from retouch.rewards.ledger.database import Database, ImageStore, decode_scores, image_hash
-from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
+from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.run.ledger import ledger_path
-from retouch.types import Batch, Column, Sample, Scores, Task
+from retouch.types import Batch, Column, Sample, Task
 
 NAN = float("nan")
 COLUMNS = {"quality": Column(-1.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
@@ -33,12 +23,12 @@ COLUMNS = {"quality": Column(-1.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=Tr
 class Counting:
     """Returns other scores at every call, so that a new score cannot be mistaken for a stored one; records the samples."""
 
-    def __init__(self, *, broken: bool = False) -> None:
+    def __init__(self, *, broken=False):
         self.columns = COLUMNS
         self.asked: list[Sample] = []
         self.broken = broken
 
-    def __call__(self, samples: Sequence[Sample]) -> Scores:
+    def __call__(self, samples):
         self.asked += samples
         quality = torch.linspace(-1, 1, len(samples)) / len(self.asked)
         notes = torch.rand(len(samples))
@@ -46,13 +36,13 @@ class Counting:
         return {"quality": torch.full_like(quality, NAN) if self.broken else quality, "notes": notes}
 
 
-def batch(step: int = 3, *, groups: int = 2, slots: int = 3, first: int = 0) -> Batch:
+def batch(step=3, *, groups=2, slots=3, first=0):
     tasks = tuple(Task(id=f"task/{k}", instruction="make it red") for k in range(first, first + groups))
     group = tuple(k for k in range(groups) for _ in range(slots))
     return Batch(1, step, tasks, tuple(range(first, first + groups)), group, tuple(range(slots)) * groups)
 
 
-def pictures(batch: Batch, *, seed: int = 0) -> list[Sample]:
+def pictures(batch, *, seed=0):
     drawn = []
     for row, group in enumerate(batch.group):
         colour = (seed, batch.group_ids[group], batch.slot[row])
@@ -60,41 +50,38 @@ def pictures(batch: Batch, *, seed: int = 0) -> list[Sample]:
     return drawn
 
 
-def rows_of(batch: Batch) -> list[JournalRow]:
+def rows_of(batch):
     return journal_rows(batch, pictures(batch), split="train", step=batch.step)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(one, other):
     return one.dtype == other.dtype and torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def equal(one: ScoredBatch, other: ScoredBatch) -> bool:
+def equal(one, other):
     columns = one.scores.keys() == other.scores.keys() and all(same(one.scores[name], other.scores[name]) for name in one.scores)
     return columns and same(one.rewards, other.rewards) and one.faults == other.faults
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
+def journal(tmp_path):
     opened = Database(ledger_path(tmp_path, 0))
     yield Journal(opened)
     opened.close()
 
 
-Start = Callable[..., RewardScorer]
-
-
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """Starts a run's scorer with the same ledger file again and again."""
     started: list[RewardScorer] = []
 
-    def end() -> None:
+    def end():
         for judge in started:
             judge.close()
             assert judge.journal is not None
             judge.journal.database.close()
 
-    def begin(reward: Reward, fingerprint: str = "one", *, combine: Combine | None = None) -> RewardScorer:
+    def begin(reward, fingerprint="one", *, combine=None):
         end()
         started[:] = [RewardScorer(reward, combine or {"quality": 2.0})]
         started[0].journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
@@ -104,15 +91,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     end()
 
 
-def test_a_resumed_run_scores_no_sample_twice(start: Start) -> None:
-    rows, reward = batch(), Counting()
-    first = start(reward).for_split("train")(rows, pictures(rows)).result()
-    assert len(reward.asked) == 6
-    assert equal(start(reward).for_split("train")(rows, pictures(rows)).result(), first)
-    assert len(reward.asked) == 6
-
-
-def test_missing_scores_are_replayed_until_forget_missing_is_called(start: Start) -> None:
+def test_missing_scores_are_replayed_until_forget_missing_is_called(start):
     rows, mended = batch(), Counting()
     first = start(Counting(broken=True)).for_split("train")(rows, pictures(rows)).result()
     assert first.rewards.isnan().all()
@@ -127,7 +106,7 @@ def test_missing_scores_are_replayed_until_forget_missing_is_called(start: Start
     assert len(mended.asked) == 6
 
 
-def test_a_missing_diagnostic_does_not_cause_rescoring(start: Start) -> None:
+def test_a_missing_diagnostic_does_not_cause_rescoring(start):
     rows, reward = batch(), Counting()
     judge = start(reward)
     first = judge.for_split("train")(rows, pictures(rows)).result()
@@ -137,7 +116,7 @@ def test_a_missing_diagnostic_does_not_cause_rescoring(start: Start) -> None:
     assert len(reward.asked) == 6
 
 
-def test_only_changed_images_are_scored_and_they_replace_the_stored_rows(start: Start) -> None:
+def test_only_changed_images_are_scored_and_they_replace_the_stored_rows(start):
     rows, reward = batch(), Counting()
     judge = start(reward)
     old = pictures(rows)
@@ -156,7 +135,7 @@ class Comparing(Counting):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_whole_groups_are_scored_again_if_the_reward_compares_the_samples_of_a_task(start: Start, inside: bool) -> None:
+def test_whole_groups_are_scored_again_if_the_reward_compares_the_samples_of_a_task(start, inside):
     rows, reward = batch(), Comparing()
     several = CompositeReward({"own": reward})
     judge = start(several, combine={"own/quality": 1.0}) if inside else start(reward)
@@ -172,7 +151,7 @@ def test_whole_groups_are_scored_again_if_the_reward_compares_the_samples_of_a_t
 
 
 @pytest.mark.parametrize("change", ["step", "group", "slot", "task"])
-def test_the_same_image_in_another_step_group_slot_or_task_is_scored_again(start: Start, change: str) -> None:
+def test_the_same_image_in_another_step_group_slot_or_task_is_scored_again(start, change):
     rows, reward = batch(groups=1, slots=1), Counting()
     samples = pictures(rows)
     judge = start(reward)
@@ -189,7 +168,7 @@ def test_the_same_image_in_another_step_group_slot_or_task_is_scored_again(start
     assert len(reward.asked) == 2
 
 
-def test_samples_are_scored_again_for_another_judge_fingerprint(start: Start) -> None:
+def test_samples_are_scored_again_for_another_judge_fingerprint(start):
     rows, reward = batch(), Counting()
     start(reward).for_split("train")(rows, pictures(rows)).result()
     second = start(reward, "two").for_split("train")(rows, pictures(rows)).result()
@@ -198,7 +177,7 @@ def test_samples_are_scored_again_for_another_judge_fingerprint(start: Start) ->
     assert len(reward.asked) == 12
 
 
-def test_splits_and_evaluation_steps_have_separate_rows(start: Start) -> None:
+def test_splits_and_evaluation_steps_have_separate_rows(start):
     """Held-out batches have the same groups and slots at each evaluation, and so do the target images of the ceiling."""
     rows, reward = batch(-1), Counting()
     judge = start(reward)
@@ -211,7 +190,7 @@ def test_splits_and_evaluation_steps_have_separate_rows(start: Start) -> None:
     assert len(reward.asked) == 24
 
 
-def test_the_first_score_is_replayed_if_a_batch_contains_a_row_twice(start: Start) -> None:
+def test_the_first_score_is_replayed_if_a_batch_contains_a_row_twice(start):
     """The last rank of an evaluation repeats the last task; its first score is used."""
     task = Task(id="last", instruction="")
     rows = Batch(0, -1, (task,), (4,), (0, 0), (0, 0))
@@ -224,7 +203,7 @@ def test_the_first_score_is_replayed_if_a_batch_contains_a_row_twice(start: Star
     assert len(reward.asked) == 2
 
 
-def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path: Path) -> None:
+def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path):
     rows, kept = batch(), ImageStore(tmp_path)
     samples = pictures(rows)
     samples[1] = Sample(samples[1].task, None)
@@ -246,7 +225,7 @@ def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path: Path
     database.close()
 
 
-def test_policys_own_faults_are_not_scored_and_are_counted_at_every_replay(start: Start) -> None:
+def test_policys_own_faults_are_not_scored_and_are_counted_at_every_replay(start):
     rows, reward = batch(), Counting()
     samples = [Sample(sample.task, None if row % 2 else sample.image) for row, sample in enumerate(pictures(rows))]
     first = start(reward).for_split("train")(rows, samples).result()
@@ -256,53 +235,16 @@ def test_policys_own_faults_are_not_scored_and_are_counted_at_every_replay(start
     assert len(reward.asked) == 3
 
 
-def test_scores_of_chunks_are_replayed_for_the_whole_batch(start: Start) -> None:
-    rows, reward = batch(groups=3), Counting()
-    samples = pictures(rows)
-    judge = start(reward)
-    parts = [judge.for_split("train")(rows.take(slice(k, k + 2)), samples[k : k + 2]) for k in range(0, 9, 2)]
-    first = ScoredBatch.concat([part.result() for part in parts])
-    assert equal(start(reward).for_split("train")(rows, samples).result(), first)
-    assert len(reward.asked) == 9
-
-
-def test_rows_without_a_requested_column_are_not_recalled(journal: Journal) -> None:
+def test_rows_without_a_requested_column_are_not_recalled(journal):
     rows = batch()
     journal.record(rows_of(rows), {"quality": torch.zeros(6)})
     assert journal.recall(rows_of(rows), ["quality"])[0].all()
     assert not journal.recall(rows_of(rows), ["quality", "notes"])[0].any()
 
 
-def test_the_caller_is_not_blocked_while_the_reward_runs(start: Start) -> None:
-    """The reward waits for the caller, so the test would not end if the call waited for the reward."""
-    may_answer = threading.Event()
-
-    class Waiting(Counting):
-        def __call__(self, samples: Sequence[Sample]) -> Scores:
-            assert may_answer.wait(60)
-            return super().__call__(samples)
-
-    rows = batch()
-    futures: list[Future[ScoredBatch]] = [start(Waiting()).for_split("train")(rows, pictures(rows))]
-    assert not futures[0].done()
-    may_answer.set()
-    assert len(futures[0].result().rewards) == 6
-
-
-def test_scores_are_in_the_file_when_the_future_is_done(start: Start, tmp_path: Path) -> None:
-    rows, counts = batch(), []
-    judge = start(Counting())
-    future = judge.for_split("train")(rows, pictures(rows))
-    future.result()
-    reader = sqlite3.connect(tmp_path / "ledger.sqlite")
-    counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
-    reader.close()
-    assert counts == [12]
-
-
-def test_a_failed_reward_call_stores_nothing(start: Start) -> None:
+def test_a_failed_reward_call_stores_nothing(start):
     class Failing(Counting):
-        def __call__(self, samples: Sequence[Sample]) -> Scores:
+        def __call__(self, samples):
             raise ValueError("no answer")
 
     rows, reward = batch(), Counting()
@@ -314,7 +256,7 @@ def test_a_failed_reward_call_stores_nothing(start: Start) -> None:
 
 @given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 @settings(max_examples=10)
-def test_finite_floats_are_recalled_bitwise(tmp_path_factory: pytest.TempPathFactory, patterns: list[int]) -> None:
+def test_finite_floats_are_recalled_bitwise(tmp_path_factory, patterns):
     """Also zeros of both signs and subnormal numbers. NaN is recalled as NaN; an infinity is stored but never recalled."""
     special = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000]
     column = torch.tensor([struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in [*special, *patterns]])
@@ -340,15 +282,7 @@ def test_finite_floats_are_recalled_bitwise(tmp_path_factory: pytest.TempPathFac
     assert torch.equal(torch.tensor(stored).isnan(), column.isnan())
 
 
-def test_task_ids_with_lone_surrogates_are_stored_and_recalled(journal: Journal) -> None:
-    task = Task(id="half \ud800 pair", instruction="")
-    rows = Batch(1, 1, (task,), (0,), (0,), (0,))
-    samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))]
-    journal.record(journal_rows(rows, samples, split="train", step=1), {"any": torch.ones(1)})
-    assert journal.recall(journal_rows(rows, samples, split="train", step=1), ["any"])[0].all()
-
-
-def test_image_hash_depends_on_size_mode_and_every_pixel() -> None:
+def test_image_hash_depends_on_size_mode_and_every_pixel():
     black = PIL.Image.new("RGB", (4, 6))
     speck = black.copy()
     speck.putpixel((3, 5), (0, 0, 1))
@@ -357,116 +291,14 @@ def test_image_hash_depends_on_size_mode_and_every_pixel() -> None:
     assert len({image_hash(image) for image in [black, *others]}) == 6
 
 
-def test_concurrent_readers_see_whole_batches(journal: Journal) -> None:
-    """Another program reads while rows are written: it sees a batch's rows all or not at all."""
-    counts, done = [], threading.Event()
-
-    def read() -> None:
-        reader = sqlite3.connect(journal.database.path)
-        while not done.is_set():
-            counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
-        reader.close()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        for step in range(20):
-            rows = batch(step)
-            journal.record(rows_of(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
-    finally:
-        done.set()
-        thread.join()
-    assert all(count % 12 == 0 for count in counts)
-    assert sorted(counts) == counts
-
-
-def test_several_threads_can_write_to_one_journal(journal: Journal) -> None:
-    def write(first: int) -> None:
-        for step in range(5):
-            rows = batch(step, groups=1, first=first)
-            journal.record(rows_of(rows), {"quality": torch.full((3,), float(first))})
-
-    threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for step in range(5):
-        rows = batch(step, groups=4)
-        known, scores = journal.recall(rows_of(rows), ["quality"])
-        assert known.all()
-        assert scores["quality"].tolist() == [float(first) for first in range(4) for _ in range(3)]
-
-
-def test_each_rank_has_its_own_ledger_file(tmp_path: Path) -> None:
-    assert [ledger_path(tmp_path, rank).name for rank in range(3)] == [
-        "ledger.sqlite",
-        "ledger.rank1.sqlite",
-        "ledger.rank2.sqlite",
-    ]
-
-
-WRITER = """
-import os, sys
-sys.path.insert(0, sys.argv[2])
-import torch
-from pathlib import Path
-from test_journal import batch, rows_of
-from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.journal import Journal
-kills = int(sys.argv[3])
-for kill in range(kills):
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        journal = Journal(Database(Path(sys.argv[1])))
-        for step in range(1000 * kill, 1000 * kill + 1000):
-            rows = batch(step)
-            journal.record(rows_of(rows), {"quality": torch.full((6,), float(step))})
-            os.write(writing, step.to_bytes(4, "big"))
-        os._exit(3)
-    os.close(writing)
-    told = b""
-    while len(told) < 4 * (kill + 1):
-        told += os.read(reading, 64)
-    os.kill(pid, 9)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
-    while part := os.read(reading, 1 << 16):
-        told += part
-    print(int.from_bytes(told[-4:], "big"), flush=True)
-"""
-
-
-def test_a_kill_loses_no_recorded_row(tmp_path: Path) -> None:
-    """The writer is killed repeatedly during its writes; each new one continues with the files that the last one left."""
-    path = tmp_path / "ledger.sqlite"
-    command = [sys.executable, "-c", WRITER, path, Path(__file__).parent, "6"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert path.with_name("ledger.sqlite-wal").stat().st_size > 0
-    last = [int(line) for line in done.stdout.split()]
-    wal = path.with_name("ledger.sqlite-wal")
-    wal.write_bytes(wal.read_bytes() + os.urandom(5_000))  # an incomplete write after the committed ones
-    journal = Journal(Database(path))
-    for kill, safe in enumerate(last):
-        for step in range(1000 * kill, safe + 1):
-            rows = batch(step)
-            known, scores = journal.recall(rows_of(rows), ["quality"])
-            assert known.all()
-            assert scores["quality"].tolist() == [float(step)] * 6
-    (sound,) = journal.database._connection.execute("PRAGMA integrity_check").fetchone()
-    assert sound == "ok"
-    journal.database.close()
-
-
-def test_a_damaged_ledger_file_raises(tmp_path: Path) -> None:
+def test_a_damaged_ledger_file_raises(tmp_path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"this is no database, and yet it is long enough to be taken for one" * 50)
     with pytest.raises(ValueError, match=r"ledger.sqlite cannot be used: .*move it away"):
         Database(path)
 
 
-def test_a_ledger_of_another_format_raises(tmp_path: Path) -> None:
+def test_a_ledger_of_another_format_raises(tmp_path):
     path = tmp_path / "ledger.sqlite"
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 1")
@@ -475,7 +307,7 @@ def test_a_ledger_of_another_format_raises(tmp_path: Path) -> None:
         Database(path)
 
 
-def test_a_full_disk_raises_and_keeps_earlier_rows(journal: Journal) -> None:
+def test_a_full_disk_raises_and_keeps_earlier_rows(journal):
     rows = batch()
     journal.record(rows_of(rows), {"quality": torch.zeros(6)})
     pages = journal.database._connection.execute("PRAGMA page_count").fetchone()[0]
@@ -490,7 +322,7 @@ def test_a_full_disk_raises_and_keeps_earlier_rows(journal: Journal) -> None:
     assert journal.recall(rows_of(large), ["quality"])[0].all()
 
 
-def test_a_damaged_image_file_reads_as_none(tmp_path: Path) -> None:
+def test_a_damaged_image_file_reads_as_none(tmp_path):
     kept, image = ImageStore(tmp_path), PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
     digest = image_hash(image)
     kept.save(digest, image)
@@ -499,3 +331,14 @@ def test_a_damaged_image_file_reads_as_none(tmp_path: Path) -> None:
     damaged[33:37] = (int.from_bytes(damaged[33:37]) // 2).to_bytes(4)
     kept.path(digest).write_bytes(damaged)
     assert kept.read(digest) is None
+
+
+def test_scores_are_in_the_file_when_the_future_is_done(start, tmp_path):
+    rows, counts = batch(), []
+    judge = start(Counting())
+    future = judge.for_split("train")(rows, pictures(rows))
+    future.result()
+    reader = sqlite3.connect(tmp_path / "ledger.sqlite")
+    counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
+    reader.close()
+    assert counts == [12]

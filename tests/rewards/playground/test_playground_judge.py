@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy import ndarray
 from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.types import Sample, Scores, Task
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.playground.rendering import TEMPLATES, render
-from retouch_worlds.playground.scenes import BACKGROUNDS, CELL, CODES, KINDS, SIZE, THINGS, Edit, Scene, Thing, apply
+from retouch_worlds.playground.scenes import BACKGROUNDS, CELL, CODES, KINDS, SIZE, Edit, Scene, apply
 from retouch_worlds.rewards import PlaygroundReward
 
 JUDGE = PlaygroundReward()
@@ -24,52 +23,52 @@ tasks = st.integers(0, 10**6 - 1).map(TASKS.__getitem__)
 MAIN = ("IF", "IP", "PQ", "overall", "exact")
 
 
-def judge(task: Task, image: Image.Image | None) -> dict[str, float]:
+def judge(task, image):
     """The scores of one image."""
     return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
 
 
-def parts(task: Task) -> tuple[Scene, list[Edit]]:
+def parts(task):
     """The scene and the edits."""
     edits = task.meta["edits"]
     assert isinstance(edits, list)
     return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
 
 
-def array(image: Image.Image | None) -> ndarray:
+def array(image):
     """An image's values as floats."""
     assert image is not None
     return np.asarray(image).astype(np.float64)
 
 
-def picture(values: ndarray) -> Image.Image:
+def picture(values):
     """An image of values, rounded and clipped."""
     return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8))
 
 
-def window(cell: int) -> tuple[slice, slice]:
+def window(cell):
     """Where a cell lies."""
     row, column = divmod(cell, 3)
     return slice(row * CELL, (row + 1) * CELL), slice(column * CELL, (column + 1) * CELL)
 
 
-def noise(seed: int) -> ndarray:
+def noise(seed):
     """An image of uniform noise."""
     return np.random.default_rng(seed).uniform(0, 255, (SIZE, SIZE, 3))
 
 
-def reference_scores(task: Task, image: Image.Image) -> dict[str, float]:
+def reference_scores(task, image):
     """A reference implementation of the columns, one cell at a time."""
     scene, edits = parts(task)
     target = apply(scene, edits)
 
-    def rms(a: ndarray, b: ndarray) -> float:
+    def rms(a, b):
         return float(np.sqrt(np.mean((a / 255 - b / 255) ** 2)))
 
-    def keep(distance: float) -> float:
+    def keep(distance):
         return 1 - min(max((distance - 0.03) / 0.09, 0), 1)
 
-    def template(background: int, code: int) -> ndarray:
+    def template(background, code):
         return TEMPLATES[background, code].astype(np.float64)
 
     shown = [array(image)[window(cell)] for cell in range(9)]
@@ -105,7 +104,7 @@ def reference_scores(task: Task, image: Image.Image) -> dict[str, float]:
 
 @settings(deadline=None, max_examples=60)
 @given(tasks, st.integers(0, 1000), st.floats(0, 0.5), st.floats(0, 1))
-def test_columns_match_the_reference_implementation(task: Task, seed: int, strength: float, progress: float) -> None:
+def test_columns_match_the_reference_implementation(task, seed, strength, progress):
     other = TASKS[seed]
     mixed = array(task.images[0]) * (1 - progress) + array(task.target) * progress
     mixed[window(seed % 9)] = array(other.target)[window(seed % 9)]
@@ -117,7 +116,7 @@ def test_columns_match_the_reference_implementation(task: Task, seed: int, stren
 
 
 @given(tasks)
-def test_the_target_image_gets_the_best_scores(task: Task) -> None:
+def test_the_target_image_gets_the_best_scores(task):
     scores = judge(task, task.target)
     assert [scores[name] for name in MAIN] == pytest.approx([10, 10, 10, 10, 1])
     kinds = task.tags["kinds"].split("+")
@@ -125,84 +124,14 @@ def test_the_target_image_gets_the_best_scores(task: Task) -> None:
         assert scores[f"success/{kind}"] == pytest.approx(1.0 if kind in kinds else math.nan, nan_ok=True)
 
 
-@given(tasks)
-def test_the_unchanged_source_has_no_if_and_full_ip(task: Task) -> None:
-    scores = judge(task, task.images[0])
-    assert [scores[name] for name in MAIN] == pytest.approx([0, 10, 10, 0, 0])
-    assert all(scores[f"success/{kind}"] == 0 for kind in task.tags["kinds"].split("+"))
-
-
 @given(tasks, st.sampled_from(BACKGROUNDS))
-def test_an_empty_canvas_has_pq_and_overall_0(task: Task, grey: int) -> None:
+def test_an_empty_canvas_has_pq_and_overall_0(task, grey):
     scores = judge(task, Image.new("RGB", (SIZE, SIZE), (grey,) * 3))
     assert scores["PQ"] == scores["overall"] == scores["exact"] == 0
 
 
-@given(tasks, st.integers(0, 1000))
-def test_low_contrast_noise_scores_below_1(task: Task, seed: int) -> None:
-    scores = judge(task, picture(128 + (noise(seed) - 128) * 0.3))
-    assert scores["PQ"] < 1
-    assert scores["overall"] < 1
-
-
-@given(tasks, st.integers(0, 8), st.sampled_from([None, *THINGS]))
-def test_a_change_in_a_cell_outside_the_edits_lowers_ip_but_not_if(task: Task, start: int, thing: Thing | None) -> None:
-    scene, edits = parts(task)
-    touched = {cell for edit in edits for cell in edit.touches}
-    free = [cell for cell in range(9) if cell not in touched]
-    cell = free[start % len(free)]
-    values = array(task.target)
-    values[window(cell)] = TEMPLATES[scene.background, CODES[thing]]
-    scores = judge(task, picture(values))
-    weights = {c: 3.0 if scene.cells[c] else 1.0 for c in free}
-    changed = thing != scene.cells[cell]
-    assert scores["IP"] == pytest.approx(10 * (1 - changed * weights[cell] / sum(weights.values())))
-    assert scores["exact"] == (not changed)
-    assert scores["IF"] == pytest.approx(10)
-    gone = thing is None and not any(other for c, other in apply(scene, edits).objects.items() if c != cell)
-    assert scores["PQ"] == pytest.approx(0 if gone else 10)
-
-
-@given(tasks, st.integers(0, 8), st.integers(0, 30))
-def test_ip_falls_with_the_distance_of_a_cell_outside_the_edits_by_the_formula(task: Task, start: int, offset: int) -> None:
-    scene, edits = parts(task)
-    touched = {cell for edit in edits for cell in edit.touches}
-    free = [cell for cell in range(9) if cell not in touched]
-    cell = free[start % len(free)]
-    values = array(task.target)
-    values[window(cell)] += np.where(values[window(cell)] > 128, -offset, offset)
-    weights = {c: 3.0 if scene.cells[c] else 1.0 for c in free}
-    lost = min(max((offset / 255 - 0.03) / 0.09, 0), 1)
-    assert judge(task, picture(values))["IP"] == pytest.approx(10 * (1 - lost * weights[cell] / sum(weights.values())), abs=1e-5)
-
-
-@given(tasks, st.integers(0, 1000))
-def test_noise_at_the_level_of_an_autoencoder_barely_lowers_the_scores(task: Task, seed: int) -> None:
-    image = picture(array(task.target) + np.random.default_rng(seed).normal(0, 4, (SIZE, SIZE, 3)))
-    scores = judge(task, image)
-    assert scores["IP"] == scores["PQ"] == 10
-    assert scores["IF"] > 9.5
-    assert scores["exact"] == 1
-
-
-@given(tasks, st.integers(0, 1000))
-def test_more_noise_never_scores_higher(task: Task, seed: int) -> None:
-    rows = [judge(task, picture(array(task.target) * (1 - part) + noise(seed) * part)) for part in (0, 0.1, 0.2, 0.35, 0.6)]
-    for name in ("IF", "IP", "overall"):
-        values = [row[name] for row in rows]
-        assert values == sorted(values, reverse=True), name
-        assert values[-1] < values[0]
-
-
-@given(tasks)
-def test_the_mean_of_source_and_target_has_half_of_if(task: Task) -> None:
-    half = judge(task, picture((array(task.images[0]) + array(task.target)) / 2))
-    assert half["IF"] == pytest.approx(5, abs=0.15)
-    assert half["IP"] == 10
-
-
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_scores_do_not_depend_on_the_other_rows_or_their_order(indices: list[int], random: object) -> None:
+def test_scores_do_not_depend_on_the_other_rows_or_their_order(indices, random):
     makers: list[Callable[[Task], Image.Image | None]] = [
         lambda task: task.target,
         lambda task: task.images[0],
@@ -211,7 +140,7 @@ def test_scores_do_not_depend_on_the_other_rows_or_their_order(indices: list[int
     ]
     samples = [Sample(task, makers[i % 4](task)) for i, task in enumerate(TASKS[k] for k in indices)]
     order = list(range(len(samples)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     together, shuffled = JUDGE(samples), JUDGE([samples[i] for i in order])
     alone = [JUDGE([sample]) for sample in samples]
     for name, column in together.items():
@@ -219,21 +148,8 @@ def test_scores_do_not_depend_on_the_other_rows_or_their_order(indices: list[int
         assert torch.equal(column.nan_to_num(-1), torch.cat([row[name] for row in alone]).nan_to_num(-1))
 
 
-def test_success_columns_are_the_share_of_completed_edits_of_a_kind() -> None:
-    red, blue, green = Thing("red", "circle"), Thing("blue", "square"), Thing("green", "circle")
-    scene = Scene(2, (red, blue, green, *[None] * 6))
-    edits = [Edit("move", 0, red, 6, red), Edit("move", 1, blue, 8, blue), Edit("remove", 2, green, 2, None)]
-    task = Task(id="made", instruction="", meta={"scene": scene.to_json(), "edits": [edit.to_json() for edit in edits]})
-    scores = judge(task, render(apply(scene, edits[1:])))
-    assert scores["success/move"] == 0.5
-    assert scores["success/remove"] == 1
-    assert math.isnan(scores["success/add"])
-    assert scores["IF"] == pytest.approx(20 / 3)
-    assert scores["exact"] == 0
-
-
 @given(tasks, st.integers(1, 3))
-def test_the_right_things_on_another_background_are_not_exact(task: Task, shift: int) -> None:
+def test_the_right_things_on_another_background_are_not_exact(task, shift):
     scene, edits = parts(task)
     target = apply(scene, edits)
     scores = judge(task, render(Scene((scene.background + shift) % 4, target.cells)))
@@ -244,7 +160,7 @@ def test_the_right_things_on_another_background_are_not_exact(task: Task, shift:
 
 
 @pytest.mark.parametrize("size", [None, (SIZE, SIZE + 1), (48, 48), (1, 1)])
-def test_no_image_or_a_wrong_size_gets_the_lowest_scores_and_is_not_missing(size: tuple[int, int] | None) -> None:
+def test_no_image_or_a_wrong_size_gets_the_lowest_scores_and_is_not_missing(size):
     task = TASKS[3]
     assert task.target is not None
     scores = judge(task, None if size is None else task.target.resize(size))
@@ -253,13 +169,13 @@ def test_no_image_or_a_wrong_size_gets_the_lowest_scores_and_is_not_missing(size
         assert scores[f"success/{kind}"] == pytest.approx(0.0 if kind in task.tags["kinds"] else math.nan, nan_ok=True)
 
 
-def test_a_task_without_a_playground_scene_raises() -> None:
+def test_a_task_without_a_playground_scene_raises():
     task = Task(id="photos/17", instruction="make the sky red")
     with pytest.raises(ValueError, match="photos/17"):
         JUDGE([Sample(task, Image.new("RGB", (SIZE, SIZE)))])
 
 
-def test_scores_have_the_declared_columns_shapes_and_ranges() -> None:
+def test_scores_have_the_declared_columns_shapes_and_ranges():
     assert isinstance(JUDGE, Reward)
     nothing: Scores = JUDGE([])
     many = JUDGE([Sample(task, TASKS[i + 1].target) for i, task in enumerate(TASKS[:64])])

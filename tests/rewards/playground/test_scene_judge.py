@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from numpy import ndarray
 from PIL import Image
 
 from retouch.protocols import Reward
@@ -20,38 +19,38 @@ EMPTY: list[Thing | None] = [None] * 9
 RED, BLUE = Thing("red", "circle"), Thing("blue", "square")
 
 
-def judge(task: Task, image: Image.Image | None) -> dict[str, float]:
+def judge(task, image):
     """The scores of one image."""
     return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
 
 
-def scene_of(task: Task) -> Scene:
+def scene_of(task):
     return Scene.from_json(task.meta["scene"])
 
 
-def task_with(*things: tuple[int, Thing], background: int = 1) -> Task:
+def task_with(*things, background=1):
     """A task that asks for these things in these cells."""
     return Task(id="t", instruction="paint", meta={"scene": scene_with(*things, background=background).to_json()})
 
 
-def scene_with(*things: tuple[int, Thing], background: int = 1) -> Scene:
+def scene_with(*things, background=1):
     placed = dict(things)
     return Scene(background, tuple(placed.get(cell) for cell in range(9)))
 
 
-def reference_scores(task: Task, image: Image.Image) -> dict[str, float]:
+def reference_scores(task, image):
     """A reference implementation of the columns, one cell at a time."""
     values = np.asarray(image).astype(np.float64)
     rows = [(slice(r * CELL, (r + 1) * CELL), slice(c * CELL, (c + 1) * CELL)) for r in range(3) for c in range(3)]
     cells = [values[window] for window in rows]
 
-    def rms(a: ndarray, b: ndarray) -> float:
+    def rms(a, b):
         return float(np.sqrt(np.mean((a / 255 - b / 255) ** 2)))
 
-    def keep(distance: float) -> float:
+    def keep(distance):
         return 1 - min(max((distance - 0.03) / 0.09, 0), 1)
 
-    def distances(cell: int, background: int) -> list[float]:
+    def distances(cell, background):
         return [rms(cells[cell], TEMPLATES[background, code].astype(np.float64)) for code in range(19)]
 
     shown = min(range(len(BACKGROUNDS)), key=lambda ground: sum(min(distances(cell, ground)) ** 2 for cell in range(9)))
@@ -76,7 +75,7 @@ def reference_scores(task: Task, image: Image.Image) -> dict[str, float]:
     }
 
 
-def pictures() -> list[tuple[Task, Image.Image]]:
+def pictures():
     """Right, wrong, noisy and meaningless images for tasks."""
     drawn = np.random.default_rng(0)
     cases = []
@@ -88,28 +87,20 @@ def pictures() -> list[tuple[Task, Image.Image]]:
     return cases
 
 
-def test_columns_match_the_reference_implementation() -> None:
+def test_columns_match_the_reference_implementation():
     for task, image in pictures():
         found, wanted = judge(task, image), reference_scores(task, image)
         assert found.keys() == wanted.keys() == JUDGE.columns.keys()
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_scores_of_a_sample_do_not_depend_on_the_batch() -> None:
+def test_scores_of_a_sample_do_not_depend_on_the_batch():
     assert isinstance(JUDGE, Reward)
     cases = pictures()
     together = JUDGE([Sample(task, image) for task, image in cases])
     for row, (task, image) in enumerate(cases):
         assert judge(task, image) == {name: column[row].item() for name, column in together.items()}
     assert all(column.shape == (0,) for column in JUDGE([]).values())
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_the_target_image_gets_the_best_scores(number: int) -> None:
-    task = TASKS[number]
-    assert judge(task, task.target) == {
-        **{"alignment": 10, "quality": 10, "overall": 10, "exact": 1, "shown": 1, "ground": 1, "extra": 0}
-    }
 
 
 @pytest.mark.parametrize(
@@ -124,26 +115,26 @@ def test_the_target_image_gets_the_best_scores(number: int) -> None:
     ],
     ids=["right", "one missing", "another ground", "swapped", "elsewhere", "one too many"],
 )
-def test_missing_wrong_and_extra_things_lower_alignment_by_the_formula(painted: Scene, alignment: float, exact: float) -> None:
+def test_missing_wrong_and_extra_things_lower_alignment_by_the_formula(painted, alignment, exact):
     found = judge(task_with((0, RED), (4, BLUE)), render(painted))
     assert found["alignment"] == pytest.approx(alignment, abs=1e-5)
     assert found["quality"] == 10
     assert found["exact"] == exact
 
 
-def test_an_empty_canvas_has_quality_and_overall_0() -> None:
+def test_an_empty_canvas_has_quality_and_overall_0():
     found = judge(task_with((0, RED)), render(Scene(1, tuple(EMPTY))))
     assert (found["quality"], found["overall"]) == (0, 0)
 
 
 @pytest.mark.parametrize("image", [None, Image.new("RGB", (48, 48))])
-def test_no_image_or_a_wrong_size_scores_0(image: Image.Image | None) -> None:
+def test_no_image_or_a_wrong_size_scores_0(image):
     found = judge(TASKS[0], image)
     assert math.isnan(found.pop("extra"))
     assert set(found.values()) == {0.0}
 
 
-def test_tasks_without_a_scene_or_with_an_empty_scene_raise() -> None:
+def test_tasks_without_a_scene_or_with_an_empty_scene_raise():
     with pytest.raises(ValueError, match="no scene"):
         judge(Task(id="x", instruction="y"), None)
     with pytest.raises(ValueError, match="empty scene"):

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from diffusers import AutoencoderKL
 from PIL import Image
 
 from retouch.protocols import Reward
@@ -13,20 +11,19 @@ from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
 from retouch_worlds.data import WordData
 from retouch_worlds.measuring import paper_and_ink
-from retouch_worlds.playground import playground_weights, words
+from retouch_worlds.playground import words
 from retouch_worlds.playground.words import INKS, PAPERS, Style
-from retouch_worlds.pretraining.words import targets
 from retouch_worlds.rewards import SignReward
 
 JUDGE = SignReward()
 TASKS = WordData(seed=5, count=120, split="test", style_from_reference=True).tasks()[:]
 
 
-def scores(made: list[tuple[Task, Image.Image | None]]) -> dict[str, torch.Tensor]:
+def scores(made):
     return JUDGE([Sample(task, image) for task, image in made])
 
 
-def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...]) -> Image.Image:
+def painted(task, word, ink, paper):
     """The task's image with this word, in these colours, on its sign."""
     assert task.mask is not None
     picture = task.images[0].copy()
@@ -34,20 +31,20 @@ def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...])
     return picture
 
 
-def flat_sign(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> Image.Image:
+def flat_sign(paper, ink, inked=40):
     """A sign of 20 x 10 pixels: ``inked`` pixels have the colour of the ink, all others that of the paper."""
     pixels = np.full((200, 3), paper, dtype=np.uint8)
     pixels[:inked] = ink
     return Image.fromarray(pixels.reshape(10, 20, 3))
 
 
-def sign_scores(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> tuple[float, ...]:
+def sign_scores(paper, ink, inked=40):
     """The scores (style, paper, ink) of such a sign if the reference has paper (200, 200, 200) and ink (100, 0, 0)."""
     task = Task("t", "", mask=Image.new("L", (20, 10), 255), reference=flat_sign((200, 200, 200), (100, 0, 0)))
     return tuple(column.item() for column in scores([(task, flat_sign(paper, ink, inked))]).values())
 
 
-def test_flat_signs_have_the_scores_of_the_formula() -> None:
+def test_flat_signs_have_the_scores_of_the_formula():
     assert isinstance(JUDGE, Reward)
     assert sign_scores((200, 200, 200), (100, 0, 0)) == (1, 1, 1)
     assert sign_scores((216, 200, 200), (100, 0, 16)) == (1, 1, 1)
@@ -63,7 +60,7 @@ def test_flat_signs_have_the_scores_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("size", words.SIZES)
-def test_paper_and_ink_are_recovered_for_every_style(size: int) -> None:
+def test_paper_and_ink_are_recovered_for_every_style(size):
     for ink in INKS:
         for paper in PAPERS:
             for word in ("ODU", "BAPA", "UMETER"):
@@ -74,7 +71,7 @@ def test_paper_and_ink_are_recovered_for_every_style(size: int) -> None:
                 assert np.linalg.norm(seen_ink - ink) < 25
 
 
-def test_the_target_image_scores_high_and_other_styles_score_low() -> None:
+def test_the_target_image_scores_high_and_other_styles_score_low():
     right = scores([(task, task.target) for task in TASKS])
     assert right["paper"].min() == 1
     assert right["ink"].min() >= 0.95
@@ -86,34 +83,7 @@ def test_the_target_image_scores_high_and_other_styles_score_low() -> None:
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].max() <= 0.7
 
 
-def test_an_empty_sign_has_no_ink() -> None:
-    assert scores([(task, task.images[0]) for task in TASKS])["ink"].max() == 0
-    papers = [painted(task, "", *colours(task)) for task in TASKS]
-    found = scores(list(zip(TASKS, papers, strict=True)))
-    assert found["paper"].min() == 1
-    assert found["ink"].max() == 0
-
-
-def test_autoencoded_signs_of_the_right_style_score_higher_than_those_of_a_wrong_style() -> None:
-    """The scores of autoencoded targets are the ceiling of a policy with this autoencoder; a wrong style scores far lower."""
-    vae = AutoencoderKL.from_pretrained(playground_weights("words") / "vae").eval()
-
-    def through_autoencoder(tasks: list[Task]) -> list[Image.Image]:
-        with torch.no_grad():
-            made = vae.decode(vae.encode(targets(tasks)).latent_dist.mode()).sample
-        pixels = made.clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
-        return [Image.fromarray(picture) for picture in pixels]
-
-    right = scores(list(zip(TASKS, through_autoencoder(TASKS), strict=True)))
-    other = through_autoencoder([replace(task, target=painted(task, task.text or "", *sign_colours(task))) for task in TASKS])
-    wrong = scores(list(zip(TASKS, other, strict=True)))
-    assert right["paper"].mean() >= 0.75
-    assert wrong["paper"].mean() <= 0.3
-    assert right["ink"].mean() >= 1.5 * wrong["ink"].mean()
-    assert right["style"].mean() >= 2 * wrong["style"].mean()
-
-
-def test_unusable_images_score_0_and_a_task_without_a_sign_raises() -> None:
+def test_unusable_images_score_0_and_a_task_without_a_sign_raises():
     found = scores([(TASKS[0], None), (TASKS[0], TASKS[0].images[0].resize((32, 16))), (TASKS[1], TASKS[1].target)])
     assert found["style"].tolist()[:2] == [0, 0]
     assert found["style"][2] > 0.95
@@ -122,7 +92,7 @@ def test_unusable_images_score_0_and_a_task_without_a_sign_raises() -> None:
             scores([(broken, TASKS[0].target)])
 
 
-def test_recipes_accept_the_sign_reward_only_with_playground_words() -> None:
+def test_recipes_accept_the_sign_reward_only_with_playground_words():
     reward = 'reward={"kind": "playground-signs", "combine": {"style": 1}}'
     recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.style_from_reference=true", "eval.column=style"])
     assert isinstance(recipe.reward.build(), SignReward)
@@ -130,13 +100,13 @@ def test_recipes_accept_the_sign_reward_only_with_playground_words() -> None:
         load("recipes/playground/grpo.jsonnet", [reward])
 
 
-def colours(task: Task) -> tuple[tuple[int, ...], ...]:
+def colours(task):
     """Ink and paper of the reference."""
     assert task.reference is not None
     return _nearest(task.reference)
 
 
-def sign_colours(task: Task) -> tuple[tuple[int, ...], ...]:
+def sign_colours(task):
     """Ink and paper of the sign that hangs in the image."""
     assert task.mask is not None
     left, top, *_ = task.mask.getbbox()
@@ -148,7 +118,7 @@ def sign_colours(task: Task) -> tuple[tuple[int, ...], ...]:
     return ink, papers[0]
 
 
-def _nearest(sign: Image.Image) -> tuple[tuple[int, ...], ...]:
+def _nearest(sign):
     paper, ink = paper_and_ink(np.asarray(sign).reshape(-1, 3).astype(np.int64))
     return tuple(
         min(known, key=lambda colour: np.linalg.norm(np.subtract(colour, seen))) for known, seen in ((INKS, ink), (PAPERS, paper))

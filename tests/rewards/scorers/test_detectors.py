@@ -1,14 +1,21 @@
-"""Object detectors of transformers: the detections of this package compared with the post-processing of transformers."""
+"""Object detectors against the post-processing of transformers, and GenEval's rules on the boxes that they find."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import OwlViTImageProcessorPil
 
 import tiny_detectors
 import tiny_towers
 from retouch.rewards.scorers.dual_encoder import Detection, load_detector, suppress_overlaps
+from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
+from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
 
 NAMES = ["dog", "red car", "cup"]
 
@@ -49,14 +56,6 @@ def test_owl_detections_match_the_post_processing_of_transformers(folder, kind, 
     torch.testing.assert_close(torch.tensor([one.confidence for one in found]), read["scores"][order])
     torch.testing.assert_close(torch.tensor([one.box for one in found]), read["boxes"][order])
     assert len({one.name for one in found}) > 1, "a detector that always says the same would prove nothing"
-
-
-def test_detections_of_a_name_do_not_depend_on_the_other_names(folder):
-    """The boxes do not depend on the names; a name's confidence does not depend on the others."""
-    detector, image = load_detector(folder / "owlvit"), picture(2, (32, 32))
-    alone = {one.box: one.confidence for one in detector(image, ["dog"])}
-    for one in detector(image, NAMES):
-        assert one.name != "dog" or alone[one.box] == pytest.approx(one.confidence, abs=1e-5)
 
 
 def test_grounding_dino_gives_each_name_its_own_tokens(folder):
@@ -101,3 +100,164 @@ def test_unsupported_or_absent_detector_weights_raise(folder, tmp_path, monkeypa
         load_detector(tiny_towers.clip(tmp_path / "clip"))
     with pytest.raises(ValueError, match="hf download"):
         load_detector("no-such-owner/no-such-model")
+
+
+WHITE = Image.new("RGB", (100, 100), "white")
+LEFT, RIGHT, UP, DOWN = (0.0, 40.0, 20.0, 60.0), (80.0, 40.0, 100.0, 60.0), (40.0, 0.0, 60.0, 20.0), (40.0, 80.0, 60.0, 100.0)
+
+
+class ReturnsColours:
+    """Returns the given colour of each box."""
+
+    def __init__(self, colours):
+        self.colours = colours
+
+    def __call__(self, image, boxes, name):
+        return [self.colours[box] for box in boxes]
+
+
+def is_satisfied(meta, *found, colours=None):
+    wanted = requirements(Task("t", "", meta=meta))
+    surest_first = sorted((Detection(*one) for one in found), key=lambda one: -one.confidence)
+    return met(wanted, surest_first, WHITE, None if colours is None else ReturnsColours(colours))
+
+
+def include(*wanted, **more):
+    return {"include": list(wanted), **more}
+
+
+def test_a_requirement_is_met_if_its_object_is_detected():
+    dog = {"class": "dog", "count": 1}
+    assert is_satisfied(include(dog), ("dog", 0.9, LEFT)) == [True]
+    assert is_satisfied(include(dog), ("cat", 0.9, LEFT)) == [False]
+    assert is_satisfied(include(dog, {"class": "cat", "count": 1}), ("dog", 0.9, LEFT)) == [True, False]
+    assert is_satisfied(include(dog)) == [False]
+
+
+def test_include_needs_at_least_and_exclude_fewer_objects_than_the_count():
+    three = {"include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}], "tag": "counting"}
+    dogs = [("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("dog", 0.7, UP), ("dog", 0.6, DOWN)]
+    assert is_satisfied(three, *dogs[:2]) == [False, True]
+    assert is_satisfied(three, *dogs[:3]) == [True, True]
+    assert is_satisfied(three, *dogs) == [True, False]
+
+
+def test_colours_are_checked_only_for_the_most_confident_objects():
+    red = include({"class": "car", "count": 1, "color": "red"})
+    colours = {LEFT: "red", RIGHT: "blue"}
+    assert is_satisfied(red, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [True]
+    assert is_satisfied(red, ("car", 0.5, LEFT), ("car", 0.9, RIGHT), colours=colours) == [False]
+    two = include({"class": "car", "count": 2, "color": "red"})
+    assert is_satisfied(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [False]
+    assert is_satisfied(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours={LEFT: "red", RIGHT: "red"}) == [True]
+
+
+def test_a_position_must_hold_for_every_pair_and_needs_its_target_object():
+    meta = include({"class": "dog", "count": 1}, {"class": "tie", "count": 1, "position": ["right of", 0]})
+    assert is_satisfied(meta, ("dog", 0.9, LEFT), ("tie", 0.9, RIGHT)) == [True, True]
+    assert is_satisfied(meta, ("dog", 0.9, RIGHT), ("tie", 0.9, LEFT)) == [True, False]
+    assert is_satisfied(meta, ("tie", 0.9, RIGHT)) == [False, False]
+    two = include({"class": "dog", "count": 2}, {"class": "tie", "count": 1, "position": ["right of", 0]})
+    assert is_satisfied(two, ("dog", 0.9, LEFT), ("dog", 0.8, UP), ("tie", 0.9, RIGHT)) == [True, True]
+    assert is_satisfied(two, ("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("tie", 0.9, UP)) == [True, False]
+
+
+def test_directions_between_boxes_match_values_computed_by_hand():
+    assert directions(LEFT, RIGHT) == {"left of"}
+    assert directions(UP, DOWN) == {"above"}
+    assert directions((0, 0, 10, 10), (60, 60, 70, 70)) == {"left of", "above"}
+    assert directions(LEFT, LEFT) == set()
+    # The offset 4 is not more than a tenth of the sizes 20 + 20, so there is no direction.
+    assert directions((0, 0, 20, 20), (4, 0, 24, 20)) == set()
+    # Offset 7: 7 - 4 = 3 is less than half of 7. Offset 9: 9 - 4 = 5 is more than half of 9.
+    assert directions((0, 0, 20, 20), (7, 0, 27, 20)) == set()
+    assert directions((0, 0, 20, 20), (9, 0, 29, 20)) == {"left of"}
+
+
+corners = st.tuples(*[st.floats(0, 100)] * 2, *[st.floats(1, 60)] * 2)
+boxes = corners.map(lambda box: (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+
+
+@given(boxes, boxes)
+def test_directions_mirror_each_other(a, b):
+    opposite = dict(zip(DIRECTIONS, ("right of", "left of", "below", "above"), strict=True))
+    seen = directions(a, b)
+    assert {opposite[direction] for direction in directions(b, a)} == seen
+    turned = {"left of": "above", "above": "left of", "right of": "below", "below": "right of"}
+    swap = [(box[1], box[0], box[3], box[2]) for box in (a, b)]
+    assert {turned[direction] for direction in directions(*swap)} == seen
+    assert not {"left of", "right of"} <= seen
+    assert not {"above", "below"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("meta", "told"),
+    [
+        ({}, "no requirements"),
+        ({"include": []}, "no requirements"),
+        ({"include": [{"count": 1}]}, "include.0.class"),
+        ({"include": [{"class": "dog", "count": 0}]}, "include.0.count"),
+        ({"include": [{"class": "dog", "colour": "red"}]}, "include.0.colour"),
+        ({"include": [{"class": "dog", "color": "reddish"}]}, "GenEval's colours are red"),
+        ({"include": [{"class": "dog", "position": ["left of", 0]}]}, "earlier requirement"),
+        ({"include": [{"class": "dog"}, {"class": "cat", "position": ["beside", 0]}]}, "left of, right of"),
+        ({"exclude": [{"class": "dog"}]}, "exclude.0.count"),
+    ],
+)
+def test_invalid_requirements_raise_with_the_key_or_the_cause(meta, told):
+    with pytest.raises(ValueError, match=told):
+        requirements(Task("t", "", meta=meta))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    root = tmp_path_factory.mktemp("geneval")
+    tiny_detectors.owl(root / "owl", kind="owlv2")
+    tiny_towers.clip(root / "clip", longest=48)
+    return root
+
+
+def task_of(number, **meta):
+    return Task(f"t{number}", "a dog", meta=meta)
+
+
+def requests():
+    meta = [
+        include({"class": "dog", "count": 1}),
+        include({"class": "dog", "count": 2, "color": "red"}, {"class": "cup", "position": ["left of", 0]}),
+        {"include": [{"class": "cup", "count": 3}], "exclude": [{"class": "cup", "count": 4}], "tag": "counting"},
+    ]
+    return [Sample(task_of(k, **given), Image.effect_noise((40 + k, 30), 90 + k).convert("RGB")) for k, given in enumerate(meta)]
+
+
+def test_geneval_reward_passes_the_contract_checks(weights):
+    reward = GenEvalReward(detector=weights / "owl", clip=weights / "clip", threshold=0.2, counting_threshold=0.2)
+    check_reward(reward, requests())
+    scores = reward([*requests(), Sample(requests()[0].task, None)])
+    assert scores["correct"][-1] == scores["met"][-1] == 0
+    assert (scores["met"] >= scores["correct"]).all()
+
+
+def test_colour_requirements_without_clip_weights_raise(weights):
+    with pytest.raises(ValueError, match="set `clip`"):
+        GenEvalReward(detector=weights / "owl")(requests())
+    with pytest.raises(ValueError, match="threshold"):
+        GenEvalReward(detector=weights / "owl", threshold=1.5)
+
+
+def test_the_colour_is_the_one_with_the_nearest_mean_prompt_embedding(weights):
+    """The colour with the nearest vector; a colour's vector is the mean over three prompts, as in zero-shot classification."""
+    namer = ClipColours(weights / "clip")
+    image = Image.effect_noise((60, 40), 100).convert("RGB")
+    boxes = [(0.0, 0.0, 30.0, 40.0), (20.0, 5.0, 60.0, 35.0), (-5.0, 38.0, 3.0, 90.0)]
+    towers = namer._encoder
+    best = []
+    for left, top, right, bottom in [(0, 0, 30, 40), (20, 5, 60, 35), (0, 38, 3, 40)]:
+        (seen,) = towers.images([image.crop((left, top, right, bottom))])
+        similarity = {}
+        for colour in COLOURS:
+            texts = [f"a photo of a {colour} cup", f"a photo of a {colour}-colored cup", f"a photo of a {colour} object"]
+            mean = towers.texts(texts).vectors.mean(dim=0)
+            similarity[colour] = float(mean @ seen) / math.sqrt(float(mean @ mean))
+        best.append(max(similarity, key=similarity.get))
+    assert namer(image, boxes, "cup") == best

@@ -1,20 +1,25 @@
-"""Rewards that use CLIP, SigLIP and DINOv2, with tiny random models of the same classes."""
+"""Rewards that use CLIP, SigLIP, DINOv2 or ImageReward's package: scores of images and of tensors, with tiny random models."""
 
 import json
 import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import CLIPModel, SiglipModel
+from transformers import CLIPModel, Dinov2Model, SiglipModel
 
 import tiny_towers
-from retouch.protocols import Reward
-from retouch.rewards.scorers.clip import AestheticReward, ClipReward, PickScoreReward
-from retouch.rewards.scorers.dino import DinoReward
-from retouch.rewards.scorers.dual_encoder import DualEncoder
+from retouch.core.measures import frechet_distance
+from retouch.objectives.reward_gradient import DIFFERENTIABLE_REWARDS
+from retouch.protocols import DifferentiableReward, Reward
+from retouch.rewards.scorers.clip import AestheticReward, ClipReward, HpsReward, ImageRewardScore, PickScoreReward
+from retouch.rewards.scorers.dino import DinoReward, StyleReward, distance_of_sets, normalised_pixels
+from retouch.rewards.scorers.dual_encoder import DualEncoder, tensor_pixels
+from retouch.rewards.scorers.pixels import GradeReward, ShareReward, TargetReward
 from retouch.rewards.weights import weights_folder
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
@@ -217,3 +222,256 @@ def test_pickscore_from_its_repository_alone_is_refused_with_both_downloads(fold
     )
     assert "hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K preprocessor_config.json tokenizer.json " in str(error.value)
     assert str(error.value).endswith("give this folder as path: weights/pickscore")
+
+
+def styled(count=3):
+    return [Sample(Task(f"t{k}", "a cat", reference=picture(90 + k)), picture(k)) for k in range(count)]
+
+
+def dino_states(folder, images):
+    """The state of the first token of each image, computed with transformers alone."""
+    model = Dinov2Model.from_pretrained(folder / "dino").eval()
+    with torch.no_grad():
+        return model(pixel_values=normalised_pixels(images, 224)).last_hidden_state[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["dino", "clip"])
+def test_style_is_the_cosine_with_the_reference(folder, kind):
+    reward = StyleReward(path=folder / kind)
+    check_reward(reward, styled())
+    scores = reward(styled())["style"]
+    images = [[sample.image for sample in styled()], [sample.task.reference for sample in styled()]]
+    if kind == "dino":
+        made, wanted = (dino_states(folder, each) for each in images)
+    else:
+        made, wanted = (DualEncoder(folder / "clip").images(each) for each in images)
+    torch.testing.assert_close(scores, torch.cosine_similarity(made, wanted).clamp(0, 1), atol=1e-5, rtol=0)
+    assert scores.std() > 0
+
+
+def test_where_mask_compares_only_the_masked_part(folder):
+    style = picture(5, (8, 6))
+    image = picture(1)
+    image.paste(style, (4, 5))
+    mask = Image.new("L", image.size, 0)
+    mask.paste(255, (4, 5, 12, 11))
+    task = Task("t", "a cat", reference=style, mask=mask)
+    assert StyleReward(path=folder / "dino", where="mask")([Sample(task, image)])["style"].item() == pytest.approx(1, abs=1e-5)
+    assert StyleReward(path=folder / "dino")([Sample(task, image)])["style"].item() < 0.999
+    with pytest.raises(ValueError, match="has no mask"):
+        StyleReward(path=folder / "dino", where="mask")(styled(1))
+
+
+def test_no_image_scores_0_and_a_task_without_a_reference_raises(folder):
+    reward = StyleReward(path=folder / "dino")
+    assert reward([Sample(styled(1)[0].task, None)])["style"].tolist() == [0.0]
+    with pytest.raises(ValueError, match="has no reference"):
+        reward([Sample(Task("t", "a cat"), picture(0))])
+
+
+def test_distance_of_sets_is_the_frechet_distance_of_dinov2_features(folder):
+    one, other = [picture(k) for k in range(4)], [picture(10 + k) for k in range(5)]
+    found = distance_of_sets(one, other, path=str(folder / "dino"))
+    assert found == pytest.approx(frechet_distance(dino_states(folder, one), dino_states(folder, other)), rel=1e-3)
+    assert distance_of_sets(one, one, path=str(folder / "dino")) == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ValueError, match="DINOv2"):
+        distance_of_sets(one, other, path=str(folder / "clip"))
+
+
+class Model:
+    """Accepts one image as the package does; the score depends on the length of the prompt and the mean of the image."""
+
+    def __init__(self, device):
+        self.device = device
+        self.asked = []
+        self.answer = None
+
+    def score(self, prompt, image):
+        assert isinstance(prompt, str)
+        assert not torch.is_grad_enabled()
+        if not isinstance(image, Image.Image):  # the package also accepts a path and a list, which the reward never passes
+            raise TypeError("This image parameter type has not been supportted yet. Please pass PIL.Image or file path str.")
+        pixels = image.convert("RGB")
+        self.asked.append((prompt, pixels.tobytes()))
+        return len(prompt) / 10 - sum(pixels.resize((1, 1)).getpixel((0, 0))) / 300 if self.answer is None else self.answer
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The package's one function, with its arguments' names and order."""
+    made = types.ModuleType("ImageReward")
+    made.loaded = []
+
+    def load(name="ImageReward-v1.0", device="cpu", download_root=None):
+        assert isinstance(name, str)
+        assert isinstance(device, str)
+        sys.stdout.write(f"load checkpoint from {name}\n")
+        made.loaded.append((name, device, download_root, Model(device)))
+        return made.loaded[-1][-1]
+
+    made.load = load
+    monkeypatch.setitem(sys.modules, "ImageReward", made)
+    return made
+
+
+def barns():
+    return [Sample(Task(str(k), "a red barn " * k), Image.new("RGB", (9, 7), (60 * k, 30, 200 - 50 * k))) for k in (1, 2, 3)]
+
+
+def test_prompts_and_rgb_pixels_are_passed_to_the_package_unchanged(package, capsys):
+    reward = ImageRewardScore()
+    check_reward(reward, barns())
+    (name, device, cache, model) = package.loaded[0]
+    assert (name, device, cache) == ("ImageReward-v1.0", "cpu", None)
+    assert model.asked[:3] == [(sample.task.instruction, sample.image.tobytes()) for sample in barns()]
+    alpha = Image.new("RGBA", (9, 7), (60, 30, 150, 0))
+    reward([Sample(barns()[0].task, alpha)])
+    assert model.asked[-1] == (barns()[0].task.instruction, alpha.convert("RGB").tobytes())
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_and_cache_are_passed_to_the_package(package, tmp_path):
+    weights = tmp_path / "ImageReward.pt"
+    weights.touch()
+    ImageRewardScore(weights=weights, cache=tmp_path, device="cpu").build()
+    assert package.loaded[0][:3] == (str(weights), "cpu", str(tmp_path))
+    with pytest.raises(ValueError, match="is not a file"):
+        ImageRewardScore(weights=tmp_path / "nowhere.pt").build()
+
+
+def test_nan_is_missing_and_no_image_gets_the_lowest_score(package):
+    reward = ImageRewardScore().build()
+    model = package.loaded[0][-1]
+    assert reward([Sample(Task("t", ""), None)])["image_reward"].tolist() == [-10]
+    assert model.asked == []
+    model.answer = float("nan")
+    assert reward(barns()[:1])["image_reward"].isnan().all()
+    model.answer = 99.0
+    assert reward(barns()[:1])["image_reward"].tolist() == [10]
+
+
+def test_a_missing_package_raises_with_the_install_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ImageReward", None)
+    with pytest.raises(ValueError, match="pip install image-reward"):
+        ImageRewardScore().build()
+
+
+def test_hps_is_the_cosine(tmp_path):
+    folder = tiny_towers.clip(tmp_path / "clip")
+    given = [Sample(Task(str(k), "a barn " * k), sample.image) for k, sample in enumerate(barns(), start=1)]
+    check_reward(HpsReward(path=folder), given)
+    cosines, _ = DualEncoder(folder).cosines([sample.task.instruction for sample in given], [sample.image for sample in given])
+    scores = HpsReward(path=folder)([*given, Sample(given[0].task, None)])["hps"]
+    torch.testing.assert_close(scores[:3], cosines.clamp(min=0))
+    assert scores[3] == 0
+
+
+SIZES = [(16, 16), (20, 16), (16, 20), (9, 13), (64, 40), (100, 37)]
+
+
+def smooth_picture(seed, size=(20, 16), *, smooth=True):
+    """A photograph-like image, or noise."""
+    side = (size[1] // 4 + 1, size[0] // 4 + 1) if smooth else (size[1], size[0])
+    noise = np.random.default_rng(seed).integers(0, 256, (*side, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def tensors(images):
+    return torch.stack([torch.from_numpy(np.asarray(image).astype(np.float32) / 255).movedim(-1, 0) for image in images])
+
+
+def smooth_samples(count=4, **how):
+    words = ("a cat", "two dogs", "a cat", "red")
+    return [
+        Sample(Task(f"t{k}", words[k], images=(smooth_picture(40 + k),), target=smooth_picture(30 + k)), smooth_picture(k, **how))
+        for k in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def rewards(folder):
+    """Each reward, with the column that is differentiated."""
+    return {
+        "clip": (ClipReward(path=folder / "clip"), "cosine"),
+        "siglip": (ClipReward(path=folder / "siglip"), "cosine"),
+        "pickscore": (PickScoreReward(path=folder / "clip"), "pickscore"),
+        "hps": (HpsReward(path=folder / "clip"), "hps"),
+        "aesthetic": (AestheticReward(path=folder / "clip", head=folder / "head.safetensors"), "aesthetic"),
+        "target": (TargetReward(), "closeness"),
+        "share": (ShareReward(channel="green"), "share"),
+        "grade": (GradeReward(saturation=0.5, colour=(200, 60, 40), strength=0.25), "closeness"),
+    }
+
+
+NAMES = ("clip", "siglip", "pickscore", "hps", "aesthetic", "target", "share", "grade")
+
+
+def test_every_differentiable_reward_is_tested():
+    others = {"several"}  # tests/objectives/test_reward_gradient.py
+    assert set(DIFFERENTIABLE_REWARDS.paths) == set(NAMES) - {"siglip"} | others
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [(16, 16), (40, 24)])
+def test_scores_of_tensors_match_the_column_of_images(rewards, name, size):
+    reward, column = rewards[name]
+    assert isinstance(reward, DifferentiableReward)
+    given = smooth_samples(size=size)
+    scores = reward.score_tensors(tensors([sample.image for sample in given]), [sample.task for sample in given])
+    low, high = reward.columns[column].low, reward.columns[column].high
+    torch.testing.assert_close(scores.clamp(low, high), reward(given)[column], atol=0.01 * high, rtol=0)
+    assert scores.std() > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_matches_finite_differences(rewards, name):
+    reward, _ = rewards[name]
+    given = smooth_samples(2, size=(20, 18))
+    tasks = [sample.task for sample in given]
+    images = (0.1 + 0.8 * tensors([sample.image for sample in given])).requires_grad_()
+    (slope,) = torch.autograd.grad(reward.score_tensors(images, tasks).sum(), images)
+    length = slope.norm()
+    assert length > 0
+    with torch.no_grad():
+        ends = [reward.score_tensors(images + step * slope / length, tasks).sum() for step in (0.02, -0.02)]
+    assert ((ends[0] - ends[1]) / 0.04).item() == pytest.approx(length.item(), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "aesthetic"])
+def test_no_weight_of_a_model_gets_a_gradient(rewards, name):
+    reward, _ = rewards[name]
+    encoder = reward.model.encoder if name == "aesthetic" else reward.model
+    images = tensors([smooth_picture(0)]).requires_grad_()
+    reward.score_tensors(images, [Task("t", "red")]).sum().backward()
+    assert images.grad is not None
+    assert all(parameter.grad is None for parameter in encoder.model.parameters())
+
+
+@pytest.mark.parametrize("smooth", [True, False])
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_tensor_preprocessing_differs_from_the_processor_by_at_most_two_levels(rewards, name, smooth):
+    encoder: DualEncoder = rewards[name][0].model
+    for size in SIZES:
+        image = smooth_picture(3, size, smooth=smooth)
+        wanted = encoder.processor(images=[image], return_tensors="pt")["pixel_values"]
+        found = tensor_pixels(encoder.processor, tensors([image]))
+        levels = (found - wanted).abs() * torch.tensor(encoder.processor.image_std)[:, None, None] * 255
+        assert found.shape == wanted.shape
+        assert levels.max() <= 2, size
+
+
+def test_an_unsupported_resampling_of_the_processor_raises(rewards, monkeypatch):
+    processor = rewards["clip"][0].model.processor
+    monkeypatch.setattr(processor, "resample", Image.Resampling.NEAREST)
+    with pytest.raises(ValueError, match="needs bilinear or bicubic"):
+        tensor_pixels(processor, tensors([picture(0)]))
+
+
+def test_closeness_is_one_minus_the_mean_squared_difference():
+    black, gray = Image.new("RGB", (4, 4)), Image.new("RGB", (8, 8), (51, 51, 51))
+    reward = TargetReward()
+    scores = reward([Sample(Task("t", "x", target=gray), black), Sample(Task("t", "x", target=gray), None)])
+    assert scores["closeness"].tolist() == pytest.approx([1 - 0.04, 0.0])
+    check_reward(reward, smooth_samples())
+    with pytest.raises(ValueError, match="task 't' has no target image"):
+        reward([Sample(Task("t", "x"), black)])

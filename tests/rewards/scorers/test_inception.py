@@ -19,23 +19,23 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "support" / "golden" / "fid_inc
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("inception") / "inception.safetensors"
     save_file(tiny_inception.weights(), path)
     return path
 
 
 @pytest.fixture(scope="module")
-def network(file: Path) -> InceptionFeatures:
+def network(file):
     return InceptionFeatures(load_inception(file), device="cpu")
 
 
-def images(seed: int, count: int) -> list[Image.Image]:
+def images(seed, count):
     values = np.random.default_rng(seed).integers(0, 256, (count, 30, 40, 3), dtype=np.uint8)
     return [Image.fromarray(each) for each in values]
 
 
-def test_every_block_equals_that_of_pytorch_fid(network: InceptionFeatures) -> None:
+def test_every_block_equals_that_of_pytorch_fid(network):
     with torch.no_grad():
         maps = network.maps(tiny_inception.pixels())
     assert list(maps) == list(GOLDEN["blocks"])
@@ -46,7 +46,7 @@ def test_every_block_equals_that_of_pytorch_fid(network: InceptionFeatures) -> N
     assert features[::64].tolist() == pytest.approx(GOLDEN["features"], abs=2e-4, rel=2e-3)
 
 
-def test_network_has_as_many_weights_as_that_of_keras() -> None:
+def test_network_has_as_many_weights_as_that_of_keras():
     kernels = [shape for name, shape in inception_shapes().items() if name.endswith("conv.weight")]
     assert len(kernels) == 94
     # InceptionV3 of Keras has 21 802 784 numbers without its classifier; three per channel belong to the batch norms.
@@ -54,7 +54,7 @@ def test_network_has_as_many_weights_as_that_of_keras() -> None:
 
 
 @pytest.mark.slow
-def test_fid_is_the_frechet_distance_of_the_features(file: Path, network: InceptionFeatures) -> None:
+def test_fid_is_the_frechet_distance_of_the_features(file, network):
     one, other = images(0, 3), [Image.new("RGB", (20, 30), colour) for colour in ("red", "white")]
     vectors = [torch.stack([network(image) for image in each]) for each in (one, other)]
     found = fid(one, other, weights=file)
@@ -64,7 +64,7 @@ def test_fid_is_the_frechet_distance_of_the_features(file: Path, network: Incept
     assert torch.equal(network(grey), network(grey.convert("RGB")))
 
 
-def test_files_of_other_networks_are_refused(file: Path, tmp_path: Path) -> None:
+def test_files_of_other_networks_are_refused(file, tmp_path):
     two = images(0, 2)
     with pytest.raises(ValueError, match=r"no\.safetensors is not a safetensors file; FID needs one with the tensors of pt_incep"):
         fid(two, two, weights=tmp_path / "no.safetensors")
@@ -76,6 +76,6 @@ def test_files_of_other_networks_are_refused(file: Path, tmp_path: Path) -> None
             fid(two, two, weights=other)
 
 
-def test_fid_of_a_single_image_raises_before_the_weights_are_read(tmp_path: Path) -> None:
+def test_fid_of_a_single_image_raises_before_the_weights_are_read(tmp_path):
     with pytest.raises(ValueError, match="1 and 2 images: FID needs at least two of each"):
         fid(images(0, 1), images(1, 2), weights=tmp_path / "no.safetensors")

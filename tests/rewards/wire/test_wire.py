@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from live_server import BodyForm, body_of, encode, noise_image
 from retouch.types import Sample, Task
-from retouch_serve.requests import Decoded, Limits, decode
+from retouch_serve.requests import Limits, decode
 from retouch_serve.wire import ImageEncoding, RequestError, decode_body, pack
 
 FORMS: list[BodyForm] = ["multipart", "msgpack", "json"]
 ENCODINGS: list[ImageEncoding] = ["webp", "raw"]
 
 
-def full_task() -> Task:
+def full_task():
     return Task(
         id="photos/ü 17",
         instruction='make "it" 😀 red\n',
@@ -32,12 +31,12 @@ def full_task() -> Task:
     )
 
 
-def round_trip(samples: list[Sample], form: BodyForm, encoding: ImageEncoding) -> Decoded:
+def round_trip(samples, form, encoding):
     body, headers = body_of(samples, form=form, encoding=encoding)
     return decode(body, headers["Content-Type"], Limits())
 
 
-def same(a: Image.Image | None, b: Image.Image | None) -> bool:
+def same(a, b):
     if a is None or b is None:
         return a is b
     return a.mode == b.mode and a.size == b.size and bool((np.asarray(a) == np.asarray(b)).all())
@@ -45,7 +44,7 @@ def same(a: Image.Image | None, b: Image.Image | None) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_all_fields_of_a_sample_arrive_bitwise(form: BodyForm, encoding: ImageEncoding) -> None:
+def test_all_fields_of_a_sample_arrive_bitwise(form, encoding):
     task = full_task()
     sent = [
         Sample(task, noise_image(5)),
@@ -69,14 +68,14 @@ def test_all_fields_of_a_sample_arrive_bitwise(form: BodyForm, encoding: ImageEn
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA", "CMYK"])
-def test_other_image_modes_arrive_converted_to_rgb(mode: str, encoding: ImageEncoding) -> None:
+def test_other_image_modes_arrive_converted_to_rgb(mode, encoding):
     image = noise_image(0).convert(mode)
     (sample,) = round_trip([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
     assert isinstance(sample, Sample)
     assert same(sample.image, image.convert("RGB"))
 
 
-def test_exif_rotation_and_icc_profile_do_not_change_the_pixels() -> None:
+def test_exif_rotation_and_icc_profile_do_not_change_the_pixels():
     image = noise_image(0, size=(8, 4))
     image.info["exif"] = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06" + bytes(6)
     image.info["icc_profile"] = b"profile"
@@ -85,28 +84,28 @@ def test_exif_rotation_and_icc_profile_do_not_change_the_pixels() -> None:
     assert same(sample.image, image)
 
 
-def test_an_image_too_wide_for_webp_still_arrives() -> None:
+def test_an_image_too_wide_for_webp_still_arrives():
     image = noise_image(0, size=(16400, 1))
     (sample,) = round_trip([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
     assert isinstance(sample, Sample)
     assert same(sample.image, image)
 
 
-def test_a_group_sends_its_source_once() -> None:
+def test_a_group_sends_its_source_once():
     task = replace(full_task(), mask=None, reference=None, target=None)
     _, blobs = pack([Sample(task, noise_image(k)) for k in range(8)], [str(k) for k in range(8)], encoding="raw")
     assert len(blobs) == 8 + 2
 
 
 @pytest.mark.parametrize(("meta", "says"), [({"x": float("nan")}, "NaN or infinity"), ({"x": (1, 2)}, r"meta\.x: .*plain JSON")])
-def test_meta_that_is_not_json_raises(meta: dict[str, object], says: str) -> None:
+def test_meta_that_is_not_json_raises(meta, says):
     with pytest.raises(ValueError, match=says):
         pack([Sample(Task(id="a", instruction="b", meta=meta), None)], ["0"], encoding="raw")
 
 
 @settings(max_examples=60)
 @given(document=st.dictionaries(st.text(), st.integers()), blobs=st.lists(st.binary(max_size=70000), max_size=20))
-def test_any_bytes_round_trip_in_every_body_form(document: dict[str, int], blobs: list[bytes]) -> None:
+def test_any_bytes_round_trip_in_every_body_form(document, blobs):
     for form in FORMS:
         body, kind = encode(json.dumps(document).encode(), blobs, form)
         parsed, pictures = decode_body(body, kind)
@@ -116,7 +115,7 @@ def test_any_bytes_round_trip_in_every_body_form(document: dict[str, int], blobs
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(["multipart/form-data; boundary=b", "application/msgpack", "application/json"]), data=st.data())
-def test_corrupted_bodies_are_decoded_or_raise_a_request_error(kind: str, data: st.DataObject) -> None:
+def test_corrupted_bodies_are_decoded_or_raise_a_request_error(kind, data):
     body, true_kind = encode(b'{"a": 1}', [b"12", b"3" * 300], {"mu": "multipart", "ms": "msgpack", "js": "json"}[_short(kind)])
     body = body.replace(true_kind.partition("boundary=")[2].encode() or b"\xff\xff", b"b")
     place = data.draw(st.integers(0, len(body)))
@@ -129,11 +128,11 @@ def test_corrupted_bodies_are_decoded_or_raise_a_request_error(kind: str, data: 
     json.dumps(document)
 
 
-def _short(kind: str) -> str:
+def _short(kind):
     return {"multipart": "mu", "application/msgpack": "ms", "application/json": "js"}.get(kind.partition("/form")[0], "mu")
 
 
-def test_msgpack_bodies_are_compatible_with_the_msgpack_package() -> None:
+def test_msgpack_bodies_are_compatible_with_the_msgpack_package():
     msgpack = pytest.importorskip("msgpack")
     blobs = [b"", b"a" * 200, b"b" * 70000]
     body, kind = encode(b'{"x":1}', blobs, "msgpack")
@@ -143,7 +142,7 @@ def test_msgpack_bodies_are_compatible_with_the_msgpack_package() -> None:
     assert [bytes(blob) for blob in pictures] == blobs
 
 
-def test_multipart_bodies_written_by_httpx_are_decoded() -> None:
+def test_multipart_bodies_written_by_httpx_are_decoded():
     import httpx
 
     files = {"batch": (None, b'{"x":1}', "application/json"), "picture-0": ("a.png", b"\r\n--\x00", "image/png")}

@@ -1,17 +1,17 @@
-"""Custom rewards as new users write them: errors report file, line, reward and sample; lists and plain functions are accepted."""
+"""Rewards as users write and call them: errors name file, line, reward and sample; lists of images; `retouch score`."""
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from PIL import Image
 
+import retouch
+from judge_double import KEY, Double, expected_score
 from retouch import cli
 from retouch.config.imports import import_class
 from retouch.distributed.ranks import Ranks
@@ -19,12 +19,14 @@ from retouch.recipe.recipe import parse
 from retouch.rewards.function import ImportedReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.kinds import KINDS
+from retouch.rewards.loading import LoadedReward
+from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward
+from retouch.rewards.scoring import score
 from retouch.run.build import assemble
 from retouch.types import Sample, Task
 from retouch_plan.checks import check_scoring
 from retouch_worlds.data import PlaygroundData
 
-HERE = "test_first_users_10"
 MODULE = """
 import torch
 from retouch.types import Column
@@ -127,7 +129,7 @@ DOCUMENT = {
 
 
 @pytest.fixture
-def rw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rw(tmp_path, monkeypatch):
     file = tmp_path / "rw.py"
     file.write_text(MODULE)
     (tmp_path / "unwritten.py").write_text("import torch\n\ndef half(:\n")
@@ -138,15 +140,15 @@ def rw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def samples() -> list[Sample]:
+def samples():
     return [Sample(Task(name, f"paint {name}"), Image.new("RGB", (8, 8))) for name in "abc"]
 
 
-def section(name: str) -> Any:
+def section(name):
     return ImportedReward.model_validate({"kind": "import", "class": f"rw:{name}"})
 
 
-def scored(reward: Any, combine: Mapping[str, float]) -> Any:
+def scored(reward, combine):
     scorer = RewardScorer(reward, dict(combine))
     try:
         return scorer.submit(samples()).result(timeout=30)
@@ -154,11 +156,11 @@ def scored(reward: Any, combine: Mapping[str, float]) -> Any:
         scorer.close()
 
 
-def line_of(file: Path, text: str) -> int:
+def line_of(file, text):
     return 1 + next(number for number, line in enumerate(file.read_text().splitlines()) if text in line)
 
 
-def test_fault_10_an_error_inside_several_reports_reward_file_line_and_sample(rw: Path) -> None:
+def test_fault_10_an_error_inside_several_reports_reward_file_line_and_sample(rw):
     parts = {"mine": {"kind": "import", "class": "rw:Red"}, "size": {"kind": "compressibility"}}
     several = KINDS.load("several")
     assert several is not None
@@ -181,7 +183,7 @@ def test_fault_10_an_error_inside_several_reports_reward_file_line_and_sample(rw
         ("misnamed", "reward mine: reward function misnamed has the argument 'image', but .*; did you mean 'images'"),
     ],
 )
-def test_an_error_of_a_function_inside_several_reports_the_name_of_its_part(rw: Path, function: str, says: str) -> None:
+def test_an_error_of_a_function_inside_several_reports_the_name_of_its_part(rw, function, says):
     several: Any = KINDS.load("several")
     parts = {"mine": {"kind": "import", "class": f"rw:{function}"}, "size": {"kind": "compressibility"}}
     made = several.model_validate_json(json.dumps({"kind": "several", "rewards": parts}))
@@ -189,7 +191,7 @@ def test_an_error_of_a_function_inside_several_reports_the_name_of_its_part(rw: 
         scored(made.build(), {"size/compressibility": 1.0})
 
 
-def test_a_misspelled_function_is_refused_with_the_nearest_name(rw: Path) -> None:
+def test_a_misspelled_function_is_refused_with_the_nearest_name(rw):
     with pytest.raises(ValueError, match=r"rw has no class or function sinlge; did you mean single\?"):
         section("sinlge").build()
 
@@ -205,9 +207,7 @@ def test_a_misspelled_function_is_refused_with_the_nearest_name(rw: Path) -> Non
         ({"scale": 2.0}, "args.strength: missing; the constructor needs this argument"),
     ],
 )
-def test_a_wrong_constructor_argument_is_refused_with_its_key_and_the_accepted_arguments(
-    rw: Path, args: dict[str, Any], says: str
-) -> None:
+def test_a_wrong_constructor_argument_is_refused_with_its_key_and_the_accepted_arguments(rw, args, says):
     own = ImportedReward.model_validate({"kind": "import", "class": "rw:Strong", "args": args})
     with pytest.raises(ValueError, match=re.escape(f"rw:Strong: {says}") + "$"):
         own.build()
@@ -217,25 +217,8 @@ def test_a_wrong_constructor_argument_is_refused_with_its_key_and_the_accepted_a
         parse({**DOCUMENT, "reward": {"kind": "several", "rewards": parts, "combine": {"size/compressibility": 1}}})
 
 
-def test_constructor_arguments_that_fit_are_accepted(rw: Path) -> None:
-    for name, args in (
-        ("Strong", {"strength": 1}),
-        ("Strong", {"strength": 1, "scale": 2, "device": "cpu"}),
-        ("Anything", {"a": 1}),
-    ):
-        ImportedReward.model_validate({"kind": "import", "class": f"rw:{name}", "args": args}).build()
-
-
-def test_text_as_the_score_of_a_function_raises_with_function_file_and_value(rw: Path) -> None:
-    says = f"reward function quoted ({rw}:{line_of(rw, 'def quoted')}) returned '0.5' as a score, which is text; return a number"
-    with pytest.raises(ValueError, match=re.escape(says)):
-        scored(section("quoted").build(), {"quoted": 1.0})
-
-
 @pytest.mark.parametrize("column", ["photograper", "photographer"])
-def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_is_loaded(
-    rw: Path, column: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_is_loaded(rw, column, monkeypatch):
     data = rw.parent / "data"
     data.mkdir()
     rows = [
@@ -251,7 +234,7 @@ def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_i
     }
     recipe = parse({**DOCUMENT, **changes})
 
-    def load(*arguments: object) -> None:
+    def load(*arguments):
         raise RuntimeError("the model is loaded")
 
     monkeypatch.setattr("retouch.run.build.assemble_policy", load)
@@ -266,22 +249,11 @@ def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_i
         assemble(recipe, Ranks())
 
 
-def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
-    found = scored(section("Listed").build(), {"listed": 1.0})
+@pytest.mark.parametrize("name", ["Listed", "Missing"])
+def test_fault_10_a_list_is_the_scores_of_a_column_and_none_a_missing_score(rw, name):
+    found = scored(section(name).build(), {"listed": 1.0})
     assert found.rewards[[0, 2]].tolist() == [0.25, 0.25]
     assert torch.isnan(found.rewards[1])
-
-
-def test_none_in_the_list_of_a_column_is_a_missing_score(rw: Path) -> None:
-    found = scored(section("Missing").build(), {"listed": 1.0})
-    assert found.rewards[[0, 2]].tolist() == [0.25, 0.25]
-    assert torch.isnan(found.rewards[1])
-
-
-def test_the_error_of_a_batch_is_reported_if_single_samples_raise_another_error(rw: Path) -> None:
-    with pytest.raises(ValueError, match="raised ZeroDivisionError: the real error") as caught:
-        scored(section("OnlyBatches").build(), {"listed": 1.0})
-    assert "the error occurs with 3 samples at once, but with none of the first 64 samples alone" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -293,14 +265,14 @@ def test_the_error_of_a_batch_is_reported_if_single_samples_raise_another_error(
         ("Wild", "column 'listed' is 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
     ],
 )
-def test_fault_10_invalid_return_values_raise_with_class_file_and_line(name: str, says: str, rw: Path) -> None:
+def test_fault_10_invalid_return_values_raise_with_class_file_and_line(name, says, rw):
     with pytest.raises(ValueError, match="listed") as caught:
         scored(section(name).build(), {"listed": 1.0})
     assert says in str(caught.value)
     assert f"rw:{name} ({rw}:{line_of(rw, f'class {name}')})" in str(caught.value)
 
 
-def test_fault_10_a_plain_function_is_a_reward(rw: Path) -> None:
+def test_fault_10_a_plain_function_is_a_reward(rw):
     assert scored(section("plain").build(), {"plain": 1.0}).rewards.tolist() == pytest.approx([0.7, 0.7, 0.7])
     with pytest.raises(ValueError, match="reward function broken raised AttributeError") as caught:
         scored(section("broken").build(), {"broken": 1.0})
@@ -318,13 +290,13 @@ def test_fault_10_a_plain_function_is_a_reward(rw: Path) -> None:
         ("failing:Red", "importing failing raised IndexError"),
     ],
 )
-def test_fault_10_errors_of_an_import_or_a_constructor_report_file_and_line(path: str, says: str, rw: Path) -> None:
+def test_fault_10_errors_of_an_import_or_a_constructor_report_file_and_line(path, says, rw):
     with pytest.raises(ValueError, match=r"\.py:\d+") as caught:
         ImportedReward.model_validate({"kind": "import", "class": path}).build()
     assert says in str(caught.value)
 
 
-def test_fault_10_a_class_of_main_is_found_in_a_script_or_its_absence_raises(rw: Path) -> None:
+def test_fault_10_a_class_of_main_is_found_in_a_script_or_its_absence_raises(rw):
     with pytest.raises(ValueError, match=r"save the class in a file mine.py and name it mine:Red"):
         import_class("__main__:Red")
     script = "from retouch.config.imports import import_class\nclass Red: pass\nprint(import_class('__main__:Red') is Red)"
@@ -333,7 +305,7 @@ def test_fault_10_a_class_of_main_is_found_in_a_script_or_its_absence_raises(rw:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_fault_10_doctor_reports_a_reward_that_raises_with_file_and_line(rw: Path) -> None:
+def test_fault_10_doctor_reports_a_reward_that_raises_with_file_and_line(rw):
     recipe = parse({**DOCUMENT, "reward": {"kind": "import", "class": "rw:broken", "combine": {"broken": 1}}})
     tasks = PlaygroundData(count=1, complexity={1: 1.0}).tasks(in_turn=True)[:]
     finding = check_scoring(recipe, type("Sets", (), {"train": tasks})())
@@ -341,9 +313,139 @@ def test_fault_10_doctor_reports_a_reward_that_raises_with_file_and_line(rw: Pat
     assert f"{rw}:{line_of(rw, 'image.brightness')}" in finding.text
 
 
-def test_fault_10_score_command_prints_reward_errors_without_traceback(rw: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Image.new("RGB", (8, 8)).save(rw.parent / "a.png")
-    assert cli.main(["score", "rw:broken", "--image", str(rw.parent / "a.png")]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "reward function broken raised AttributeError" in said
+IMAGES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "black")]
+
+
+def test_a_number_of_prompts_that_differs_from_the_images_raises():
+    with pytest.raises(ValueError, match="prompts has length 1, but there are 2 images; give one per image"):
+        retouch.rewards.load("share", channel="red")(IMAGES, prompts=["one"])
+
+
+class RangesAsPairs:
+    columns: ClassVar[Any] = {"h": (0, 1)}
+
+    def __call__(self, samples):
+        return {"h": [0.5] * len(samples)}
+
+
+class NamesOnly(RangesAsPairs):
+    columns: ClassVar[Any] = ["h"]
+
+
+@pytest.mark.parametrize("own", [RangesAsPairs, NamesOnly])
+def test_a_class_whose_columns_are_no_columns_raises_with_its_name(own):
+    with pytest.raises(ValueError, match=rf"test_own_rewards:{own.__name__}: its columns are .*; give a dictionary of retouch"):
+        retouch.rewards.load("import", **{"class": f"test_own_rewards:{own.__name__}"})
+
+
+def test_a_reward_decorator_without_a_range_raises():
+    with pytest.raises(ValueError, match=r"give the range of the scores of half: @retouch.reward\(low=0, high=1\)"):
+
+        @retouch.reward
+        def half(images):
+            return [0.5] * len(images)
+
+
+def test_a_with_block_closes_the_reward():
+    closed = []
+
+    class Connected(ShareReward):
+        def close(self):
+            closed.append(self.channel)
+
+    with LoadedReward(Connected(channel="red")) as reward:
+        assert reward(IMAGES)["share"]
+        assert closed == []
+    assert closed == ["red"]
+    with pytest.raises(KeyError), LoadedReward(Connected(channel="blue")) as reward:
+        reward(IMAGES)["red"]
+    assert closed == ["red", "blue"]
+
+
+RED = Image.new("RGB", (8, 8), (200, 50, 0))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.chdir(tmp_path)
+    RED.save("out.png")
+    Image.new("RGB", (8, 8), (0, 50, 200)).save("in.png")
+    return tmp_path
+
+
+def judge(url, combine="sqrt(alignment * quality)"):
+    section = {"kind": "aspects", "n_evals": 1, "judge": {"kind": "endpoint", "model": "m", "base_url": url, "attempts": 1}}
+    return json.dumps(section | ({} if combine is None else {"combine": combine}))
+
+
+def test_score_command_sends_files_to_the_judge_and_combines_its_columns(files, capsys):
+    with Double() as double:
+        words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red", "--json"]
+        assert cli.main(words) == 0
+        # There is one request per aspect; the request about quality does not contain the instruction.
+        told = ["make it red" in json.dumps(request["messages"]) for request in double.requests]
+    assert sorted(told) == [False, True, True]
+    said = json.loads(capsys.readouterr().out)
+    expected = {name: expected_score(RED, name, 0, low=0, high=1) for name in ("alignment", "quality", "identity")}
+    assert said["scores"] == pytest.approx(expected, abs=1e-6)
+    assert said["reward"] == pytest.approx((expected["alignment"] * expected["quality"]) ** 0.5, abs=1e-6)
+
+
+def test_failed_judge_calls_give_missing_scores_and_exit_code_1(files, capsys):
+    with Double(lambda digest, times: "500") as double:
+        words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red"]
+        assert cli.main([*words, "--json"]) == 1
+        said = json.loads(capsys.readouterr().out)
+        assert said["scores"] == {"alignment": None, "quality": None, "identity": None}
+        assert said["reward"] is None
+        assert said["missing"] == ["alignment", "quality", "identity"]
+        assert cli.main(words) == 1
+        out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:2] == ["alignment", "missing"]
+    assert out[-1].endswith("(0 to 1) = sqrt(alignment * quality)")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lpips", "--image", "out.png"], "reward.weights: missing"),
+        (["photos:red", "--image", "out.png"], "has no source image"),
+        (["shar", "--image", "out.png"], "did you mean 'share'"),
+        (["share:red", "--image", "nowhere.png"], "nowhere.png"),
+        (["clip:nowhere", "--image", "out.png"], "nowhere are not on this machine"),
+        (["thinking", "--image", "out.png"], "has no completion"),
+        (["playground", "--image", "out.png"], "has no scene"),
+        (["share:red", "--image", "out.png", "--meta", "{"], "--meta is not JSON"),
+        (["share:red", "--image", "out.png", "--meta", "[]"], "--meta must be a JSON object"),
+    ],
+)
+def test_invalid_score_commands_exit_with_2(files, capsys, words, says):
+    assert cli.main(["score", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_written_option_passes_the_completion_to_the_reward(files, capsys):
+    assert cli.main(["score", "thinking", "--image", "out.png", "--completion", "<think>hm</think>so", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"] == {"think_format": 1.0}
+
+
+def test_the_error_of_a_batch_is_reported_if_single_samples_raise_another_error(rw):
+    with pytest.raises(ValueError, match="raised ZeroDivisionError: the real error") as caught:
+        scored(section("OnlyBatches").build(), {"listed": 1.0})
+    assert "the error occurs with 3 samples at once, but with none of the first 64 samples alone" in str(caught.value)
+
+
+def test_score_command_prints_a_column_with_its_range_or_as_json(files, capsys):
+    assert cli.main(["score", "share:red", "--image", "out.png"]) == 0
+    assert capsys.readouterr().out == "share    0.8000  (0 to 1)\n"
+    assert cli.main(["score", "share:red", "--image", "out.png", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"scores": {"share": pytest.approx(0.8)}, "missing": []}
+
+
+def test_score_command_reads_a_reward_from_a_json_file(files, capsys):
+    (files / "reward.json").write_text('{"kind": "compressibility", "combine": {"compressibility": 2}}')
+    assert cli.main(["score", "reward.json", "--image", "out.png", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["scores"]["compressibility"] == pytest.approx(score(CompressibilityReward(), RED)["compressibility"])
+    assert said["reward"] == pytest.approx(2 * said["scores"]["compressibility"])

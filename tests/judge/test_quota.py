@@ -1,30 +1,29 @@
-"""Quotas: the limit of a minute is never exceeded and almost fully used, processes share one count, and budgets end."""
+"""Quotas, and the queue before a judge: limits of a minute, counts shared by processes, budgets, and the order of arrival."""
 
 import asyncio
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retouch.rewards.base import BudgetSpent
-from retouch_judge.quota import Quota, Turns
+from retouch_judge.quota import ProgressSemaphore, Quota, Turns
 
 
 class Clock:
     """A clock that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def most_in_a_minute(begun: list[tuple[float, float]]) -> float:
+def most_in_a_minute(begun):
     """The largest sum of units in any 60 seconds."""
     return max(sum(units for time, units in begun if start <= time < start + 60) for start, _ in begun)
 
@@ -35,7 +34,7 @@ steps = st.lists(st.tuples(st.floats(0.0, 30.0), units, st.floats(0.0, 1.0), st.
 
 @given(steps=steps)
 @example(steps=[(0.0, 40.0, 0.1, 20.0)] * 60 + [(0.5, 40.0, 1.0, 0.0)] * 60)  # slow replies with low use, then quick ones with high
-def test_no_minute_exceeds_the_limits_for_any_sequence_of_requests(steps: list[tuple[float, float, float, float]]) -> None:
+def test_no_minute_exceeds_the_limits_for_any_sequence_of_requests(steps):
     """Each step: seconds that pass, units wanted, the share of the largest that it took, and when that is known."""
     clock = Clock()
     quota = Quota(requests_per_minute=10, units_per_minute=100, largest=40, clock=clock)
@@ -58,10 +57,8 @@ def test_no_minute_exceeds_the_limits_for_any_sequence_of_requests(steps: list[t
     assert most_in_a_minute(taken) <= 100 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("per_minute", "largest", "used"), [(600, 1, 1), (7, 1, 1), (6000, 8, 8), (90_000, 3000, 1000), (200_000, 3000, 2999)]
-)
-def test_at_least_90_percent_of_the_rate_is_used_under_load(per_minute: float, largest: float, used: float) -> None:
+@pytest.mark.parametrize(("per_minute", "largest", "used"), [(7, 1, 1), (90_000, 3000, 1000), (200_000, 3000, 2999)])
+def test_at_least_90_percent_of_the_rate_is_used_under_load(per_minute, largest, used):
     """Requests are always waiting, replies take two seconds, and a request that has to wait returns slightly late."""
     clock, begun, open_ = Clock(), [], []
     quota = Quota(units_per_minute=per_minute, largest=largest, clock=clock)
@@ -78,18 +75,8 @@ def test_at_least_90_percent_of_the_rate_is_used_under_load(per_minute: float, l
     assert sum(units for _, units in begun) >= 0.9 * 10 * per_minute
 
 
-def test_unused_rate_is_not_saved_for_later() -> None:
-    clock = Clock()
-    quota = Quota(requests_per_minute=60, clock=clock)
-    clock.now += 3600
-    at_once = 0
-    while not quota.turn(1.0).wait:
-        at_once += 1
-    assert at_once <= 2  # one, and one more to catch up on a second
-
-
 @pytest.mark.parametrize("uptime", [1e6, 3000.0, 400.0])
-def test_stored_times_from_before_a_reboot_are_ignored(tmp_path: Path, uptime: float) -> None:
+def test_stored_times_from_before_a_reboot_are_ignored(tmp_path, uptime):
     clock = Clock()
     clock.now = uptime
     assert not Quota(requests_per_minute=1, file=tmp_path / "quota", clock=clock).turn(1.0).wait
@@ -99,33 +86,17 @@ def test_stored_times_from_before_a_reboot_are_ignored(tmp_path: Path, uptime: f
     assert again.turn(1.0).wait == pytest.approx(62.5 - 1)
 
 
-def test_requests_that_cannot_start_before_their_deadline_get_no_turn() -> None:
+def test_requests_that_cannot_start_before_their_deadline_get_no_turn():
     clock = Clock()
 
-    async def ask() -> list[bool]:
+    async def ask():
         turns = Turns(Quota(requests_per_minute=1, clock=clock))
         return [await turns.next(1.0, latest=1030.0) is not None for _ in range(3)]
 
     assert asyncio.run(ask()) == [True, False, False]
 
 
-def test_turns_are_given_in_the_order_of_requests() -> None:
-    order: list[int] = []
-
-    async def ask() -> None:
-        turns = Turns(Quota(requests_per_minute=60_000))
-
-        async def one(number: int) -> None:
-            assert await turns.next(1.0, latest=math.inf) is not None
-            order.append(number)
-
-        await asyncio.gather(*(one(number) for number in range(30)))
-
-    asyncio.run(ask())
-    assert order == list(range(30))
-
-
-def test_calls_are_claimed_all_or_none() -> None:
+def test_calls_are_claimed_all_or_none():
     quota = Quota(calls=10)
     quota.claim(7)
     with pytest.raises(BudgetSpent, match=r"10 calls .* 7 were made, 4 more are needed; raise its `calls`"):
@@ -137,9 +108,7 @@ def test_calls_are_claimed_all_or_none() -> None:
 
 
 @pytest.mark.parametrize(("calls", "world", "here"), [(29, 29, 1), (10, 8, 1), (100, 7, 1), (3, 8, 4), (29, 100, 10), (11, 12, 4)])
-def test_the_calls_of_all_ranks_add_up_to_the_budget(
-    calls: int, world: int, here: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calls_of_all_ranks_add_up_to_the_budget(calls, world, here, tmp_path, monkeypatch):
     """``here``: the ranks of a machine, which share a file; with 1, each rank has its own part."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
@@ -155,7 +124,7 @@ def test_the_calls_of_all_ranks_add_up_to_the_budget(
     assert max(made) - min(made) <= 1
 
 
-def test_a_budget_with_fewer_calls_than_ranks_or_machines_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_with_fewer_calls_than_ranks_or_machines_raises(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(8):
@@ -167,21 +136,13 @@ def test_a_budget_with_fewer_calls_than_ranks_or_machines_raises(tmp_path: Path,
             Quota(calls=1, file=tmp_path / f"quota-{rank // 4}")
 
 
-def test_claims_raise_after_the_cost_budget_is_spent() -> None:
+def test_claims_raise_after_the_cost_budget_is_spent():
     quota = Quota(cost=1.0)
     for _ in range(2):
         quota.claim(100)
         quota.settle(quota.turn(1.0), used=1.0, cost=0.6)
     with pytest.raises(BudgetSpent, match=r"the budget of 1 .* is spent \(1\.20\); raise its `cost`"):
         quota.claim(1)
-
-
-def test_spent_calls_persist_in_the_file_and_a_larger_budget_continues(tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "quota"
-    Quota(calls=5, file=file).claim(5)
-    with pytest.raises(BudgetSpent):
-        Quota(calls=5, file=file).claim(1)
-    Quota(calls=6, file=file).claim(1)
 
 
 WORK = """
@@ -193,7 +154,7 @@ print(sum(quota.claim_another() for _ in range(400)), sum(not quota.turn(1.0).wa
 """
 
 
-def test_processes_that_name_one_file_have_one_quota(tmp_path: Path) -> None:
+def test_processes_that_name_one_file_have_one_quota(tmp_path):
     """1000 calls in total, and at one moment as many turns as one process alone gets: those that catch up on a second."""
     command = [sys.executable, "-c", WORK, str(tmp_path / "quota")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -203,7 +164,7 @@ def test_processes_that_name_one_file_have_one_quota(tmp_path: Path) -> None:
     assert sum(int(turns) for _, turns in told) == sum(not alone.turn(1.0).wait for _ in range(200)) < 100
 
 
-def test_ranks_and_machines_get_equal_shares_of_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_machines_get_equal_shares_of_the_quota(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     together, alone = Quota(calls=160, file=tmp_path / "quota"), Quota(calls=160)
@@ -226,12 +187,84 @@ def test_ranks_and_machines_get_equal_shares_of_the_quota(tmp_path: Path, monkey
         ({"requests_per_minute": 0.5}, "takes 1, but only 0.5 are"),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(limits: dict[str, float], says: str) -> None:
+def test_limits_that_make_no_sense_are_refused(limits, says):
     with pytest.raises(ValueError, match=says):
         Quota(**limits)
 
 
-def test_a_file_that_is_not_a_quota_file_raises(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_quota_file_raises(tmp_path):
     (tmp_path / "notes").write_text("not a quota")
     with pytest.raises(ValueError, match="notes is not a quota file"):
         Quota(calls=1, file=tmp_path / "notes")
+
+
+def test_places_are_given_in_order_of_arrival():
+    inside: list[int] = []
+
+    async def one(line, number):
+        assert await line.enter(since=1000.0) == 1005.0
+        inside.append(number)
+
+    async def act():
+        line = ProgressSemaphore(2, patience=5.0, clock=Clock())
+        waiting = [asyncio.create_task(one(line, number)) for number in range(5)]
+        for seen in (2, 3, 4, 5):
+            while len(inside) < seen:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert inside == list(range(seen))
+            line.leave()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(act())
+
+
+def test_waiting_requests_time_out_only_if_no_request_is_answered():
+    """As long as requests are answered, the others wait; if none is answered for too long, all of them time out together."""
+    clock = Clock()
+
+    async def act():
+        line = ProgressSemaphore(1, patience=0.02, clock=clock)
+        await line.enter(since=clock())
+        waiting = [asyncio.create_task(line.enter(since=clock())) for _ in range(3)]
+        for _ in range(10):
+            clock.now += 0.015
+            line.answered()
+            await asyncio.sleep(0.03)  # longer than the patience, but in real time, which does not count
+        assert not any(task.done() for task in waiting)
+        clock.now += 0.021
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [TimeoutError] * 3
+        line.leave()
+        assert await line.enter(since=clock()) == pytest.approx(clock.now + 0.02)  # no place was lost
+
+    asyncio.run(act())
+
+
+def test_the_deadline_of_a_place_counts_from_the_start_of_waiting():
+    clock = Clock()
+
+    async def act():
+        line = ProgressSemaphore(1, patience=10.0, clock=clock)
+        await line.enter(since=1000.0)
+        waiting = asyncio.create_task(line.enter(since=1000.0))
+        await asyncio.sleep(0.01)
+        clock.now = 1009.0
+        line.leave()
+        return await waiting
+
+    assert asyncio.run(act()) == 1010.0
+
+
+def test_a_cancelled_request_releases_its_place():
+    async def act():
+        line = ProgressSemaphore(1, patience=100.0, clock=Clock())
+        await line.enter(since=1000.0)
+        gone = asyncio.create_task(line.enter(since=1000.0))
+        await asyncio.sleep(0.01)
+        line.leave()  # it is admitted
+        gone.cancel()  # and cancelled at the same moment
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.wait_for(line.enter(since=1000.0), timeout=60)
+
+    asyncio.run(act())

@@ -18,7 +18,7 @@ from retouch.rewards.ledger.database import Database, ImageHasher, image_hash, o
 from retouch.types import Column, Sample, Task
 from retouch_judge.base import Panel, fingerprint
 from retouch_judge.cache import AnswerCache, CachedJudgeClient, CachedReward, RequestStats, question_hash
-from retouch_judge.questions import Answer, ChoiceForm, Question, ScoresForm, WordForm
+from retouch_judge.questions import Answer, Question, ScoresForm, WordForm
 from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, EditScore, VieScore, YesReward
 from retouch_judge.wording import Scale
 
@@ -26,11 +26,11 @@ KEY = "canary-0a1b2c3d4e5f"
 FORM = ScoresForm({"score": Scale(0, 10)})
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8))
 
 
-def question(seed: int = 0, *, image: int = 0, rubric: str = "Judge.", form=FORM, temperature: float = 0.5) -> Question:
+def question(seed=0, *, image=0, rubric="Judge.", form=FORM, temperature=0.5):
     return Question(rubric, ("Picture:", picture(image)), form, seed=seed, temperature=temperature)
 
 
@@ -39,7 +39,7 @@ class RandomClient:
 
     identity = "random"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[Question] = []
         self.faulty = False
 
@@ -70,7 +70,7 @@ def reopen(tmp_path):
     """Opens the same ledger again and again, as restarts do."""
     opened = []
 
-    def begin() -> AnswerCache:
+    def begin():
         for database in opened:
             database.close()
         opened[:] = [Database(tmp_path / "ledger.sqlite")]
@@ -81,7 +81,7 @@ def reopen(tmp_path):
         database.close()
 
 
-def rows(path, columns: str) -> list[tuple]:
+def rows(path, columns):
     reader = open_read_only(path)
     found = reader.execute(f"SELECT {columns} FROM answers ORDER BY number").fetchall()
     reader.close()
@@ -151,24 +151,6 @@ def test_stored_answers_are_not_reused_for_another_judge(reopen):
     assert len(asker.asked) == 2
 
 
-def test_answers_to_forms_that_are_not_dataclasses_are_not_reused(reopen):
-    class Odd:
-        max_tokens = 1
-        scales = FORM.scales
-
-        def read(self, reply):
-            return {"score": 1.0}
-
-        def schema(self):
-            return None
-
-    asker = RandomClient()
-    cached = CachedJudgeClient(asker, reopen())
-    for _ in range(2):
-        cached.ask([question(form=Odd()), question()])
-    assert len(asker.asked) == 3
-
-
 def test_failed_questions_are_recorded_and_asked_again(reopen, tmp_path):
     asker = RandomClient()
     asker.faulty = True
@@ -234,20 +216,6 @@ def test_a_question_in_progress_is_not_asked_by_another_thread(reopen):
     assert results[0].scores == results[1].scores
 
 
-def test_a_question_can_be_asked_again_after_an_error(reopen):
-    class Broken(RandomClient):
-        def ask(self, questions):
-            if not self.asked:
-                self.asked += questions
-                raise ValueError("no such judge")
-            return super().ask(questions)
-
-    cached = CachedJudgeClient(Broken(), reopen())
-    with pytest.raises(ValueError, match="no such judge"):
-        cached.ask([question()])
-    assert cached.ask([question()])[0].scores
-
-
 def test_api_keys_of_the_environment_are_not_stored(reopen, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("RETOUCH_TOKEN", KEY[::-1])
@@ -272,7 +240,7 @@ class RandomReward:
     columns: Mapping[str, Column] = {"quality": Column(0.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
     fingerprint = "server 1"
 
-    def __init__(self, *, missing: frozenset[str] = frozenset()) -> None:
+    def __init__(self, *, missing=frozenset()):
         self.asked: list[str] = []
         self.missing = missing
 
@@ -287,7 +255,7 @@ class RandomReward:
 def with_ledger(reopen):
     made = []
 
-    def make(reward) -> CachedReward:
+    def make(reward):
         for one in made:
             one.close()
         made[:] = [CachedReward(reward, reopen())]
@@ -298,7 +266,7 @@ def with_ledger(reopen):
         one.close()
 
 
-def sample(number: int, **changes) -> Sample:
+def sample(number, **changes):
     known = {"id": f"t{number}", "instruction": "make it blue", "images": (picture(50 + number),), **changes}
     return Sample(Task(**known), picture(number))
 
@@ -431,16 +399,3 @@ def test_question_hashes_match_those_of_existing_ledgers(judge, fields, digest):
     on_panel(judge, Panel(client), **fields)([Sample(Task("t0", "make the red circle blue", images=(before,)), after)])
     keys = [question_hash(each, client.identity, ImageHasher()) for each in client.asked]
     assert hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()[:16] == digest
-
-
-def test_the_names_of_forms_in_ledgers_never_change():
-    scores = ScoresForm({"a": Scale(0, 10), "b": Scale(0, 5, whole=True)}, reasoning=False)
-    prefix = "retouch.rewards.judges.forms."
-    assert scores.ledger_name == prefix + (
-        "ScoresForm(scales={'a': Scale(low=0, high=10, whole=False), 'b': Scale(low=0, high=5, whole=True)}, "
-        "reasoning=False, max_tokens=1024)"
-    )
-    values = {"no": 0.0, "yes": 1.0}
-    named = "(name='yes', values={'no': 0.0, 'yes': 1.0}, "
-    assert WordForm("yes", values).ledger_name == f"{prefix}WordForm{named}min_mass=0.5, max_tokens=1)"
-    assert ChoiceForm("yes", values).ledger_name == f"{prefix}ChoiceForm{named}max_tokens=32)"

@@ -25,7 +25,6 @@ from retouch_judge.rewards import (
     EditScore,
     GroundReward,
     VieScore,
-    WinRateReward,
     YesReward,
 )
 
@@ -114,21 +113,3 @@ def test_prompts_of_a_group_share_at_least_80_percent_of_their_tokens(judge, mak
         share, without_the_last = prefix_shares(tokens)
         assert share >= 0.8, text[:60]
         assert without_the_last >= 0.9, text[:60]
-
-
-def test_with_larger_images_90_percent_is_shared_apart_from_the_judged_image(judge):
-    """The judged image cannot be shared; of the other tokens, the shared part is as large as with small images."""
-    for tokens in prompts(judge, AspectsReward, size=504, source=True).values():
-        assert tokens[0].count(picture(1, 504).tobytes()) == 18 * 18
-        assert prefix_shares(tokens)[1] >= 0.9
-
-
-def test_pairs_with_the_same_first_image_share_at_least_80_percent_of_their_tokens(judge):
-    (tokens,) = prompts(judge, WinRateReward, size=112, source=True).values()
-    assert len(tokens) == 12
-    by_first = {}
-    for prompt in tokens:
-        _, first, _ = dict.fromkeys(name for name in prompt if isinstance(name, bytes))
-        by_first.setdefault(first, []).append(prompt)
-    assert [len(of_one) for of_one in by_first.values()] == [3] * 4
-    assert all(prefix_shares(of_one)[0] >= 0.8 for of_one in by_first.values())

@@ -20,20 +20,17 @@ GRAPH = {
 EDGES = ([("sun", "rain")], [("rain", "river")], [("water cycle", "river"), ("river", "water cycle")], [])
 
 
-def task(graph: object = GRAPH) -> Task:
+def task(graph=GRAPH):
     return Task("t", "the water cycle", meta={"Knowledge_Graph": graph, "Annotation": {"Causes(Sun, rain)": "heat lifts water"}})
 
 
-Graph = tuple[list[str], set[tuple[str, str]]]
-
-
-def graph_of(shown: tuple[bool, ...]) -> Graph:
+def graph_of(shown):
     """Nodes and edges of what is shown, as MMMG's code builds them."""
     nodes = [element.lower() for element, seen in zip(GRAPH["elements"], shown[:4], strict=True) if seen]
     return nodes, {edge for edges, seen in zip(EDGES, shown[4:], strict=True) for edge in edges if seen and set(edge) <= set(nodes)}
 
 
-def distance(one: Graph, other: Graph) -> int:
+def distance(one, other):
     """The edit distance of unlabelled graphs: the least over all ways to match nodes, or to leave them unmatched."""
     (nodes, edges), (others, other_edges) = one, other
     found = []
@@ -46,7 +43,7 @@ def distance(one: Graph, other: Graph) -> int:
 
 
 @pytest.mark.parametrize("kind", [dict, str])
-def test_fidelity_is_one_minus_the_normalised_edit_distance(kind: type) -> None:
+def test_fidelity_is_one_minus_the_normalised_edit_distance(kind):
     graph = KnowledgeGraph.of(task(GRAPH if kind is dict else json.dumps(GRAPH)))
     whole = graph_of((True,) * 8)
     assert graph.size([True] * 8) == 4 + 4
@@ -61,7 +58,7 @@ class Client:
 
     identity = "client"
 
-    def __init__(self, scores: dict[str, float]) -> None:
+    def __init__(self, scores):
         self.scores = scores
         self.questions: list[object] = []
 
@@ -70,7 +67,7 @@ class Client:
         return [Answer(scores=self.scores) for _ in questions]
 
 
-def test_columns_are_computed_from_the_answered_graph() -> None:
+def test_columns_are_computed_from_the_answered_graph():
     answers = {"e1": 1.0, "e2": 1.0, "e3": 1.0, "e4": 0.0, "d1": 1.0, "d2": 1.0, "d3": 0.0, "d4": 0.0}
     client = Client(answers)
     reward = on_panel(MmmgReward, Panel(client, repeats=1))
@@ -85,7 +82,7 @@ def test_columns_are_computed_from_the_answered_graph() -> None:
     assert all(column.isnan().all() for column in reward([Sample(task(), Image.new("RGB", (8, 8)))]).values())
 
 
-def test_a_task_without_a_graph_is_refused() -> None:
+def test_a_task_without_a_graph_is_refused():
     for graph in (None, "{", {}, {"elements": []}, {"elements": ["sun"], "dependencies": "none"}):
         with pytest.raises(ValueError, match="'t' has no knowledge graph"):
             KnowledgeGraph.of(task(graph))

@@ -3,9 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,21 +31,29 @@ SOURCE = Image.new("RGB", (8, 6), (9, 9, 9))
 
 
 @pytest.fixture
-def vote() -> VoteMaker:
+def vote():
     return VoteMaker()
 
 
-def samples(*reds: int | None, task: str = "t") -> list[Sample]:
+@pytest.fixture
+def calibration(vote):
+    scores = [({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}) for k in range(12)]
+    return calibrate(
+        [vote("right", task=str(k), scores=each, left=f"l{k}") for k, each in enumerate(scores)], "share", resamples=20
+    )
+
+
+def samples(*reds, task="t"):
     given = Task(task, "make it red", (SOURCE,), tags={"kind": "colour"}, meta={"n": 1})
     return [Sample(given, None if red is None else Image.new("RGB", (8, 6), (red, 100, 100))) for red in reds]
 
 
-def voter(queue: Path, **noise: float) -> SimulatedVoter:
+def voter(queue, **noise):
     return SimulatedVoter(queue, ShareReward(), "share", Preference(**noise))
 
 
 @contextmanager
-def voting(queue: Path, **noise: float) -> Iterator[SimulatedVoter]:
+def voting(queue, **noise):
     """A voter on a thread, who stops at the end of the block."""
     stop, made = threading.Event(), voter(queue, **noise)
     thread = threading.Thread(target=made.run, kwargs={"limit": None, "stop": stop.is_set, "poll_seconds": 0.01}, daemon=True)
@@ -59,7 +65,7 @@ def voting(queue: Path, **noise: float) -> Iterator[SimulatedVoter]:
         thread.join(timeout=30)
 
 
-def test_scores_follow_the_votes_within_each_group(tmp_path: Path) -> None:
+def test_scores_follow_the_votes_within_each_group(tmp_path):
     reward = VotesReward(queue=str(tmp_path))
     with voting(tmp_path) as given:
         scores = reward([*samples(10, 200, 90), *samples(60, 50, task="u")])
@@ -71,15 +77,7 @@ def test_scores_follow_the_votes_within_each_group(tmp_path: Path) -> None:
     assert given.votes == 3 + 1
 
 
-def test_scores_are_missing_after_a_time_out(tmp_path: Path) -> None:
-    reward = VotesReward(queue=str(tmp_path), wait=0.0)
-    scores = reward(samples(10, 200, 90))
-    assert scores["preference"].isnan().all()
-    assert scores["voted"].tolist() == [0.0] * 3
-    assert VoteQueue(tmp_path).open_groups() == []  # the group is closed, because new votes would not count
-
-
-def test_scores_use_the_votes_that_arrived_before_the_time_out(tmp_path: Path) -> None:
+def test_scores_use_the_votes_that_arrived_before_the_time_out(tmp_path):
     queue = VoteQueue(tmp_path)
     given = samples(10, 200, 90)
     group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
@@ -91,7 +89,7 @@ def test_scores_use_the_votes_that_arrived_before_the_time_out(tmp_path: Path) -
     assert scores["voted"][0].item() == pytest.approx(1 / 3)
 
 
-def test_images_that_are_not_shown_to_voters_have_missing_or_equal_scores(tmp_path: Path) -> None:
+def test_images_that_are_not_shown_to_voters_have_missing_or_equal_scores(tmp_path):
     """Images that are alone (those of an evaluation), no image, and equal images."""
     reward = VotesReward(queue=str(tmp_path))
     assert reward(samples(10, task="a") + samples(20, task="b"))["preference"].isnan().all()
@@ -104,7 +102,7 @@ def test_images_that_are_not_shown_to_voters_have_missing_or_equal_scores(tmp_pa
     assert scores[3].isnan()
 
 
-def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path: Path) -> None:
+def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path):
     scorer = RewardScorer(VotesReward(queue=str(tmp_path)), {"preference": 1.0})
     futures = [scorer.submit(samples(10, 200, task=name)) for name in "abc"]
     queue = VoteQueue(tmp_path)
@@ -121,14 +119,7 @@ def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path: Path) -> None:
     scorer.close()
 
 
-def test_a_resumed_run_reuses_the_votes_on_its_images(tmp_path: Path) -> None:
-    with voting(tmp_path):
-        first = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
-    again = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
-    assert torch.equal(first["preference"], again["preference"])
-
-
-def test_closing_the_reward_stops_waiting_for_votes(tmp_path: Path) -> None:
+def test_closing_the_reward_stops_waiting_for_votes(tmp_path):
     reward = VotesReward(queue=str(tmp_path))
     future = reward.submit(samples(10, 200))
     reward.close()
@@ -137,8 +128,8 @@ def test_closing_the_reward_stops_waiting_for_votes(tmp_path: Path) -> None:
     assert len(VoteQueue(tmp_path).open_groups()) == 1
 
 
-def test_an_error_while_waiting_for_votes_is_raised_by_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: VoteQueue, group: object) -> list:
+def test_an_error_while_waiting_for_votes_is_raised_by_the_future(tmp_path, monkeypatch):
+    def broken(self, group):
         raise KeyError("no such image")
 
     monkeypatch.setattr(VoteQueue, "unanswered", broken)
@@ -148,7 +139,7 @@ def test_an_error_while_waiting_for_votes_is_raised_by_the_future(tmp_path: Path
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
-def test_pairs_cover_all_images_first_and_contain_every_pair_once(count: int) -> None:
+def test_pairs_cover_all_images_first_and_contain_every_pair_once(count):
     found = pairs_to_compare(count, most=None, seed="s")
     assert len({frozenset(pair) for pair in found}) == len(found) == count * (count - 1) // 2
     assert {index for pair in found[: -(-count // 2)] for index in pair} == set(range(count))
@@ -156,7 +147,7 @@ def test_pairs_cover_all_images_first_and_contain_every_pair_once(count: int) ->
     assert pairs_to_compare(count, most=1, seed="s") == found[:1]
 
 
-def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
+def test_a_damaged_group_is_left_out(tmp_path):
     queue = VoteQueue(tmp_path)
     given = samples(10, 200)
     group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
@@ -176,7 +167,7 @@ def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
         assert VoteQueue(tmp_path).open_groups() == []
 
 
-def test_recipes_with_votes_need_another_eval_column_and_whole_groups() -> None:
+def test_recipes_with_votes_need_another_eval_column_and_whole_groups():
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
         load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
@@ -192,13 +183,13 @@ def test_recipes_with_votes_need_another_eval_column_and_whole_groups() -> None:
         load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
 
 
-def test_the_fingerprint_ignores_queue_and_wait_but_not_pairs() -> None:
+def test_the_fingerprint_ignores_queue_and_wait_but_not_pairs():
     first = fingerprint(VotesReward(queue="a", pairs=3))
     assert fingerprint(VotesReward(queue="b", pairs=3, wait=1.0)) == first
     assert fingerprint(VotesReward(queue="a", pairs=4)) != first
 
 
-def test_votes_are_exported_as_pairs(tmp_path: Path, vote) -> None:
+def test_votes_are_exported_as_pairs(tmp_path, vote):
     queue = tmp_path / "queue"
     with voting(queue):
         VotesReward(queue=str(queue))([*samples(10, 200, 90), *samples(60, 50, task="u")])
@@ -219,7 +210,7 @@ def test_votes_are_exported_as_pairs(tmp_path: Path, vote) -> None:
         export([VoteLog(queue)], tmp_path / "pairs")
 
 
-def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_path: Path) -> None:
+def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_path):
     queue = VoteQueue(tmp_path / "queue")
     given = samples(10, 200, 90)
     group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
@@ -233,7 +224,7 @@ def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_p
     assert not (tmp_path / "pairs").exists()
 
 
-def test_export_does_not_read_image_files_outside_the_run_folder(tmp_path: Path, vote) -> None:
+def test_export_does_not_read_image_files_outside_the_run_folder(tmp_path, vote):
     SOURCE.save(tmp_path / "secret.png")
     log = VoteLog(tmp_path / "runs" / "one")
     row = vote("left").to_json()
@@ -245,7 +236,7 @@ def test_export_does_not_read_image_files_outside_the_run_folder(tmp_path: Path,
         export([log], tmp_path / "pairs")
 
 
-def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> None:
+def test_a_calibrated_reward_gives_win_probabilities(tmp_path, vote):
     path = tmp_path / "map.json"
     votes = [
         vote("left" if left > right else "right", task=str(k), scores=({"share": left}, {"share": right}), left=f"l{k}")
@@ -276,11 +267,9 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> No
         load("playground/grpo", [f"reward={json.dumps(other)}"])
 
 
-def test_a_calibrated_reward_works_inside_several(tmp_path: Path, vote) -> None:
+def test_a_calibrated_reward_works_inside_several(tmp_path, calibration):
     path = tmp_path / "map.json"
-    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
-    made = calibrate(votes, "share", resamples=20)
-    made.save(path)
+    calibration.save(path)
     red = {"kind": "calibrated", "of": {"kind": "share", "channel": "red"}, "column": "share", "map": str(path)}
     parts = {"red": red, "green": {"kind": "share", "channel": "green"}}
     several = {"kind": "several", "rewards": parts, "combine": {"red/win_probability": 1, "green/share": 0.5}}
@@ -289,7 +278,7 @@ def test_a_calibrated_reward_works_inside_several(tmp_path: Path, vote) -> None:
     assert parse_reward({"kind": "several", **reward.model_dump(mode="json")}) == reward
     scores = reward.build()(samples(10, 250))
     assert scores.keys() == (reward.known_columns() or {}).keys()
-    expected = [made.at(value)[0] for value in scores["red/share"].tolist()]
+    expected = [calibration.at(value)[0] for value in scores["red/share"].tolist()]
     assert scores["red/win_probability"].tolist() == pytest.approx(expected, abs=1e-6)
     for key, value, words in (
         ("column", "shade", r"reward\.rewards\.red\.column: the reward has no column 'shade'"),
@@ -300,53 +289,24 @@ def test_a_calibrated_reward_works_inside_several(tmp_path: Path, vote) -> None:
             load("playground/grpo", [f"reward={json.dumps(faulty)}"])
 
 
-def test_recipes_with_calibrated_votes_need_another_eval_column_and_whole_groups() -> None:
-    votes = {"kind": "calibrated", "of": {"kind": "votes", "queue": "q"}, "column": "preference", "map": "m"}
-    votes["combine"] = {"win_probability": 1}
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=win_probability"])
-    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups") as raised:
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null", "rollout.chunk=40"])
-    assert str(raised.value).count("rollout.chunk: 40 splits") == 1
-
-
-def test_a_calibrated_reward_takes_a_list_of_scores(tmp_path: Path, vote) -> None:
-    class Reddish:
-        columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
-
-        def __call__(self, given: list[Sample]) -> list[float | None]:
-            return [0.25, None][: len(given)]
-
-    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
-    made = calibrate(votes, "share", resamples=20)
-    scores = CalibratedScores(Reddish(), "share", made)(samples(10, 250))
-    assert scores["share"].tolist()[0] == 0.25
-    assert scores["win_probability"].tolist()[0] == pytest.approx(made.at(0.25)[0])
-    assert scores["win_probability"].isnan().tolist() == scores["share"].isnan().tolist() == [False, True]
-
-
-def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(tmp_path: Path, vote) -> None:
+def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(calibration):
     class Listed:
         columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
 
-        def __call__(self, given: list[Sample]) -> dict[str, list[float]]:
+        def __call__(self, given):
             return {"share": [0.25] * len(given)}
 
     class Misnamed(Listed):
-        def __call__(self, given: list[Sample]) -> dict[str, list[float]]:
+        def __call__(self, given):
             return {"shares": [0.25] * len(given)}
 
-    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
-    made = calibrate(votes, "share", resamples=20)
-    scores = CalibratedScores(Listed(), "share", made)(samples(10, 250))
-    assert scores["win_probability"].tolist() == pytest.approx([made.at(0.25)[0]] * 2)
+    scores = CalibratedScores(Listed(), "share", calibration)(samples(10, 250))
+    assert scores["win_probability"].tolist() == pytest.approx([calibration.at(0.25)[0]] * 2)
     with pytest.raises(ValueError, match=r"Misnamed.*declares the column 'share' but did not return it; it returned shares"):
-        CalibratedScores(Misnamed(), "share", made)(samples(10, 250))
+        CalibratedScores(Misnamed(), "share", calibration)(samples(10, 250))
 
 
-def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path: Path) -> None:
+def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path):
     queue = tmp_path / "run" / "queue"
     given = samples(10, 200, 90)
     with voting(queue):
@@ -365,7 +325,7 @@ def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path: Path) ->
     assert (agreement["column"], agreement["share"]["value"], agreement["share"]["count"]) == ("judge", 1.0, 1)
 
 
-def test_an_image_of_two_tasks_gets_the_score_of_the_task_of_the_vote(tmp_path: Path) -> None:
+def test_an_image_of_two_tasks_gets_the_score_of_the_task_of_the_vote(tmp_path):
     unchanged, red = (Image.new("RGB", (8, 8), colour) for colour in ("white", "red"))
     tasks = tuple(Task(name, "") for name in ("keep the photo", "make it red"))
     given = [Sample(task, image) for task in tasks for image in (unchanged, red)]
@@ -383,12 +343,12 @@ def test_an_image_of_two_tasks_gets_the_score_of_the_task_of_the_vote(tmp_path: 
 
 @pytest.mark.parametrize("scores", [(math.nan, 0.5), (0.5, math.nan)])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_a_simulated_voter_does_not_choose_without_a_score(scores: tuple[float, float], noise: float) -> None:
+def test_a_simulated_voter_does_not_choose_without_a_score(scores, noise):
     with pytest.raises(ValueError, match="has no score for an image; use a column that scores every image"):
         Preference(noise=noise).choose(*scores, uniform=0.5)
 
 
-def test_votes_command_simulates_summarises_exports_and_reports_errors(tmp_path: Path, capsys) -> None:
+def test_votes_command_simulates_summarises_exports_and_reports_errors(tmp_path, capsys):
     queue = VoteQueue(tmp_path / "queue")
     for number in range(12):
         given = samples(10 + number, 200 - number, task=str(number))

@@ -1,23 +1,24 @@
-"""The log of votes: added votes are read back despite crashes, other writers and hostile text."""
+"""The log of votes, which survives crashes, other writers and hostile text, and the choice of the next pair for a voter."""
 
 import json
 import threading
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 
-from retouch_view.votes.log import VoteLog, logs_of, pair_id, voter_name
+from retouch_view.votes.log import Side, VoteLog, VotePair, Votes, logs_of, pair_id, voter_name
+from retouch_view.votes.queue import REPEAT_EVERY, next_pair
 from vote_maker import VoteMaker
 
 HOSTILE = "</script><b>\u202egnp\n\r\t\0\u2028'\"{}[]\\ud800 " + "x" * 1_000_000
 
 
 @pytest.fixture
-def vote() -> VoteMaker:
+def vote():
     return VoteMaker()
 
 
-def test_votes_are_read_back_in_order(tmp_path: Path, vote) -> None:
+def test_votes_are_read_back_in_order(tmp_path, vote):
     log = VoteLog(tmp_path / "run")
     given = [
         vote("left", scores=({"score": 0.25}, {"score": 1.0}), tags={"kind": "add"}, source="s.png"),
@@ -30,13 +31,13 @@ def test_votes_are_read_back_in_order(tmp_path: Path, vote) -> None:
     assert json.loads(log.path.read_text().splitlines()[0])["pair"] == given[0].pair
 
 
-def test_a_pair_is_the_same_with_its_sides_exchanged(vote) -> None:
+def test_a_pair_is_the_same_with_its_sides_exchanged(vote):
     assert vote("left").pair == vote("tie", left="b", right="a").pair == pair_id("t", "t/b", "t/a")
     assert vote("left").pair != vote("left", task="u").pair
     assert [vote(choice).left_points for choice in ("left", "right", "tie", "both_bad")] == [1.0, 0.0, 0.5, 0.5]
 
 
-def test_only_the_same_voter_can_undo_a_vote(tmp_path: Path, vote) -> None:
+def test_only_the_same_voter_can_undo_a_vote(tmp_path, vote):
     log = VoteLog(tmp_path)
     first, second = vote("left"), vote("right")
     log.add(first)
@@ -49,7 +50,7 @@ def test_only_the_same_voter_can_undo_a_vote(tmp_path: Path, vote) -> None:
     assert len(log.path.read_text().splitlines()) == 4
 
 
-def test_a_line_that_a_crash_cut_off_is_not_joined_with_the_next(tmp_path: Path, vote) -> None:
+def test_a_line_that_a_crash_cut_off_is_not_joined_with_the_next(tmp_path, vote):
     log = VoteLog(tmp_path)
     log.add(vote("left"))
     with log.path.open("ab") as file:
@@ -77,7 +78,7 @@ def test_a_line_that_a_crash_cut_off_is_not_joined_with_the_next(tmp_path: Path,
     ],
     ids=str,
 )
-def test_a_line_that_is_no_vote_is_counted_and_left_out(tmp_path: Path, vote, key: str, value: object) -> None:
+def test_a_line_that_is_no_vote_is_counted_and_left_out(tmp_path, vote, key, value):
     log = VoteLog(tmp_path)
     log.path.write_text(json.dumps({**vote("left").to_json(), key: value}) + "\n" + "[" * 100_000 + "\n\xff\n3\n")
     log.add(vote("tie"))
@@ -85,14 +86,7 @@ def test_a_line_that_is_no_vote_is_counted_and_left_out(tmp_path: Path, vote, ke
     assert ([each.choice for each in found.votes], found.damaged) == (["tie"], 4)
 
 
-def test_the_same_line_twice_is_one_vote(tmp_path: Path, vote) -> None:
-    log = VoteLog(tmp_path)
-    log.add(vote("left"))
-    log.path.write_bytes(log.path.read_bytes() * 2)
-    assert (len(log.read().votes), log.read().damaged) == (1, 1)
-
-
-def test_scores_that_are_no_finite_numbers_are_left_out(tmp_path: Path, vote) -> None:
+def test_scores_that_are_no_finite_numbers_are_left_out(tmp_path, vote):
     log = VoteLog(tmp_path)
     log.add(vote("left", scores=({"a": float("nan"), "b": 1.0}, {"a": 2.0})))
     assert [side.scores for side in (log.read().votes[0].left, log.read().votes[0].right)] == [{"b": 1.0}, {"a": 2.0}]
@@ -100,7 +94,7 @@ def test_scores_that_are_no_finite_numbers_are_left_out(tmp_path: Path, vote) ->
     assert [dict(side.scores) for side in (log.read().votes[1].left, log.read().votes[1].right)] == [{"b": 3.0}, {"a": 2.0}]
 
 
-def test_hostile_text_stays_in_its_line(tmp_path: Path, vote) -> None:
+def test_hostile_text_stays_in_its_line(tmp_path, vote):
     log = VoteLog(tmp_path)
     log.add(vote("left", instruction=HOSTILE, task=HOSTILE, voter="\ud800"))
     log.add(vote("right"))
@@ -109,10 +103,10 @@ def test_hostile_text_stays_in_its_line(tmp_path: Path, vote) -> None:
     assert log.path.read_bytes().count(b"\n") == 2
 
 
-def test_concurrent_writers_lose_no_votes(tmp_path: Path, vote) -> None:
+def test_concurrent_writers_lose_no_votes(tmp_path, vote):
     votes = [[vote("left", task=f"{writer}/{number}") for number in range(40)] for writer in range(4)]
 
-    def write(own: list) -> None:
+    def write(own):
         log = VoteLog(tmp_path)
         for each in own:
             log.add(each)
@@ -130,7 +124,7 @@ def test_concurrent_writers_lose_no_votes(tmp_path: Path, vote) -> None:
     assert {each.id for each in found.votes} == {each.id for own in votes for each in own}
 
 
-def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, vote) -> None:
+def test_a_file_that_was_replaced_is_read_again(tmp_path, vote):
     log = VoteLog(tmp_path)
     log.add(vote("left"))
     log.add(vote("left"))
@@ -141,13 +135,48 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, vote) -> None:
     assert [each.choice for each in log.read().votes] == ["right"]
 
 
-def test_voter_names_are_cleaned_and_invalid_names_raise() -> None:
+def test_voter_names_are_cleaned_and_invalid_names_raise():
     assert voter_name("  Ann \u202e\0 Lee\n") == "Ann Lee"
     for given in ("", " \n", "\u202e", "x" * 65):
         with pytest.raises(ValueError, match="1 to 64 characters"):
             voter_name(given)
 
 
-def test_a_folder_without_votes_raises_with_the_option_to_collect_them(tmp_path: Path) -> None:
+def test_a_folder_without_votes_raises_with_the_option_to_collect_them(tmp_path):
     with pytest.raises(ValueError, match="--vote"):
         logs_of(tmp_path)
+
+
+def pair(task):
+    first, second = (Side(arm="", image=f"{task}/{name}", file=f"{task}/{name}.png") for name in "ab")
+    return VotePair(task=task, instruction="make it red", first=first, second=second)
+
+
+def votes_of(given):
+    return Votes(tuple(given), {vote.pair: (vote,) for vote in given})
+
+
+def test_a_queue_repeats_a_pair_that_is_still_open():
+    """This holds whichever of the other pairs are in groups that the run has closed."""
+    answered = [pair(str(number)) for number in range(REPEAT_EVERY)]
+    votes = votes_of([each.vote("left", voter="ann") for each in answered])
+    for still_open in answered[:-3]:  # the last three were answered too recently
+        found = next_pair([still_open, pair("new")], votes, "ann", shared=True)
+        assert found is not None
+        assert (found.pair, found.repeat, found.exchanged) == (still_open, True, True)
+    closed = next_pair([pair("new")], votes, "ann", shared=True)
+    assert closed is not None
+    assert (closed.pair, closed.repeat) == (pair("new"), False)
+
+
+def test_a_queue_does_not_repeat_pairs_one_after_the_other():
+    """Also after many groups that were closed before a pair of them could be repeated."""
+    given = [pair(f"closed {number}").vote("left", voter="ann") for number in range(10 * REPEAT_EVERY)]
+    waiting = [pair(f"open {number}") for number in range(3 * REPEAT_EVERY)]
+    repeats: list[bool] = []
+    while (found := next_pair(waiting, votes_of(given), "ann", shared=True)) is not None:
+        given.append(found.pair.vote("left", voter="ann", exchanged=found.exchanged, repeat=found.repeat))
+        repeats.append(found.repeat)
+    places = [number for number, repeat in enumerate(repeats) if repeat]
+    assert len(places) == 3
+    assert all(other - one > REPEAT_EVERY for one, other in pairwise(places))

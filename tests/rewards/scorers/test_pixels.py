@@ -1,0 +1,302 @@
+"""Rewards of an image's pixels (appearance, compressibility, grade, photos, share), against closed forms."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from retouch.protocols import Reward
+from retouch.rewards.scorers.pixels import AppearanceReward, CompressibilityReward, GradeReward, PhotosReward, ShareReward
+from retouch.types import Sample, Task
+from retouch_worlds.testing import check_reward
+
+
+def noise_of(seed, spread=255, size=(24, 20)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, spread + 1, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def appearance(image, task=None):
+    given = AppearanceReward()([Sample(task or Task("t", ""), image)])
+    return {name: column[0].item() for name, column in given.items()}
+
+
+def test_appearance_reward_passes_the_contract_checks():
+    mask = Image.new("L", (24, 20))
+    mask.paste(255, (0, 0, 12, 20))
+    check_reward(AppearanceReward(), [Sample(Task(str(k), "", images=(noise_of(9),), mask=mask), noise_of(k)) for k in range(4)])
+
+
+def test_scores_of_flat_colours_match_closed_forms():
+    orange = appearance(Image.new("RGB", (8, 8), (255, 102, 0)))
+    assert orange["brightness"] == pytest.approx(0.299 + 0.587 * 0.4)
+    assert orange["saturation"] == 1
+    assert orange["detail"] == pytest.approx(0, abs=1e-7)
+    assert math.isnan(orange["preservation"])
+    assert appearance(Image.new("RGB", (8, 8), (200, 100, 100)))["saturation"] == pytest.approx(0.5)
+    assert appearance(Image.new("RGB", (8, 8)))["saturation"] == 0
+
+
+def test_detail_is_the_rms_amplitude_of_high_frequencies():
+    across = np.arange(32)
+
+    def wave(frequency, amplitude=40):
+        row = 128 + amplitude * np.cos(2 * np.pi * frequency * across / 32)
+        return Image.fromarray(np.repeat(np.repeat(row[None, :, None], 24, axis=0), 3, axis=2).round().astype(np.uint8))
+
+    assert appearance(wave(12))["detail"] == pytest.approx(40 / 255 / math.sqrt(2), rel=0.01)
+    assert appearance(wave(12, amplitude=80))["detail"] == pytest.approx(2 * appearance(wave(12))["detail"], rel=0.01)
+    assert appearance(wave(12).rotate(90, expand=True))["detail"] == pytest.approx(appearance(wave(12))["detail"], rel=1e-5)
+    assert appearance(wave(4))["detail"] < 0.003  # rounding to 8 bits alone
+    # Three quarters of the frequencies of white noise are high: above half of the maximum along at least one axis.
+    grey = np.random.default_rng(0).normal(128, 20, (256, 256)).round().clip(0, 255).astype(np.uint8)
+    assert appearance(Image.fromarray(grey).convert("RGB"))["detail"] == pytest.approx(math.sqrt(0.75) * 20 / 255, rel=0.02)
+
+
+def test_preservation_compares_only_pixels_outside_the_mask():
+    source = Image.new("RGB", (20, 10), (100, 100, 100))
+    edited = source.copy()
+    edited.paste((100, 151, 100), (0, 0, 10, 10))
+    left = Image.new("L", (20, 10))
+    left.paste(255, (0, 0, 10, 10))
+    right = Image.eval(left, lambda value: 255 - value)
+
+    def kept(mask):
+        return appearance(edited, Task("t", "", images=(source,), mask=mask))["preservation"]
+
+    assert kept(left) == 1
+    assert kept(right) == pytest.approx(1 - 51 / 255 / 3)
+    assert kept(Image.new("L", (20, 10))) == pytest.approx(1 - 51 / 255 / 6)
+    assert math.isnan(kept(Image.new("L", (20, 10), 255)))
+    assert math.isnan(kept(None))
+
+
+def test_no_image_gets_the_lowest_scores():
+    assert appearance(None) == {"brightness": 0, "saturation": 0, "detail": 0, "preservation": 0}
+
+
+def square_noise(seed, size=64):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def compressibility(*images, quality=95):
+    return CompressibilityReward(quality=quality)([Sample(Task("t", ""), image) for image in images])["compressibility"].tolist()
+
+
+def test_compressibility_reward_passes_the_contract_checks():
+    check_reward(CompressibilityReward(), [Sample(Task(str(seed), ""), square_noise(seed)) for seed in range(3)])
+
+
+def test_the_score_is_the_share_of_bytes_saved_by_jpeg():
+    image = square_noise(2)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=30)
+    assert compressibility(image, quality=30) == [pytest.approx(1 - len(buffer.getvalue()) / (3 * 64 * 64))]
+
+
+def test_an_image_smaller_than_its_jpeg_header_scores_0():
+    assert compressibility(Image.new("RGB", (2, 2))) == [0]
+
+
+@pytest.mark.parametrize("quality", [0, 96])
+def test_jpeg_quality_out_of_range_raises(quality):
+    with pytest.raises(ValueError, match=r"equal to (1|95)"):
+        CompressibilityReward(quality=quality)
+
+
+def photograph(width=24, height=16):
+    ramp = np.linspace(0, 255, width * height * 3).reshape(height, width, 3)
+    return Image.fromarray((ramp * [1.0, 0.6, 0.3]).astype(np.uint8))
+
+
+def graded_task(source):
+    return Task(id="one", instruction="grade it", images=() if source is None else (source,))
+
+
+def closeness(reward, image, source):
+    return float(reward([Sample(graded_task(source), image)])["closeness"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, lambda pixels, grey: pixels),
+        ({"saturation": 0}, lambda pixels, grey: grey),
+        ({"saturation": 0.25}, lambda pixels, grey: grey + 0.25 * (pixels - grey)),
+        ({"saturation": 3}, lambda pixels, grey: np.clip(grey + 3 * (pixels - grey), 0, 1)),
+        ({"colour": [255, 0, 0], "strength": 0.5}, lambda pixels, grey: 0.5 * pixels + 0.5 * np.array([1.0, 0, 0])),
+        ({"saturation": 0, "colour": [0, 0, 255], "strength": 0.25}, lambda p, grey: 0.75 * grey + 0.25 * np.array([0, 0, 1.0])),
+    ],
+)
+def test_closeness_equals_the_distance_to_a_grade_by_hand(keys, expected):
+    source, image = photograph(), Image.new("RGB", (24, 16), (90, 120, 30))
+    pixels = np.asarray(source) / 255
+    grey = (pixels @ [0.299, 0.587, 0.114])[..., None]
+    by_hand = 1 - np.sqrt(np.mean((np.asarray(image) / 255 - expected(pixels, grey)) ** 2))
+    assert closeness(GradeReward(**keys), image, source) == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_the_range_is_0_to_1_and_a_missing_image_scores_0():
+    black, white = Image.new("RGB", (8, 8)), Image.new("RGB", (8, 8), (255, 255, 255))
+    assert closeness(GradeReward(), white, black) == 0
+    assert closeness(GradeReward(), None, black) == 0
+
+
+def test_a_source_of_another_size_is_resized_to_the_image():
+    source = photograph(48, 32)
+    small = source.resize((24, 16), Image.Resampling.LANCZOS)
+    assert closeness(GradeReward(), small, source) == 1
+
+
+def test_a_task_without_a_source_raises():
+    with pytest.raises(ValueError, match="source"):
+        GradeReward()([Sample(graded_task(None), photograph())])
+
+
+def test_scores_of_tensors_equal_the_column_and_their_gradient_points_to_the_graded_source():
+    reward, source = GradeReward(saturation=0), photograph()
+    images = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(0)).mul(255).round().div(255).requires_grad_()
+    pictures = [Image.fromarray(each.mul(255).round().byte().movedim(0, -1).numpy()) for each in images.detach()]
+    column = reward([Sample(graded_task(source), each) for each in pictures])["closeness"]
+    scores = reward.score_tensors(images, [graded_task(source)] * 2)
+    torch.testing.assert_close(scores, column, atol=1e-6, rtol=0)
+    (gradient,) = torch.autograd.grad(scores.sum(), images)
+    target = reward._graded(graded_task(source), (24, 16)).float()
+    torch.testing.assert_close(gradient.sign(), (target - images).detach().sign())
+    same = target[None].clone().requires_grad_()
+    (flat,) = torch.autograd.grad(reward.score_tensors(same, [graded_task(source)]).sum(), same)
+    assert torch.isfinite(flat).all()
+
+
+@pytest.mark.parametrize("keys", [{"saturation": -1}, {"strength": 1.5}, {"colour": [0, 0, 256]}])
+def test_keys_out_of_range_raise(keys):
+    with pytest.raises(ValueError, match=next(iter(keys))):
+        GradeReward(**keys)
+
+
+RED = (200, 60, 40)
+
+
+def from_array(values):
+    return Image.fromarray(np.asarray(values).clip(0, 255).round().astype(np.uint8))
+
+
+def photo(seed, height=48, width=48):
+    """Grey shapes and noise with a slight tint: the channels are correlated, as in photographs."""
+    random = np.random.default_rng(seed)
+    shapes = Image.fromarray(random.integers(0, 255, (6, 6), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    grey = np.asarray(shapes).astype(float) + random.normal(0, 8, (height, width))
+    return from_array(grey[..., None] * [1.0, 0.9, 0.8])
+
+
+def photo_score(source, image, **options):
+    reward = PhotosReward(**{"colour": RED, **options})
+    return {name: column.item() for name, column in reward([Sample(Task("t", "", (source,)), image)]).items()}
+
+
+def test_photos_reward_passes_the_contract_checks():
+    sources = [photo(0), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9))]
+    images = [photo(0), photo(2, 48, 40), photo(3, 16, 16)]
+    samples = [Sample(Task(str(k), "", (source,)), image) for k, (source, image) in enumerate(zip(sources, images, strict=True))]
+    reward = PhotosReward(colour=RED, preserve=2.0)
+    assert isinstance(reward, Reward)
+    check_reward(reward, samples)
+
+
+def test_colour_changes_lower_preservation_little_and_lost_structure_much():
+    source = np.asarray(photo(0)).astype(float)
+    noise = np.random.default_rng(5).normal(size=source.shape)
+    kept = {
+        name: photo_score(from_array(source), from_array(image))["preservation"]
+        for name, image in {
+            "redder": source * [0.9, 0.4, 0.3] + [20, 0, 0],
+            "dark": source * 0.4,
+            "little noise": source + 5 * noise,
+            "much noise": source + 60 * noise,
+            "flat": np.full_like(source, RED),
+            "unrelated": np.asarray(photo(1)),
+            "negative": 255 - source,
+        }.items()
+    }
+    assert kept["redder"] > 0.85
+    assert kept["dark"] > 0.85
+    assert kept["redder"] > kept["little noise"] > kept["much noise"] > kept["flat"]
+    assert kept["flat"] < 0.2
+    assert kept["unrelated"] < 0.2
+    assert kept["negative"] < 0.1
+
+
+@given(colour=st.tuples(*[st.integers(0, 255)] * 3), shown=st.tuples(*[st.integers(0, 255)] * 3))
+@settings(max_examples=40, derandomize=True)
+def test_colour_is_one_minus_the_distance_relative_to_the_largest_distance(colour, shown):
+    image = Image.new("RGB", (8, 8), shown)
+    farthest = max(math.dist(colour, corner) for corner in [(r, g, b) for r in (0, 255) for g in (0, 255) for b in (0, 255)])
+    expected = 1 - math.dist(colour, shown) / farthest
+    assert photo_score(image, image, colour=colour)["colour"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("preserve", [0.0, 1.0, 2.5])
+def test_reward_is_preservation_to_a_power_times_colour(preserve):
+    given = photo_score(photo(0), photo(1), preserve=preserve)
+    assert given["reward"] == pytest.approx(given["preservation"] ** preserve * given["colour"], rel=1e-6)
+
+
+def test_a_source_of_another_size_is_resized():
+    image = photo(0, 64, 64)
+    small = image.resize((32, 32), Image.Resampling.LANCZOS)
+    assert photo_score(image, small)["preservation"] == 1.0
+    assert photo_score(image.resize((128, 96)), image)["preservation"] > 0.8
+
+
+def test_a_small_side_compares_the_layout_and_not_the_detail():
+    source = photo(0)
+    coarse = source.resize((8, 8), Image.Resampling.BOX).resize((48, 48), Image.Resampling.BICUBIC)
+    assert photo_score(source, coarse, side=8)["preservation"] > 0.8 > 0.7 > photo_score(source, coarse)["preservation"]
+    assert photo_score(source, photo(1), side=8)["preservation"] < 0.3
+    for side in (48, 100):
+        assert photo_score(source, coarse, side=side) == photo_score(source, coarse)
+    assert photo_score(photo(0, 40, 56), photo(0, 40, 56), side=6)["preservation"] == 1.0
+
+
+def test_samples_without_a_source_and_invalid_settings_raise():
+    with pytest.raises(ValueError, match="'t' has no source image"):
+        PhotosReward(colour=RED)([Sample(Task("t", ""), photo(0))])
+    for colour in [(1, 2), (0, 0, 256)]:
+        with pytest.raises(ValueError, match="colour"):
+            PhotosReward(colour=colour)
+    for preserve in [-1.0, math.nan, math.inf]:
+        with pytest.raises(ValueError, match="preserve"):
+            PhotosReward(colour=RED, preserve=preserve)
+
+
+def samples_of(pictures):
+    return [Sample(Task(str(k), ""), Image.fromarray(picture)) for k, picture in enumerate(pictures)]
+
+
+def pictures(seed, count=5):
+    drawn = np.random.default_rng(seed).integers(0, 256, (count, 6, 9, 3), dtype=np.uint8)
+    drawn[:, 0, 0] = 0
+    return drawn
+
+
+def test_share_reward_passes_the_contract_checks():
+    assert isinstance(ShareReward(), Reward)
+    check_reward(ShareReward(channel="blue"), samples_of(pictures(0)))
+
+
+@pytest.mark.parametrize(
+    ("colour", "red", "blue"), [((255, 0, 0), 1, 0), ((9, 9, 9), 1 / 3, 1 / 3), ((0, 0, 0), 1 / 3, 1 / 3), ((0, 1, 3), 0, 0.75)]
+)
+def test_share_of_an_image_of_one_colour_matches_the_closed_form(colour, red, blue):
+    plain = [Sample(Task("t", ""), Image.new("RGB", (3, 2), colour))]
+    assert ShareReward(channel="red")(plain)["share"].item() == pytest.approx(red)
+    assert ShareReward(channel="blue")(plain)["share"].item() == pytest.approx(blue)
+
+
+def test_refuses_an_unknown_channel():
+    with pytest.raises(ValueError, match="'red', 'green' or 'blue'"):
+        ShareReward(channel="yellow")
