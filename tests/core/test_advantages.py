@@ -348,3 +348,37 @@ def test_groups_are_identified_by_id_and_not_by_content():
     twice = group_relative(torch.tensor([0.0, 1.0, 2.0] * 2), torch.tensor([0, 0, 0, 1, 1, 1]), ddof=1)
     alone = group_relative(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 0]), ddof=1)
     assert twice.tolist() == alone.tolist() * 2
+
+
+@properties
+@given(rows=rows, scale=st.sampled_from(["group", "batch", "none"]))
+def test_missing_rewards_get_advantage_0_and_do_not_change_other_rows(rows, scale):
+    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
+    valid = ~rewards.isnan()
+    advantages = group_relative(rewards, group, scale=scale)
+    assert (advantages[~valid] == 0).all()
+    torch.testing.assert_close(advantages[valid], group_relative(rewards[valid], group[valid], scale=scale))
+
+
+@properties
+@given(rows=rows, factor=st.sampled_from([0.01, 0.5, 3.0, 40.0]), shift=st.sampled_from([0.0, -2.0, 10.0]))
+def test_scaling_and_shifting_rewards_does_not_change_advantages(rows, factor, shift):
+    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
+    ours = group_relative(factor * (rewards + shift), group, eps=1e-9)
+    torch.testing.assert_close(ours, group_relative(rewards, group, eps=1e-9), atol=1e-3, rtol=1e-3)
+
+
+@properties
+@given(rows=rows, baseline=st.sampled_from(["mean", "leave_one_out"]), scale=st.sampled_from(["group", "batch", "none"]))
+def test_advantages_of_a_group_sum_to_zero(rows, baseline, scale):
+    rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
+    advantages = group_relative(rewards, group, baseline=baseline, scale=scale, clip=None)
+    for g in group.unique():
+        members = advantages[group == g]
+        assert abs(members.sum()) <= 1e-5 * (1 + members.abs().sum())
+
+
+def test_low_temperature_keeps_the_best_sample_and_high_gives_equal_weights():
+    rewards, group = torch.tensor([0.3, 0.1, 0.2, 0.8, 0.9]), torch.tensor([0, 0, 0, 1, 1])
+    torch.testing.assert_close(exponential_weights(rewards, group, temperature=0.01), best_of_group(rewards, group))
+    torch.testing.assert_close(exponential_weights(rewards, group, temperature=1e5), torch.ones(5), atol=1e-3, rtol=0)

@@ -320,3 +320,17 @@ def test_gradients_of_log_prob_and_entropy_match_finite_differences(support):
     gradient = torch.autograd.grad(sum(part.sum() for part in measured(raw)), raw)[0]
     assert gradient.isfinite().all()
     assert (gradient[:, 5] == 0).all()
+
+
+def test_reinforce_is_minus_advantage_times_log_prob():
+    log_probs, advantages = draw()
+    ours = reinforce(log_probs, advantages)
+    torch.testing.assert_close(ours, -advantages * log_probs)
+    torch.testing.assert_close(gradient(ours, log_probs), -advantages)
+
+
+def test_approx_kl_is_the_kl_of_close_policies():
+    old, new = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.05, 1.0)
+    x = torch.randn(400_000, 1, generator=torch.Generator().manual_seed(1))
+    estimate = approx_kl(new.log_prob(x) - old.log_prob(x)).mean()
+    torch.testing.assert_close(estimate, torch.distributions.kl_divergence(old, new), rtol=0.02, atol=0)

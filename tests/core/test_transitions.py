@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from retouch.core.random import generator
-from retouch.core.surrogates import gaussian_kl, k3
-from retouch.core.transitions import TransitionResult, ratio_norm, transition
+from retouch.core.surrogates import gaussian_kl, k3, velocity_mse
+from retouch.core.transitions import TransitionResult, gradient_balance, ratio_norm, transition
 from retouch.core.windows import all_steps, random_window, sliding_window
 
 # Transitions against golden vectors, torch.distributions, the diffusers scheduler and the marginals t
@@ -375,3 +375,86 @@ def test_gaussian_kl_of_the_sde_equals_the_scaled_velocity_mse():
         gaussian_kl(acted.mean, reference.mean, acted.step_std, reduction="mean"),
         factor * velocity_mse(velocity, reference_velocity),
     )
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+@pytest.mark.parametrize(("sigma", "sigma_next"), [(1.0, 0.95), (0.8, 0.7), (0.3, 0.01)])
+def test_step_std_is_the_standard_deviation_of_next(kind, sigma, sigma_next):
+    x, velocity, noise = draw(100_000, 1)
+    ours = act(kind, x[:1].expand_as(x), velocity[:1].expand_as(x), noise, sigma, sigma_next)
+    torch.testing.assert_close(ours.next.std(), ours.step_std[0], rtol=0.01, atol=0)
+    torch.testing.assert_close(ours.next.mean(), ours.mean[0, 0], rtol=0, atol=0.02 * float(ours.step_std[0]))
+
+
+@pytest.mark.parametrize("sigma", [0.95, 0.5, 0.05])
+def test_sde_mean_identity(sigma):
+    a, dt = 0.7, -0.04
+    x, velocity, noise = draw(4, 16)
+    expected = x * (1 + a * a * dt / (2 * (1 - sigma))) + velocity * (1 + a * a / 2) * dt
+    ours = act("sde", x, velocity, noise, sigma, sigma + dt)
+    torch.testing.assert_close(ours.mean, expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(ours.step_std, column(a * math.sqrt(sigma / (1 - sigma)) * math.sqrt(-dt), 4))
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_evaluating_a_rollout_gives_the_same_bits(kind):
+    x, velocity, noise = draw(4, 3, 5)
+    columns = (torch.tensor([1.0, 0.9, 0.5, 0.2]), torch.tensor([0.95, 0.7, 0.2, 0.1]))
+    options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": "mean"}
+    acted = transition(kind, x, velocity, *columns, noise=noise, **options)
+    again = transition(kind, x, velocity, *columns, next=acted.next, **options)
+    for name in ("next", "log_prob", "mean", "step_std"):
+        assert torch.equal(getattr(acted, name), getattr(again, name))
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
+def test_log_ratio_has_mean_0_and_the_same_std_at_every_step(kind):
+    generator = torch.Generator().manual_seed(0)
+    rows, elements, shift = 40_000, 8, 0.02
+    spreads = []
+    for sigma, sigma_next in [(0.9, 0.8), (0.5, 0.2), (0.2, 0.15)]:
+        x, velocity = torch.zeros(rows, elements), torch.ones(rows, elements)
+        noise = torch.randn(rows, elements, generator=generator)
+        columns = (torch.full((rows,), sigma), torch.full((rows,), sigma_next))
+        acted = transition(kind, x, velocity, *columns, noise_level=0.7, sigma_max=0.95, reduction="mean", noise=noise)
+        log_ratio = ratio_norm(acted.next, acted.mean + shift, acted.mean, step_std=acted.step_std, reduction="mean")
+        spreads.append(float(log_ratio.std()))
+        assert abs(float(log_ratio.mean())) < 4 * spreads[-1] / rows**0.5
+    assert spreads == pytest.approx([shift / elements**0.5] * 3, rel=0.02)
+
+
+def test_gradient_balance_gives_the_same_gradient_norm_at_every_step():
+    """With it, the gradient of the sde's log-ratio with respect to the velocity has the same scale whatever dt is."""
+    scales = []
+    for sigma, sigma_next in [(0.9, 0.8), (0.5, 0.2), (0.2, 0.15)]:
+        generator = torch.Generator().manual_seed(0)
+        x, noise = torch.randn(1, 64, generator=generator), torch.randn(1, 64, generator=generator)
+        velocity = torch.zeros(1, 64, requires_grad=True)
+        columns = (torch.tensor([sigma]), torch.tensor([sigma_next]))
+        acted = transition("sde", x, velocity, *columns, noise_level=0.7, sigma_max=0.95, reduction="mean", noise=noise)
+        log_ratio = ratio_norm(acted.next, acted.mean, acted.mean, step_std=acted.step_std, reduction="mean")
+        (grad,) = torch.autograd.grad((log_ratio * gradient_balance(*columns)).sum(), velocity)
+        scales.append(float(grad.norm()))
+    assert scales == pytest.approx([scales[0]] * 3, rel=1e-4)
+
+
+def test_k3_gradient_closed_form():
+    generator = torch.Generator().manual_seed(0)
+    log_probs, reference = torch.randn(3, 5, generator=generator).requires_grad_(), torch.randn(3, 5, generator=generator)
+    (grad,) = torch.autograd.grad(k3(log_probs, reference).sum(), log_probs)
+    torch.testing.assert_close(grad, (1 - (reference - log_probs).exp()).detach())
+
+
+def test_velocity_mse_is_the_mean_square():
+    generator = torch.Generator().manual_seed(0)
+    v, w = torch.randn(3, 2, 5, generator=generator), torch.randn(3, 2, 5, generator=generator)
+    torch.testing.assert_close(velocity_mse(v.double(), w.double()), ((v - w) ** 2).mean((1, 2)))
+    assert (velocity_mse(v, v) == 0).all()
+
+
+def test_k3_is_zero_with_zero_gradient_at_the_reference():
+    log_probs = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    values = k3(log_probs, log_probs.detach())
+    assert (values == 0).all()
+    values.sum().backward()
+    assert (log_probs.grad == 0).all()

@@ -412,3 +412,63 @@ def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_
     wanted = torch.stack(errors).mean()
     torch.testing.assert_close(sum(loss.value for loss in losses), wanted, rtol=1e-4, atol=0)
     assert tiny.distance(found, slopes_of(policy, wanted)) < 1e-4
+
+
+def drawn(batch, x0, rows=None, **options):
+    options = {"purpose": "supervised", "epoch": 0, "draw": 0, "sigma_sampling": "logit_normal", "shift": 1.0, **options}
+    return draw_points(x0 if rows is None else x0[rows], batch, rows or slice(0, len(batch)), **options)
+
+
+def test_points_lie_on_the_line_from_data_to_noise():
+    batch = tiny.batch()
+    x0 = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    x, noise, sigma = drawn(batch, x0)
+    torch.testing.assert_close(x, x0 + sigma[:, None, None] * (noise - x0))
+    assert len({float(each) for each in sigma}) == 4
+
+
+@pytest.mark.parametrize(("sigma_sampling", "quartiles"), [("uniform", [0.25, 0.5, 0.75]), ("logit_normal", [0.3375, 0.5, 0.6625])])
+@pytest.mark.parametrize("shift", [1.0, 4.0])
+def test_sigma_follows_the_configured_distribution_and_shift(sigma_sampling, quartiles, shift):
+    batch = tiny.batch(1, 3000)
+    _, _, sigma = drawn(batch, torch.zeros(3000, 1), sigma_sampling=sigma_sampling, shift=shift)
+    for share, place in zip([0.25, 0.5, 0.75], quartiles, strict=True):
+        shifted = shift * place / (1 + (shift - 1) * place)
+        assert (sigma < shifted).float().mean().item() == pytest.approx(share, abs=0.03)
+    assert sigma.min() > 0
+    assert sigma.max() <= 1
+
+
+def test_zero_advantage_has_zero_gradient_if_the_policy_equals_the_old_policy():
+    """v+ = v- = v_old, and the gradients of the two halves cancel."""
+    policy, batch, trajectory = old_rollout()
+    found, losses = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [0.0] * 4))
+    good, _ = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [5.0] * 4))
+    assert tiny.distance(found, good) == pytest.approx(1.0, abs=1e-4)  # |0 - good| / |good|
+    assert sum(loss.value for loss in losses) > 0
+
+
+def test_zero_advantage_moves_the_policy_towards_the_old_policy():
+    policy, batch, trajectory = old_rollout(moved=0.05)
+    minibatch = tiny.minibatch(batch, trajectory, [0.0] * 4)
+
+    def apart():
+        return sum((velocity - old).square().mean() for velocity, old, *_ in rows(policy, batch, trajectory))
+
+    before = apart()
+    step(policy, NFT(), minibatch, 1e-2)
+    assert apart() < before
+
+
+def test_loss_equals_log_2_if_the_policy_equals_the_reference():
+    policy = tiny.policy()
+    _, losses = tiny.gradient(policy, DPO(), minibatch(policy))
+    torch.testing.assert_close(sum(loss.value for loss in losses), torch.tensor(2.0).log(), rtol=1e-5, atol=0)
+
+
+def test_a_zero_advantage_has_no_gradient():
+    policy, batch = tiny.policy(), tiny.batch()
+    tiny.perturb(policy)
+    minibatch = tiny.minibatch(batch, policy.rollout(batch), torch.zeros(4))
+    found, _ = tiny.gradient(policy, AWM(), minibatch)
+    assert all(not slope.any() for slope in found.values())

@@ -1,6 +1,7 @@
 """The policy gradient on tokens and transitions, with a value head, and cross entropy: hand-written losses."""
 
 import dataclasses
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient, check_c
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.types import Minibatch, Needs, Slice
 from retouch_worlds.testing import check_policy
-from token_policy import TokenPolicy
+from token_policy import VOCABULARY_SIZE, TokenPolicy
 
 # The policy gradient on tokens and transitions
 
@@ -613,3 +614,14 @@ def test_rows_are_ordered_by_prompt_length_if_completions_have_equal_lengths():
     assert [THOUGHTS[row] for row in policy.order_by_length(trajectory).tolist()] == sorted(THOUGHTS)
     few, many = (padded(each, dataclasses.replace(minibatch, trajectory=trajectory))[1] for each in (policy, Unordered(policy)))
     assert few * 5 < many
+
+
+def test_entropy_bonus_alone_makes_the_policy_uniform():
+    """With advantages of 0 only the bonus has a gradient: the distributions at the sampled positions become uniform."""
+    policy, _, minibatch = changed_token_policy()
+    minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
+    for _ in range(100):
+        found, losses = tiny.gradient(policy, objective("reinforce", entropy_bonus=1.0), minibatch)
+        with torch.no_grad():
+            policy.module.table.sub_(10.0 * found["table"])
+    assert sum(loss.sums["policy/entropy"] for loss in losses).item() == pytest.approx(math.log(VOCABULARY_SIZE), rel=1e-3)

@@ -391,3 +391,10 @@ def test_error_about_a_reward_of_a_phase_contains_the_key_of_the_phase() -> None
     phase = {"name": "second", "steps": 1, "objective": DRAFT["objective"], "data": {"kind": "prompts", "path": "x"}}
     with pytest.raises(ValueError, match=r"phases\.0\.objective\.reward\.kind: target compares with a target image"):
         parse({**top, "phases": [phase]})
+
+
+def test_one_step_of_draft_is_refl_at_the_last_step():
+    draft, refl = DRaFT(reward=TARGET, steps=1), ReFL(reward=TARGET, low=tiny.NUM_STEPS - 1)
+    found, other = (tiny.gradient(*(policy, objective, minibatch))[0] for objective, (policy, _, minibatch) in
+                    ((each, made(each)) for each in (draft, refl)))  # fmt: skip
+    assert all(torch.equal(found[name], other[name]) for name in found)

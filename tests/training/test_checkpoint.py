@@ -261,3 +261,9 @@ def test_rng_state_of_cuda_is_restored() -> None:
     torch.randn(7, device="cuda")
     checkpoint.restore_rng(state)
     assert torch.equal(torch.randn(5, device="cuda"), expected)
+
+
+def test_checkpoint_contains_only_safetensors_and_json_files(folder: Path) -> None:
+    path = checkpoint.save(folder, small(1))
+    assert {file.name for file in path.iterdir()} == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert os.listdir(folder) == ["step-000001"]
