@@ -17,7 +17,7 @@ from scaling_points import ALGORITHM, AXES, SAMPLES, Axis, every_point
 from worlds import EDITOR, ROOT
 
 from retouch.recipe.recipe import load
-from retouch_bench.statistics import Interval
+from retouch_bench.results import Interval
 
 PAGE = ROOT / "docs" / "scaling.md"
 PICTURE = ROOT / "docs" / "pictures" / "scaling.svg"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,24 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from retouch.core.intervals import cluster_numbers
 from retouch.records import files
-from retouch_bench.kinds import find_suite
-from retouch_bench.results import ALL, RESULT, BenchmarkResult, item_values, scored_items, shown_difference
-from retouch_bench.statistics import bootstrap_interval, resample_counts
-from retouch_bench.suite import Suite, SuiteItem
+from retouch_bench.results import (
+    ALL,
+    RESULT,
+    BenchmarkResult,
+    ImageRow,
+    item_values,
+    measured,
+    resample_counts,
+    scored_items,
+    shown_difference,
+)
+from retouch_bench.suite import Suite, SuiteItem, find_suite
+from retouch_view.report.markup import Html, join, picture, tag
+from retouch_view.report.page import html_page
 
 SCORES = "scores"
+log = logging.getLogger("retouch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +91,34 @@ def compare(
     }
     folder = b.folder if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    from retouch_bench.comparison_page import write_page
-
-    found = Comparison(about, folder / "compare.html")
-    write_page(found.page, about, suite, a, b, values=values, items=items, top=top)
+    write_page(folder / "compare.html", about, suite, a, b, values=values, items=items, top=top)
     files.write_json(folder / "compare.json", about)
-    return found
+    return Comparison(about, folder / "compare.html")
 
 
 def compared(
     suite: Suite, a: BenchmarkResult, b: BenchmarkResult
 ) -> tuple[list[SuiteItem], dict[str, dict[str, Any]], list[dict[str, Float[ndarray, " n"]]]]:
     """Return the items that both results have, the ``differences`` over them, and the values of A and of B by column."""
-    items = _common_items(a, b)
+    others = {item.id: item for item in b.items}
+    items = [item for item in a.items if item.id in others]
+    for item in items:
+        other = others[item.id]
+        if (item.prompt, item.later) != (other.prompt, other.later):
+            raise ValueError(
+                f"the results cannot be compared, because they are of different data: item {item.id!r} has the prompt "
+                f"{item.prompt!r:.80} in {a.folder} and {other.prompt!r:.80} in {b.folder}"
+            )
     if not items:
         raise ValueError(f"{a.folder} and {b.folder} have no item in common")
-    values = [item_values(items, _of(items, each), list(a.rows[0].scores)) for each in (a, b)]
+    ids = {item.id for item in items}
+    columns = list(a.rows[0].scores)
+    values = [item_values(items, [row for row in each.rows if row.item in ids], columns) for each in (a, b)]
     return items, differences(suite, items, *values), values
 
 
 def differences(
-    suite: Suite,
-    items: Sequence[SuiteItem],
-    a: Mapping[str, Float[ndarray, " n"]],
-    b: Mapping[str, Float[ndarray, " n"]],
+    suite: Suite, items: Sequence[SuiteItem], a: Mapping[str, Float[ndarray, " n"]], b: Mapping[str, Float[ndarray, " n"]]
 ) -> dict[str, dict[str, Any]]:
     """Return for each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``.
 
@@ -114,38 +131,11 @@ def differences(
     (one_a, one_b), (many_a, many_b) = ([suite.headline(items, side, weights) for side in sides] for weights in (once, counts))
     cells = {}
     for name in one_a:
-        known = scored_items(both, name)
-        groups = cluster_numbers([cluster for cluster, scored in zip(clusters, known, strict=True) if scored])[1]
-        interval = bootstrap_interval(many_b[name] - many_a[name], clusters=groups)
-        cells[name] = {
-            "a": float(one_a[name][0]),
-            "b": float(one_b[name][0]),
-            "difference": float(one_b[name][0] - one_a[name][0]),
-            "low": None if interval is None else interval.low,
-            "high": None if interval is None else interval.high,
-            "differs": interval is not None and interval.excludes_zero,
-            "n": int(known.sum()),
-        }
+        cell = measured(clusters, scored_items(both, name), many_b[name] - many_a[name])
+        before, after, low = float(one_a[name][0]), float(one_b[name][0]), cell["low"]
+        differs = low is not None and (low > 0 or cell["high"] < 0)
+        cells[name] = {"a": before, "b": after, "difference": after - before, **cell, "differs": differs, "n": cell.pop("n")}
     return cells
-
-
-def _common_items(a: BenchmarkResult, b: BenchmarkResult) -> list[SuiteItem]:
-    """Return the items that both results have, in the order of A. Raises ValueError if an item has another prompt in B."""
-    others = {item.id: item for item in b.items}
-    items = [item for item in a.items if item.id in others]
-    for item in items:
-        other = others[item.id]
-        if (item.prompt, item.later) != (other.prompt, other.later):
-            raise ValueError(
-                f"the results cannot be compared, because they are of different data: item {item.id!r} has the prompt "
-                f"{item.prompt!r:.80} in {a.folder} and {other.prompt!r:.80} in {b.folder}"
-            )
-    return items
-
-
-def _of(items: Sequence[SuiteItem], result: BenchmarkResult) -> list[Any]:
-    ids = {item.id for item in items}
-    return [row for row in result.rows if row.item in ids]
 
 
 def _scores(folder: Path, name: str | None) -> Path:
@@ -167,3 +157,102 @@ def _label(result: BenchmarkResult, given: str | Path) -> str:
     lora = result.about["model"].get("lora")
     model = result.about["model"]["model"]
     return f"{model} with {lora['path']}" if lora else f"{model} ({given})"
+
+
+def write_page(
+    path: Path,
+    about: Mapping[str, Any],
+    suite: Suite,
+    a: BenchmarkResult,
+    b: BenchmarkResult,
+    *,
+    values: Sequence[Mapping[str, Float[ndarray, " n"]]],
+    items: Sequence[SuiteItem],
+    top: int,
+) -> None:
+    """Write the page of a comparison, with the ``top`` items that differ most in the headline (or the first column, if the headline
+    is only an aggregate)."""
+    column = about["headline"] if about["headline"] in values[0] else next(iter(values[0]))
+    change = values[1][column] - values[0][column]
+    order = np.argsort(-np.abs(np.nan_to_num(change, nan=0.0)), kind="stable")[:top]
+    rows = [{row.item: row for row in reversed(result.rows)} for result in (a, b)]
+    with tempfile.TemporaryDirectory() as folder:
+        source = _sources(suite, a.about.get("data"), Path(folder) / "source.png")
+        lower = column in b.about.get("lower_is_better", ())
+        cards = [_card([side[items[index].id] for side in rows], source, column, change[index], lower=lower) for index in order]
+    header = tag(
+        "header",
+        tag("p", "Retouch · benchmark comparison", class_="kicker"),
+        tag("h1", f"{about['title']}: B minus A"),
+        tag("p", f"A: {about['a']}"),
+        tag("p", f"B: {about['b']}"),
+        tag("p", f"{about['items']} items that both have, scored by {about['judge']['name']}.", class_="quiet"),
+    )
+    words = f"The {len(cards)} items that differ most in {column}, the largest difference first."
+    content = join(
+        [
+            tag("section", tag("h2", "Differences"), _table(about["table"])),
+            tag("section", tag("h2", "Images"), tag("p", words, class_="quiet"), tag("div", cards, class_="cards")),
+        ]
+    )
+    page = html_page(f"{about['title']}: {about['b']} and {about['a']}", header, content)
+    files.write_atomic(path, f"<!doctype html>\n{page}\n".encode())
+
+
+def _table(table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Html:
+    head = tag("tr", *(tag("th", word) for word in ("", "n", "column", "A", "B", "B - A", "95 % interval")))
+    lines = []
+    for name, cells in table.items():
+        for column, cell in cells.items():
+            a, b, change, between = shown_difference(cell)
+            shown = tag("b", change) if cell["differs"] else change
+            lines.append(tag("tr", *(tag("td", text) for text in (name, str(cell["n"]), column, a, b, shown, between))))
+    return tag("div", tag("table", tag("thead", head), tag("tbody", lines)), class_="scroll")
+
+
+def _sources(suite: Suite, data: str | None, path: Path) -> Callable[[ImageRow], Path | None]:
+    """Return what writes the source image of a row to ``path``, if the data of the suite still exist."""
+    items: dict[str, SuiteItem] = {}
+    if suite.task == "editing" and (data is not None or not suite.needs_data):
+        try:
+            items = {item.id: item for item in suite.items(None if data is None else Path(data))[0]}
+        except ValueError as error:
+            log.warning("the comparison page has no source images: %s", error)
+
+    def source(row: ImageRow) -> Path | None:
+        try:
+            images = suite.task_for(items[row.item]).images if row.item in items else ()
+        except ValueError:
+            return None
+        if not images:
+            return None
+        images[0].save(path)
+        return path
+
+    return source
+
+
+def _card(
+    rows: Sequence[ImageRow], source_of: Callable[[ImageRow], Path | None], column: str, change: float, *, lower: bool
+) -> Html:
+    source = source_of(rows[0])
+    shown = [] if source is None else [_shown("source", source, None)]
+    for title, row in zip("AB", rows, strict=True):
+        value = row.scores[column]
+        score = "no score" if math.isnan(value) else f"{value:.3g}"
+        shown.append(_shown(title, Path(row.image) if row.image else None, tag("b", score), style="after" if title == "B" else ""))
+    direction = "flat" if not abs(change) > 0 else "good" if (change < 0) == lower else "bad"
+    tags = tag(
+        "p",
+        tag("span", "no score" if math.isnan(change) else f"{change:+.3g}", class_=f"change {direction}"),
+        tag("span", rows[0].category, class_="tag"),
+        class_="tags",
+    )
+    return tag(
+        "article", tag("p", rows[0].prompt, class_="instruction", dir="auto"), tag("div", shown, class_="row"), tags, class_="card"
+    )
+
+
+def _shown(label: str, path: Path | None, scores: Html | None, *, style: str = "") -> Html:
+    caption = tag("figcaption", tag("span", label, class_="label"), scores)
+    return tag("figure", picture(path, words=label), caption, class_=f"shown {style}".strip())

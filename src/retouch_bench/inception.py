@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -82,11 +82,7 @@ _BLOCKS: Mapping[str, Sequence[Sequence[Convolution]]] = {
 
 
 def fid(
-    images: Sequence[Image.Image],
-    references: Sequence[Image.Image],
-    *,
-    weights: str | Path,
-    device: torch.device | str = "cpu",
+    images: Sequence[Image.Image], references: Sequence[Image.Image], *, weights: str | Path, device: torch.device | str = "cpu"
 ) -> float:
     """Return the FID of two sets of images: the Fréchet distance of their Inception features.
 
@@ -204,22 +200,15 @@ def load_inception(path: Path) -> dict[str, Tensor]:
 def inception_shapes() -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of the network, without its classifier."""
     found: dict[str, tuple[int, ...]] = {}
-    for name, inputs, (outputs, height, width) in _convolutions():
-        found[f"{name}.conv.weight"] = (outputs, inputs, height, width)
-        found |= {f"{name}.bn.{part}": (outputs,) for part in _NORM}
-    return found
 
+    def add(prefix: str, convolutions: Sequence[Convolution], inputs: int) -> int:
+        for name, outputs, height, width in convolutions:
+            found[f"{prefix}{name}.conv.weight"] = (outputs, inputs, height, width)
+            found.update({f"{prefix}{name}.bn.{part}": (outputs,) for part in _NORM})
+            inputs = outputs
+        return inputs
 
-def _convolutions() -> Iterator[tuple[str, int, tuple[int, int, int]]]:
-    """Name, number of inputs, and (outputs, height, width) of each convolution."""
-    inputs = 3
-    for name, *shape in _STEM:
-        yield name, inputs, (shape[0], shape[1], shape[2])
-        inputs = shape[0]
+    inputs = add("", _STEM, 3)
     for block, branches in _BLOCKS.items():
-        for branch in branches:
-            previous = inputs
-            for name, *shape in branch:
-                yield f"{block}.{name}", previous, (shape[0], shape[1], shape[2])
-                previous = shape[0]
-        inputs = sum(branch[-1][1] for branch in branches) + (inputs if block in _HALVES else 0)
+        inputs = sum(add(f"{block}.", branch, inputs) for branch in branches) + (inputs if block in _HALVES else 0)
+    return found

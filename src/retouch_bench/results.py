@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
-from retouch.core.intervals import cluster_numbers
+from retouch.core.intervals import cluster_numbers, t_quantile
 from retouch.records import files
-from retouch_bench.statistics import bootstrap_interval, resample_counts
 from retouch_bench.suite import Suite, SuiteItem
 
 RESULT, ROWS, ITEMS, TABLE = "result.json", "rows.jsonl", "items.jsonl", "table.md"
@@ -126,45 +127,35 @@ def scored_items(values: Mapping[str, Float[ndarray, " n"]], name: str) -> Bool[
 
 def make_table(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRow]) -> dict[str, dict[str, Any]]:
     """Aggregate every column over all items (row ``all``), over each turn if there are several, and over each category."""
-    by_item = {item.id: item for item in items}
     columns = list(rows[0].scores) if rows else list(suite.columns)
+    groups = {ALL: list(rows)}
+    turns = sorted({row.turn for row in rows})
+    for turn in turns if len(turns) > 1 else ():
+        groups[f"turn {turn}"] = [row for row in rows if row.turn == turn]
+    categories = sorted({item.category for item in items if item.category})
+    for category in categories if len(categories) > 1 else ():
+        if chosen := [row for row in rows if row.category == category]:
+            groups[category] = chosen
+    by_item = {item.id: item for item in items}
     table = {}
-    for name, chosen in _groups(items, rows):
-        ids = dict.fromkeys(row.item for row in chosen)
-        table[name] = _aggregates(suite, [by_item[each] for each in ids], chosen, columns)
+    for group, chosen in groups.items():
+        members = [by_item[each] for each in dict.fromkeys(row.item for row in chosen)]
+        values, clusters = item_values(members, chosen, columns), [item.cluster for item in members]
+        means = suite.headline(members, values, np.ones((1, len(members))))
+        resampled = suite.headline(members, values, resample_counts(clusters))
+        table[group] = {
+            name: {"mean": float(mean[0]), **measured(clusters, scored_items(values, name), resampled[name])}
+            for name, mean in means.items()
+        }
     return table
 
 
-def _groups(items: Sequence[SuiteItem], rows: Sequence[ImageRow]) -> Iterator[tuple[str, list[ImageRow]]]:
-    yield ALL, list(rows)
-    turns = sorted({row.turn for row in rows})
-    for turn in turns if len(turns) > 1 else ():
-        yield f"turn {turn}", [row for row in rows if row.turn == turn]
-    categories = sorted({item.category for item in items if item.category})
-    for category in categories if len(categories) > 1 else ():
-        chosen = [row for row in rows if row.category == category]
-        if chosen:
-            yield category, chosen
-
-
-def _aggregates(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: Sequence[str]) -> dict[str, Any]:
-    values = item_values(items, rows, columns)
-    clusters = [item.cluster for item in items]
-    counts = resample_counts(clusters)
-    means = suite.headline(items, values, np.ones((1, len(items))))
-    resampled = suite.headline(items, values, counts)
-    cells = {}
-    for name, estimate in means.items():
-        scored = scored_items(values, name)
-        known = [cluster for cluster, is_known in zip(clusters, scored, strict=True) if is_known]
-        interval = bootstrap_interval(resampled[name], clusters=cluster_numbers(known)[1])
-        cells[name] = {
-            "mean": float(estimate[0]),
-            "low": None if interval is None else interval.low,
-            "high": None if interval is None else interval.high,
-            "n": int(scored.sum()),
-        }
-    return cells
+def measured(clusters: Sequence[str], scored: Bool[ndarray, " n"], resampled: Float[ndarray, " b"]) -> dict[str, Any]:
+    """Return ``low`` and ``high`` of an aggregate, from its values in the resamples, and ``n``, the number of ``scored`` items."""
+    known = [cluster for cluster, is_known in zip(clusters, scored, strict=True) if is_known]
+    interval = bootstrap_interval(resampled, clusters=cluster_numbers(known)[1])
+    low, high = (None, None) if interval is None else (interval.low, interval.high)
+    return {"low": low, "high": high, "n": int(scored.sum())}
 
 
 def missing_images(rows: Sequence[ImageRow], columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -220,3 +211,43 @@ def shown_difference(cell: Mapping[str, Any]) -> tuple[str, str, str, str]:
     a, b = ("-" if math.isnan(cell[side]) else f"{cell[side]:.3f}" for side in ("a", "b"))
     difference = "-" if math.isnan(cell["difference"]) else f"{cell['difference']:+.3f}"
     return a, b, difference, "-" if cell["low"] is None else f"{cell['low']:+.3f} to {cell['high']:+.3f}"
+
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
+def resample_counts(clusters: Sequence[str]) -> Float[ndarray, "b n"]:
+    """Return how often each resample counts each item. A resample draws as many clusters as there are, with replacement."""
+    members, count = cluster_numbers(clusters)
+    return _counts(tuple(members), count)
+
+
+@lru_cache(maxsize=4)  # both sides of a comparison and several rows of a table use the same counts
+def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
+    drawn = np.random.default_rng([0, count]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    counts: Float[ndarray, "b n"] = drawn[:, list(members)].astype(np.float64)
+    counts.flags.writeable = False
+    return counts
+
+
+def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:
+    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score.
+
+    None for fewer than two clusters. Resamples without a scored item (NaN) are left out.
+    """
+    known = estimates[~np.isnan(estimates)]
+    if clusters < 2 or not len(known):
+        return None
+    z = -math.sqrt(clusters / (clusters - 1)) * t_quantile(1 - (1 - LEVEL) / 2, clusters - 1)
+    tail = NormalDist().cdf(z)  # the share beyond each end, less than 2.5 %
+    low, high = np.quantile(known, [tail, 1 - tail])
+    return Interval(float(low), float(high))

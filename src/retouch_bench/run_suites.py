@@ -16,12 +16,11 @@ from retouch.run.build import Assembly
 from retouch.run.hooks import Alarm, Hook, StepResult
 from retouch.run.step import ScoredRollout
 from retouch_bench.comparison import compared
-from retouch_bench.image_files import ImageFolder
-from retouch_bench.kinds import find_suite
-from retouch_bench.models import PolicyGenerator
+from retouch_bench.images import ImageFolder, PolicyGenerator
 from retouch_bench.results import ALL, BenchmarkResult
 from retouch_bench.running import Items, choose_items, make_images, own_image_keys, score
 from retouch_bench.scoring import CountedClients, Scorer, choose_scorer
+from retouch_bench.suite import find_suite
 from retouch_judge.quota import Quota
 from retouch_judge.short_audit import audit_judges
 
@@ -160,7 +159,10 @@ class RunSuites(Hook):
         self._folder.write_suite(
             step, suite.name, {"headline": result.about["headline"], "table": table, "missing": len(result.missing)}, alarm=alarm
         )
-        log.info("suite %s after step %d: %s", suite.name, step, _sentence(result))
+        cell = result.table[ALL][result.about["headline"]]
+        between = "" if cell["low"] is None else f" ({cell['low']:.3f} to {cell['high']:.3f})"
+        shown = f"{result.about['headline']} {result.headline:.3f}{between}, {cell['n']} items"
+        log.info("suite %s after step %d: %s", suite.name, step, shown)
         if alarm is not None:
             log.warning("ALARM at step %d: %s", step, alarm)
 
@@ -223,9 +225,3 @@ def fall(suite: OpenSuite, before: BenchmarkResult, now: BenchmarkResult) -> Fal
         return Fall(cell["a"], cell["b"], mean, math.nan)
     error = (cell["high"] - cell["low"]) / (2 * 1.96)
     return Fall(cell["a"], cell["b"], mean, mean / error if error > 0 else math.copysign(math.inf, mean) if mean else 0.0)
-
-
-def _sentence(result: BenchmarkResult) -> str:
-    cell = result.table[ALL][result.about["headline"]]
-    between = "" if cell["low"] is None else f" ({cell['low']:.3f} to {cell['high']:.3f})"
-    return f"{result.about['headline']} {result.headline:.3f}{between}, {cell['n']} items"

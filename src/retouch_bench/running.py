@@ -25,12 +25,10 @@ from retouch.records.libraries import versions
 from retouch.rewards.base import BudgetSpent, JudgeClients, RewardSection
 from retouch.run.ledger import ledger_path
 from retouch.types import Json, Task
-from retouch_bench.image_files import ImageFolder, ImageKey, image_keys
-from retouch_bench.kinds import find_suite
-from retouch_bench.models import ImageGenerator, open_generator
+from retouch_bench.images import ImageFolder, ImageGenerator, ImageKey, image_keys, open_generator
 from retouch_bench.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
 from retouch_bench.scoring import CountedClients, Scorer, choose_scorer, score_images, task_at
-from retouch_bench.suite import BrokenItem, Suite, SuiteItem
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem, find_suite
 from retouch_judge.models import JudgeModel
 from retouch_judge.quota import Quota
 from retouch_judge.short_audit import audit_judges
@@ -98,7 +96,11 @@ def run(
     found = find_suite(suite, options) if isinstance(suite, str) else suite
     scorer = choose_scorer(found, judge, name=name)
     items = choose_items(found, data, subset=subset)
-    root = Path(out) if out is not None else _default_out(found, model, lora, images)
+    if out is None:
+        given = [each for each in ((model, lora) if images is None else (images,)) if each is not None]
+        words = [Path(str(each)).name if isinstance(each, str | Path) else type(each).__name__ for each in given]
+        out = Path("bench") / found.name / "-".join(words)
+    root = Path(out)
     folder = None if images is None else _existing_images(Path(images), found, items)
     ranks = init_distributed(device)
     quotas: dict[str, Quota] = {}
@@ -155,11 +157,11 @@ def score(
         fault = error
     _raise_on_all(fault, ranks)
     if ranks.world > 1:
-        files.write_lines(folder / _part(ranks.rank), [asdict(row) for row in rows])
+        files.write_lines(folder / f"rank{ranks.rank}.{ROWS}", [asdict(row) for row in rows])
         ranks.barrier()
         if not ranks.is_main:
             return None
-        rows = [ImageRow.from_json(line) for rank in range(ranks.world) for line in files.read_lines(folder / _part(rank))]
+        rows = [ImageRow.from_json(line) for rank in range(ranks.world) for line in files.read_lines(folder / f"rank{rank}.{ROWS}")]
         order = {item.id: number for number, item in items.chosen}
         rows.sort(key=lambda row: (row.turn, order[row.item], row.sample))
     used = [item for _, item in items.chosen]
@@ -172,7 +174,7 @@ def score(
         "protocol": suite.protocol,
         "deviations": list(suite.deviations),
         "model": {key: value for key, value in model.items() if key != "recipe"},
-        "judge": {"name": scorer.name, "own": scorer.own, "fingerprint": _fingerprint(scorer)},
+        "judge": {"name": scorer.name, "own": scorer.own, "fingerprint": f"{scorer.section.name} {scorer.section.version}"},
         "seed": seed,
         "data": items.data,
         "items": len(used),
@@ -210,13 +212,18 @@ def make_images(
     """
     new = [place for place in places if folder.find(place) is None]
     made = 0
-    for _, group in groupby(sorted(new, key=_turn_and_sample), key=_turn_and_sample):
+
+    def turn_and_sample(place: ImageKey) -> tuple[int, int, int]:
+        return place.turn, place.sample, place.slot
+
+    for _, group in groupby(sorted(new, key=turn_and_sample), key=turn_and_sample):
         same = list(group)
         for first in range(0, len(same), maker.batch):
             usable: dict[ImageKey, Task] = {}
             for place in same[first : first + maker.batch]:
-                task = _task(suite, place, folder)
-                if task is None:
+                try:
+                    task = task_at(suite, place, folder)
+                except ValueError:
                     continue
                 if 0 < maker.most_sources < (count := len(task.images)):
                     folder.explain(place, f"the item has {count} source images, and {maker.kind} takes {maker.most_sources}")
@@ -278,27 +285,8 @@ def own_image_keys(suite: Suite, items: Items, ranks: Ranks) -> list[ImageKey]:
     return image_keys(list(items.chosen[ranks.rank :: ranks.world]), suite=suite)
 
 
-def _task(suite: Suite, place: ImageKey, folder: ImageFolder) -> Task | None:
-    try:
-        return task_at(suite, place, folder)
-    except ValueError:
-        return None
-
-
-def _turn_and_sample(place: ImageKey) -> tuple[int, int, int]:
-    return place.turn, place.sample, place.slot
-
-
 def _identity(suite: Suite) -> dict[str, Json]:
     return {"name": suite.name, **suite.model_dump(mode="json")}
-
-
-def _fingerprint(scorer: Scorer) -> str:
-    return f"{scorer.section.name} {scorer.section.version}"
-
-
-def _part(rank: int) -> str:
-    return f"rank{rank}.{ROWS}"
 
 
 def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
@@ -310,23 +298,10 @@ def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
         known = {"data_set": wanted.get("data_set"), **files.read_record(path)}  # older files do not name the data set
         changed = [key for key in {**known, **wanted} if known.get(key) != wanted.get(key)]
         if changed:
-            raise ValueError(
-                f"{root} has the images of another {changed[0].replace('_', ' ')}: {_short(known.get(changed[0]))} there, "
-                f"{_short(wanted.get(changed[0]))} now; give another --out"
-            )
+            there, now = (text if len(text := repr(each.get(changed[0]))) <= 80 else f"{text[:77]}..." for each in (known, wanted))
+            kind = changed[0].replace("_", " ")
+            raise ValueError(f"{root} has the images of another {kind}: {there} there, {now} now; give another --out")
     ranks.barrier()
     if ranks.is_main and not path.is_file():
         root.mkdir(parents=True, exist_ok=True)
         files.write_json(path, wanted)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _default_out(suite: Suite, model: Any, lora: str | Path | None, images: str | Path | None) -> Path:
-    """Return ``bench/SUITE/MODEL``, in the current folder."""
-    given = [model, lora] if images is None else [images]
-    words = [Path(str(each)).name if isinstance(each, str | Path) else type(each).__name__ for each in given if each is not None]
-    return Path("bench") / suite.name / "-".join(words)

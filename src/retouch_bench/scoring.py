@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.ledger.database import Database, ImageHasher
 from retouch.rewards.ledger.journal import Journal
 from retouch.types import Batch, Column, Sample, Task
-from retouch_bench.image_files import ImageFolder, ImageKey
+from retouch_bench.images import ImageFolder, ImageKey
 from retouch_bench.results import ImageRow, missing_images
 from retouch_bench.suite import Suite
 from retouch_judge.cache import AnswerCache, with_cache
@@ -93,30 +94,19 @@ def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, 
     Raises ValueError if there is no such model or reward, or if the suite needs a judge and ``judge`` is None.
     """
     if isinstance(judge, str):
-        judge = _parse(judge)
+        if judge.lstrip().startswith("{") and (document := read_combined(judge)).get("kind") in JUDGE_MODELS.paths:
+            found: Any = JUDGE_MODELS.class_for(document)
+            judge = cast(JudgeModel, found(**document))
+        else:
+            judge = parse_reward(read_reward(judge), allow_imports=modules_in_argument(judge))
     if isinstance(judge, RewardSection):
-        return Scorer(suite, judge, _checked(name or judge.name), own=False)
-    words = "own" if judge is None else judge.description.partition(" at ")[0].rpartition("/")[2]
-    return Scorer(suite, suite.reward(judge), _checked(name or words), own=True)
-
-
-def _parse(text: str) -> JudgeModel | RewardSection:
-    if text.lstrip().startswith("{") and (document := read_combined(text)).get("kind") in JUDGE_MODELS.paths:
-        found = JUDGE_MODELS.class_for(document)
-        assert found is not None, "the kind is in the table"
-        model: Any = found(**document)
-        return cast(JudgeModel, model)
-    return parse_reward(read_reward(text), allow_imports=modules_in_argument(text))
-
-
-def _any_column(columns: Mapping[str, Column]) -> dict[str, float]:
-    """Return an arbitrary combination: a scorer must have one, but a suite uses the columns themselves."""
-    name = next(name for name, column in columns.items() if not column.diagnostic)
-    return {name: 1.0 if columns[name].higher_is_better else -1.0}
-
-
-def _checked(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip("-.")[:60] or "own"
+        section, words = judge, judge.name
+    else:
+        section = suite.reward(judge)
+        words = "own" if judge is None else judge.description.partition(" at ")[0].rpartition("/")[2]
+    plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name or words)
+    plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name or words)
+    return Scorer(suite, section, plain.strip("-.")[:60] or "own", own=section is not judge)
 
 
 def score_images(
@@ -140,94 +130,70 @@ def score_images(
     with closing(Database(ledger)) as database:
         cache = AnswerCache(database)
         reward = scorer.section.build(device=device, clients=clients, keep=lambda made: with_cache(made, cache))
-        judging = RewardScorer(reward, _any_column(reward.columns), device=device)
+        wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
+        # A scorer must have a combination, but a suite uses the columns themselves.
+        combine = {wanted[0]: 1.0 if reward.columns[wanted[0]].higher_is_better else -1.0}
+        judging = RewardScorer(reward, combine, device=device)
         judging.journal = Journal(database, judge=identity.fingerprint(reward))
         try:
-            wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
             judging.journal.forget_missing(wanted, split="heldout", step=0)
+            score = judging.for_split("heldout", 0)
             rows: list[ImageRow] = []
-            scored = 0
-            for chunk in _scored(scorer, judging, places, images):
-                made = [_row(scorer, each, database) for each in chunk]
-                scored += len(made) - len(missing_images(made, scorer.required))
-                rows += made
-                noted(scored)
+            waiting: deque[tuple[list[_Shown], Future[ScoredBatch] | None]] = deque()
+            for first in range(0, len(places), _CHUNK):
+                waiting.append(_start(scorer, score, places[first : first + _CHUNK], images))
+                while len(waiting) == _MOST_CHUNKS or (waiting and first + _CHUNK >= len(places)):
+                    shown, future = waiting.popleft()
+                    table = {} if future is None else {name: each.tolist() for name, each in future.result().scores.items()}
+                    numbers = count()
+                    for each in shown:
+                        number = None if each.sample is None else next(numbers)
+                        given = {} if number is None else {name: values[number] for name, values in table.items()}
+                        rows.append(_row(scorer, each, given, database))
+                    noted(len(rows) - len(missing_images(rows, scorer.required)))
             return rows
         finally:
             judging.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
+@dataclass(slots=True)
+class _Shown:
+    """An image with its sample and the hash of its pixels; without them if it cannot be read, with the reason."""
+
     place: ImageKey
     file: str
-    picture: str
-    scores: dict[str, float]
-    reason: str
+    sample: Sample | None = None
+    picture: str = ""
+    reason: str = ""
 
 
-def _scored(scorer: Scorer, judging: RewardScorer, places: Sequence[ImageKey], images: ImageFolder) -> Iterator[list[_Given]]:
-    """Yield the columns of the reward for each image, chunk by chunk. Up to ``_MOST_CHUNKS`` chunks are scored concurrently."""
-    score = judging.for_split("heldout", 0)
-    waiting: deque[_Chunk] = deque()
-    for first in range(0, len(places), _CHUNK):
-        waiting.append(_start(scorer, score, places[first : first + _CHUNK], images))
-        if len(waiting) == _MOST_CHUNKS:
-            yield waiting.popleft().finish()
-    while waiting:
-        yield waiting.popleft().finish()
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    places: Sequence[ImageKey]
-    files: Sequence[str]
-    reasons: Mapping[int, str]
-    pictures: Mapping[int, str]
-    future: Future[ScoredBatch] | None
-
-    def finish(self) -> list[_Given]:
-        columns = {} if self.future is None else {name: each.tolist() for name, each in self.future.result().scores.items()}
-        numbers = {row: number for number, row in enumerate(self.pictures)}
-        return [
-            _Given(
-                place,
-                self.files[row],
-                self.pictures.get(row, ""),
-                {name: values[numbers[row]] for name, values in columns.items()} if row in numbers else {},
-                self.reasons.get(row, ""),
-            )
-            for row, place in enumerate(self.places)
-        ]
-
-
-def _start(scorer: Scorer, score: Any, places: Sequence[ImageKey], images: ImageFolder) -> _Chunk:
-    tasks: list[Task] = []
-    samples: list[Sample] = []
-    kept: list[int] = []
-    reasons: dict[int, str] = {}
-    for row, place in enumerate(places):
-        try:
-            task = task_at(scorer.suite, place, images)
-            image = images.read(place)
-        except ValueError as error:
-            reasons[row] = str(error)
-            continue
-        tasks.append(task)
-        samples.append(Sample(task, image))
-        kept.append(row)
+def _start(
+    scorer: Scorer, score: Any, places: Sequence[ImageKey], images: ImageFolder
+) -> tuple[list[_Shown], Future[ScoredBatch] | None]:
+    """Start to score the images of a chunk that can be read, in their order."""
     hasher = ImageHasher()
-    pictures = {row: hasher(sample.image) for row, sample in zip(kept, samples, strict=True)}
+    shown, samples, numbers, slots = [], [], [], []
+    for place in places:
+        each = _Shown(place, str(images.find(place) or ""))
+        shown.append(each)
+        try:
+            each.sample = Sample(task_at(scorer.suite, place, images), images.read(place))
+        except ValueError as error:
+            each.reason = str(error)
+            continue
+        each.picture = hasher(each.sample.image)
+        samples.append(each.sample)
+        numbers.append(place.number)
+        slots.append(place.slot)
     batch = Batch(
         seed=0,
         step=0,
-        tasks=tuple(tasks),
-        group_ids=tuple(places[row].number for row in kept),
-        group=tuple(range(len(kept))),
-        slot=tuple(places[row].slot for row in kept),
+        tasks=tuple(sample.task for sample in samples),
+        group_ids=tuple(numbers),
+        group=tuple(range(len(samples))),
+        slot=tuple(slots),
     )
-    files = [str(path) if (path := images.find(place)) is not None else "" for place in places]
-    return _Chunk(places, files, reasons, pictures, score(batch, samples) if samples else None)
+    return shown, score(batch, samples) if samples else None
 
 
 def task_at(suite: Suite, place: ImageKey, images: ImageFolder) -> Task:
@@ -238,35 +204,30 @@ def task_at(suite: Suite, place: ImageKey, images: ImageFolder) -> Task:
     return suite.task_for(place.item, turn=place.turn, previous=previous)
 
 
-def _row(scorer: Scorer, given: _Given, database: Database) -> ImageRow:
-    nothing = dict.fromkeys(scorer.columns, math.nan)
-    scores, reason = dict(nothing), given.reason
-    if given.scores:
-        found = scorer.suite.score(given.place.item, given.scores) if scorer.own else given.scores
+def _row(scorer: Scorer, shown: _Shown, given: Mapping[str, float], database: Database) -> ImageRow:
+    item, turn = shown.place.item, shown.place.turn
+    scores = dict.fromkeys(scorer.columns, math.nan)
+    reason = shown.reason
+    if given:
+        found = scorer.suite.score(item, given) if scorer.own else given
         if isinstance(found, str):
             reason = found
         else:
-            scores = {name: float(found[name]) for name in nothing}
+            scores = {name: float(found[name]) for name in scores}
     if not reason and any(math.isnan(scores[name]) for name in scorer.required):
-        reason = _fault(database, given.picture)
-    item = given.place.item
+        query = "SELECT fault FROM answers WHERE picture = ? AND scores IS NULL ORDER BY number DESC LIMIT 1"
+        with database.reading() as connection:
+            newest = connection.execute(query, (shown.picture,)).fetchone()
+        reason = newest[0] if newest is not None and newest[0] else "the scorer gave no score"
     return ImageRow(
         item=item.id,
         category=item.category,
         cluster=item.cluster,
-        sample=given.place.sample,
-        turn=given.place.turn + 1,
-        prompt=item.instruction(given.place.turn),
-        image=given.file,
+        sample=shown.place.sample,
+        turn=turn + 1,
+        prompt=item.instruction(turn),
+        image=shown.file,
         scores=scores,
         reason=reason,
-        given=given.scores,
+        given=given,
     )
-
-
-def _fault(database: Database, picture: str) -> str:
-    """Return why the newest failed call about an image failed."""
-    query = "SELECT fault FROM answers WHERE picture = ? AND scores IS NULL ORDER BY number DESC LIMIT 1"
-    with database.reading() as connection:
-        found = connection.execute(query, (picture,)).fetchone()
-    return found[0] if found is not None and found[0] else "the scorer gave no score"

@@ -10,9 +10,8 @@ import pytest
 
 from html_check import read
 from retouch_bench.comparison import compare, differences
-from retouch_bench.kinds import find_suite
 from retouch_bench.results import BenchmarkResult, ImageRow, make_table
-from retouch_bench.suite import SuiteItem
+from retouch_bench.suite import SuiteItem, find_suite
 
 SUITE = find_suite("playground", {"tasks": 12})
 COMPARISONS = 1000

@@ -23,11 +23,10 @@ from retouch.rewards.base import BudgetSpent, RewardSection
 from retouch.run import session
 from retouch.types import Column
 from retouch_bench.comparison import compare
-from retouch_bench.kinds import find_suite
-from retouch_bench.models import is_ours
+from retouch_bench.images import is_ours
 from retouch_bench.results import BenchmarkResult
 from retouch_bench.running import run
-from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem, find_suite, require_judge
 from retouch_judge.kinds import Endpoint
 from retouch_judge.models import JudgeQuota
 from retouch_judge.rewards import VieScore
@@ -153,7 +152,7 @@ def test_another_judge_scores_the_existing_images_without_generating_new_ones(
 
 KILLED = """
 import os, signal, sys
-from retouch_bench.image_files import ImageFolder
+from retouch_bench.images import ImageFolder
 from retouch.rewards.ledger.journal import Journal
 from retouch_bench.running import run
 kind, at = {"images": (ImageFolder, "write"), "scores": (Journal, "record")}[sys.argv[2]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from retouch.core.intervals import cluster_numbers, t_quantile
-from retouch_bench.statistics import bootstrap_interval, resample_counts
+from retouch_bench.results import bootstrap_interval, resample_counts
 
 BENCHMARKS = 1000
 

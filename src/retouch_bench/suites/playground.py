@@ -34,11 +34,8 @@ class PlaygroundSuite(Suite):
     task_seed: int = 0
     """Seed of the tasks."""
 
-    name: ClassVar[str] = "playground"
-    title: ClassVar[str] = "Playground"
-    source: ClassVar[str] = "docs/playground.md"
-    licence: ClassVar[str] = "Apache-2.0"
-    size: ClassVar[int] = 256
+    name, title = "playground", "Playground"
+    source, licence, size = "docs/playground.md", "Apache-2.0", 256
     protocol: ClassVar[str] = (
         "One edit of each of 256 generated scenes, 24 x 24 pixels, of the test split, which training never sees. The playground's "
         "exact judge measures what was done, what was kept and how it looks: overall = sqrt(min(IF, IP) x PQ). Mean over tasks."
@@ -62,18 +59,15 @@ class PlaygroundSuite(Suite):
         return {task.id: index for index, task in enumerate(self._tasks)}
 
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
-        """Return the generated tasks. Raises ValueError if the user gave data, because the tasks are generated."""
         if data is not None:
             raise ValueError(f"{data}: the playground's tasks are generated; leave --data out")
         items = [SuiteItem(id=task.id, prompt=task.instruction, category=_category(task), fields=task.meta) for task in self._tasks]
         return items, []
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """Return the exact judge; ``judge`` is ignored."""
         return PlaygroundReward()
 
     def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
-        """Return the generated task."""
         return self._tasks[self._by_id[item.id]]
 
 

@@ -4,8 +4,9 @@ process.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -25,6 +26,8 @@ _LARGEST_SEED = 2**31
 _LINE_BYTES = 512 * 2**20
 _ERROR_BYTES = 8192
 _POLL_SECONDS = 0.5
+_STOP_SECONDS = 10
+_T = TypeVar("_T")
 
 
 class TrialWorker:
@@ -34,8 +37,10 @@ class TrialWorker:
     def __init__(self, device: str | None) -> None:
         self._device = device
         self._process: asyncio.subprocess.Process | None = None
+        self._killed: list[asyncio.subprocess.Process] = []
         self._errors = bytearray()
         self._reading: asyncio.Task[None] | None = None
+        self._readers: set[asyncio.Task[Any]] = set()
         self._busy = False
 
     async def events(self, folder: RunFolder, asked: Mapping[str, Any], request: Request) -> AsyncIterator[str]:
@@ -59,16 +64,15 @@ class TrialWorker:
                     *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
                 )
                 self._errors.clear()
-                self._reading = asyncio.create_task(self._keep_errors(process))
+                self._reading = self._reader(self._keep_errors(process))
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(job).encode() + b"\n")
             await process.stdin.drain()
-            reading = asyncio.create_task(process.stdout.readline())
+            reading = self._reader(process.stdout.readline())
             while not complete:
                 done, _ = await asyncio.wait({reading}, timeout=_POLL_SECONDS)
                 if await request.is_disconnected():
-                    reading.cancel()
                     return
                 if not done:
                     yield "\n"
@@ -80,7 +84,7 @@ class TrialWorker:
                 complete = not line.startswith('{"stage"')
                 yield line
                 if not complete:
-                    reading = asyncio.create_task(process.stdout.readline())
+                    reading = self._reader(process.stdout.readline())
         except (BrokenPipeError, ConnectionResetError):
             yield json.dumps({"error": await self._last_words()}) + "\n"
         finally:
@@ -88,20 +92,33 @@ class TrialWorker:
             if not complete:
                 self.close()
 
+    def _reader(self, content: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Start to read from a process, which ends with the process at the latest."""
+        reader = asyncio.create_task(content)
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        return reader
+
     def close(self) -> None:
         """Kill the process, without waiting for its end."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-        if self._reading is not None:
-            self._reading.cancel()
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            self._killed = [*(each for each in self._killed if each.returncode is None), process]
 
     async def stop(self) -> None:
-        """Kill the process and wait for its end."""
-        process = self._process
+        """Kill the process, and wait until all killed processes have ended and their pipes are closed."""
         self.close()
-        if process is not None:
-            await process.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                for process in self._killed:
+                    await process.wait()
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    with suppress(OSError):
+                        await process.stdin.wait_closed()
+                await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def _keep_errors(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None

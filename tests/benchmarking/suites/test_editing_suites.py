@@ -8,11 +8,15 @@ from PIL import Image
 
 from canned_judge import JUDGE, headline, number_of, numbered_image, save_numbered_image, scored
 from retouch.types import Sample
-from retouch_bench.suites.editing.complex_edit import ComplexEditSuite
-from retouch_bench.suites.editing.earl import EarlSuite
-from retouch_bench.suites.editing.gedit import GEditSuite
-from retouch_bench.suites.editing.imgedit import ImgEditHardSuite, ImgEditMultiTurnSuite, ImgEditSuite
-from retouch_bench.suites.editing.preservation import PreservationSuite
+from retouch_bench.suites.editing import (
+    ComplexEditSuite,
+    EarlSuite,
+    GEditSuite,
+    ImgEditHardSuite,
+    ImgEditMultiTurnSuite,
+    ImgEditSuite,
+    PreservationSuite,
+)
 from suite_rows import encoded, parquet
 
 

@@ -17,11 +17,10 @@ from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.clip import AestheticModel
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Sample, Scores
-from retouch_bench.image_files import ImageFolder, image_keys
-from retouch_bench.kinds import SUITES, find_suite
+from retouch_bench.images import ImageFolder, image_keys
 from retouch_bench.running import run
-from retouch_bench.suite import Suite
-from retouch_bench.suites.text_to_image.preference import AestheticSuite, HpsSuite
+from retouch_bench.suite import SUITES, Suite, find_suite
+from retouch_bench.suites.text_to_image import AestheticSuite, HpsSuite
 
 NAN = math.nan
 VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall": 2.0})

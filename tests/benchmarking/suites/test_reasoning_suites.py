@@ -7,8 +7,7 @@ import pytest
 
 from canned_judge import JUDGE, CannedClient, headline, number_of, save_numbered_image, scored
 from retouch.types import Sample
-from retouch_bench.suites.editing.kris import KrisSuite
-from retouch_bench.suites.editing.rise import RiseSuite
+from retouch_bench.suites.editing import KrisSuite, RiseSuite
 from retouch_judge.base import Panel
 
 EASY = {"consistency": 4, "instruction": 5, "knowledge": 2, "quality": 3}

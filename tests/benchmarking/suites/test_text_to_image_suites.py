@@ -15,12 +15,20 @@ from retouch.rewards.scorers.dual_encoder import Detection
 from retouch.rewards.scorers.geneval import GenEvalModels
 from retouch.rewards.text.ocr import TextLine
 from retouch.types import Sample, Task
-from retouch_bench.suites.text_to_image.dpg import DpgSuite
-from retouch_bench.suites.text_to_image.geneval import GenEvalSuite
-from retouch_bench.suites.text_to_image.geneval2 import GenEval2Suite
-from retouch_bench.suites.text_to_image.preference import AestheticSuite, HpsSuite, PickScoreSuite
-from retouch_bench.suites.text_to_image.unigenbench import UniGenSuite
-from retouch_bench.suites.text_to_image.visible_text import LongTextSuite, OcrSuite, ReadTextReward, accuracy, word_share
+from retouch_bench.suites.text_to_image import (
+    AestheticSuite,
+    DpgSuite,
+    GenEval2Suite,
+    GenEvalSuite,
+    HpsSuite,
+    LongTextSuite,
+    OcrSuite,
+    PickScoreSuite,
+    ReadTextReward,
+    UniGenSuite,
+    accuracy,
+    word_share,
+)
 from retouch_worlds.testing import check_reward
 from suite_rows import DPG_COLUMNS, dpg_row, lines, table
 

@@ -1,25 +1,115 @@
-"""Generates the images of a benchmark with a run or recipe of Retouch, or any diffusers pipeline, with or without a LoRA."""
+"""Generates the images of a benchmark with a run or recipe of Retouch or any diffusers pipeline, and keeps their files."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import torch
 from PIL.Image import Image
 
 from retouch.core.random import generator
+from retouch.data.images import SUFFIXES, load_image
 from retouch.distributed.ranks import find_device
 from retouch.inference.sampling import sample_tasks
-from retouch.records.files import read_json
+from retouch.records.files import read_json, write_png
 from retouch.records.folder import RunFolder, find_run
 from retouch.types import Json, Task
-from retouch_bench.image_files import ImageKey
 from retouch_bench.lora import load_lora, lora_digest
-from retouch_bench.suite import Suite
+from retouch_bench.suite import Suite, SuiteItem
+
+_LONGEST = 180
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageKey:
+    """Identifies one image of a suite. ``number``: index of the item in the whole suite. ``sample``: index of the image among those
+    of the item. ``turn``: from 0."""
+
+    item: SuiteItem
+    number: int
+    sample: int
+    turn: int
+
+    @property
+    def slot(self) -> int:
+        """The index of the image among all images of the item, which is the key of its noise."""
+        return self.sample * self.item.turns + self.turn
+
+
+def image_keys(items: list[tuple[int, SuiteItem]], *, suite: Suite) -> list[ImageKey]:
+    """Return the places of all images of the numbered items, sorted by turn."""
+    return [
+        ImageKey(item, number, sample, turn)
+        for turn in range(max((item.turns for _, item in items), default=0))
+        for number, item in items
+        for sample in range(suite.images_per_item)
+        if turn < item.turns
+    ]
+
+
+class ImageFolder:
+    """A folder with one file for each image, named by the item's id: ``ID.png``.
+
+    If items have several images, they are ``ID-0.png``, ``ID-1.png`` and so on; later turns add ``-turn2``, ``-turn3``. Characters
+    that file names cannot contain are percent-encoded (``/`` is ``%2F``); a longer name than 180 characters is replaced by its
+    SHA-256. Folders of other programs may also contain ``.jpg``, ``.jpeg`` and ``.webp`` files, and subfolders if the id contains
+    slashes.
+    """
+
+    def __init__(self, root: Path, *, suite: Suite) -> None:
+        self.root = root
+        self._several = suite.images_per_item > 1
+        self._reasons: dict[Path, str] = {}
+
+    def path(self, place: ImageKey) -> Path:
+        """Return the path to which the image is written."""
+        return self.root / f"{_file_name(place.item.id)}{self._ending(place)}.png"
+
+    def find(self, place: ImageKey) -> Path | None:
+        """Return the path of the existing image; None if there is none."""
+        stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
+        paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in SUFFIXES)
+        return next((path for path in paths if path.is_file()), None)
+
+    def read(self, place: ImageKey) -> Image:
+        """Load the image. Raises ValueError if there is none, with the reason if it is known, or if it cannot be read."""
+        path = self.find(place)
+        if path is None:
+            raise ValueError(self._reasons.get(self.path(place), f"no image {self.path(place).name} in {self.root}"))
+        return load_image(path)
+
+    def explain(self, place: ImageKey, reason: str) -> None:
+        """Say why there is no image; ``read`` raises a ValueError with this reason."""
+        self._reasons[self.path(place)] = reason
+
+    def write(self, place: ImageKey, image: Image) -> None:
+        """Write the image atomically: a process that is killed leaves a complete file or none."""
+        path = self.path(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_png(path, image)
+
+    def _ending(self, place: ImageKey) -> str:
+        sample = f"-{place.sample}" if self._several else ""
+        return sample + (f"-turn{place.turn + 1}" if place.turn else "")
+
+
+def _file_name(identity: str) -> str:
+    name = quote(identity, safe=" ()+,=@")
+    name = f"%{ord('.'):02X}{name[1:]}" if name.startswith(".") else name
+    return name if len(name) <= _LONGEST else hashlib.sha256(identity.encode()).hexdigest()
+
+
+def _is_plain(identity: str) -> bool:
+    """Whether the id is a relative path that does not leave the folder."""
+    return "\0" not in identity and not Path(identity).is_absolute() and ".." not in Path(identity).parts
+
 
 _TAKES_SEVERAL = (  # a list of images is one set of sources; other pipelines take one image, or a batch of them
     "Flux2KleinKVPipeline",
@@ -117,14 +207,40 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
             load_lora(model, lora)
             identity["lora"] = lora_digest(lora)
         return PipelineGenerator(model, identity, call=call, suite=suite)
+    from diffusers import DiffusionPipeline
+
+    from retouch.inference.opening import open_policy, read_target
+    from retouch.models.pretrained import fetch_weights
+    from retouch.records.libraries import silence_libraries
+    from retouch_worlds.playground import playground_weights
+
     name = str(model)
-    if is_ours(name):
-        if lora is not None or call:
-            raise ValueError(
-                f"{name} is a run or recipe of Retouch, which has its own weights and settings; remove --lora and --call"
-            )
-        return _policy_maker(name, suite=suite)
-    return _pipeline_maker(name, lora=lora, call=call, device=device, suite=suite)
+    ours = is_ours(name)
+    if ours and (lora is not None or call):
+        raise ValueError(f"{name} is a run or recipe of Retouch, which has its own weights and settings; remove --lora and --call")
+    silence_libraries()
+    if ours:
+        recipe, folder = read_target(name, ())
+        takes = recipe.policy.model.takes
+        if suite.task == "editing" and not recipe.policy.is_autoregressive and takes is not None and takes.images[1] == 0:
+            raise ValueError(f"{suite.name} edits images, and the model of {name} takes no image; name a run of an editing model")
+        parts, step = open_policy(recipe, folder)
+        return PolicyGenerator(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
+    place = find_device(device)
+    weights = playground_weights() if name == "playground" else fetch_weights(name)
+    if not (weights / "model_index.json").is_file():
+        raise ValueError(
+            f"{name} is neither a run of Retouch nor a diffusers pipeline: it has no recipe.json and no model_index.json"
+        )
+    if (weights / "adapter.json").is_file():
+        return _playground_maker(weights, {"model": name, "call": dict(call)}, lora=lora, call=call, device=device)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    pipeline = DiffusionPipeline.from_pretrained(weights, dtype=dtype, local_files_only=True).to(place)
+    identity = {"model": name, "call": dict(call), "dtype": str(dtype)}
+    if lora is not None:
+        load_lora(pipeline, lora)
+        identity["lora"] = lora_digest(lora)
+    return PipelineGenerator(pipeline, identity, call=call, suite=suite)
 
 
 def is_ours(name: str) -> bool:
@@ -134,44 +250,6 @@ def is_ours(name: str) -> bool:
     if RunFolder(find_run(name)).recipe.is_file() or name.endswith(SUFFIXES):
         return True
     return not Path(name).is_dir() and name != "playground" and is_recipe(name)
-
-
-def _policy_maker(name: str, *, suite: Suite) -> ImageGenerator:
-    from retouch.inference.opening import open_policy, read_target
-    from retouch.records.libraries import silence_libraries
-
-    silence_libraries()
-    recipe, folder = read_target(name, ())
-    takes = recipe.policy.model.takes
-    if suite.task == "editing" and not recipe.policy.is_autoregressive and takes is not None and takes.images[1] == 0:
-        raise ValueError(f"{suite.name} edits images, and the model of {name} takes no image; name a run of an editing model")
-    parts, step = open_policy(recipe, folder)
-    return PolicyGenerator(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
-
-
-def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
-    from diffusers import DiffusionPipeline
-
-    from retouch.models.pretrained import fetch_weights
-    from retouch.records.libraries import silence_libraries
-    from retouch_worlds.playground import playground_weights
-
-    silence_libraries()
-    place = find_device(device)
-    folder = playground_weights() if name == "playground" else fetch_weights(name)
-    if not (folder / "model_index.json").is_file():
-        raise ValueError(
-            f"{name} is neither a run of Retouch nor a diffusers pipeline: it has no recipe.json and no model_index.json"
-        )
-    if (folder / "adapter.json").is_file():
-        return _playground_maker(folder, {"model": name, "call": dict(call)}, lora=lora, call=call, device=device)
-    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True).to(place)
-    identity: dict[str, Json] = {"model": name, "call": dict(call), "dtype": str(dtype)}
-    if lora is not None:
-        load_lora(pipeline, lora)
-        identity["lora"] = lora_digest(lora)
-    return PipelineGenerator(pipeline, identity, call=call, suite=suite)
 
 
 def _playground_maker(

@@ -1,4 +1,4 @@
-"""Suites whose items are rows of published files, which ``retouch.data`` reads, checks and decodes."""
+"""What several suites share: rows of published files, which ``retouch.data`` reads, checks and decodes, and judges with rubrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from retouch.data.sources.folder import image_under
 from retouch.data.tasks import load_task
 from retouch.records.files import read_json
 from retouch.rewards.base import RewardSection
-from retouch.types import Json, Task
+from retouch.types import Json, Sample, Scores, Task
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
+from retouch_judge.base import NAN, JudgeReward, Prompt
 from retouch_judge.models import JudgeModel
 
 if TYPE_CHECKING:
@@ -190,3 +191,27 @@ def pooled_mean(values: Float[ndarray, " n"], counts: Float[ndarray, " n"], weig
         total > 0, weights[:, known] @ (values * counts)[known] / np.where(total > 0, total, 1), np.nan
     )
     return share
+
+
+class RubricReward(JudgeReward):
+    """A judge whose answers are its columns: each name in the form of a prompt is a column.
+
+    A column is NaN if no prompt of the sample asks for it, or if the answer is missing. Repeated answers are averaged.
+    """
+
+    @abstractmethod
+    def prompts(self, sample: Sample) -> Iterable[Prompt]:
+        """Yield the prompts about a sample. Raises ValueError if its task lacks data that they need."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return each column, (b,), float32."""
+        import torch
+
+        prompts = [list(self.prompts(sample)) for sample in samples]
+        verdicts = iter(self.panel.judge([prompt for each in prompts for prompt in each]))
+        scores = {name: torch.full((len(samples),), NAN) for name in self.columns}
+        for row, each in enumerate(prompts):
+            for _ in each:
+                for name, answers in next(verdicts).scores.items():
+                    scores[name][row] = answers.mean()
+        return scores

@@ -1,4 +1,0 @@
-"""Suites of text-to-image prompts. One file per suite, or per family of suites that share their data or their scorer.
-
-May import ``benchmarks.suite``, ``benchmarks.suites.row_suite``, ``data`` and ``rewards``; torch only inside functions.
-"""
