@@ -1,6 +1,6 @@
 """Published benchmarks: generates the images of a suite with any model, scores them, and reports means with 95 % intervals.
 
-``suite.py`` contains the base class of all suites, ``kinds.py`` the table of their names, and ``suites`` the suites. May import
+``suite.py`` contains the base class of all suites and the table of their names, and ``suites`` the suites. May import
 ``inference``, ``report`` and every package below; suites import no torch at module level, because a command that only lists them
 must start fast.
 """

@@ -1,7 +1,11 @@
 """The base class of all suites. A suite is one class: its fields are options, and its class attributes describe the publication.
 
 The rest of the package generates the images of the items, scores them with the reward of the suite, and aggregates the scores with
-the published formula. So a suite needs no code for models, clients of judges, ledgers, ranks or intervals."""
+the published formula. So a suite needs no code for models, clients of judges, ledgers, ranks or intervals.
+
+``SUITES`` is the table of all suites by name. Your own package can add a suite with an entry point ``suite.NAME`` in the group
+``retouch.plugins``.
+"""
 
 from __future__ import annotations
 
