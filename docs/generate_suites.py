@@ -4,7 +4,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from retouch_bench.suite import SUITES, Suite
+from retouch_bench.kinds import SUITES
+from retouch_bench.suite import Suite
 from retouch_bench.suites.rows import RowSuite
 
 PAGE = Path(__file__).parent / "suites.md"

@@ -85,7 +85,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from retouch_bench.suite import all_suites
+    from retouch_bench.kinds import all_suites
 
     for suite in all_suites():
         size = suite.size or "-"

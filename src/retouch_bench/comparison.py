@@ -15,6 +15,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from retouch.records import files
+from retouch_bench.kinds import find_suite
 from retouch_bench.results import (
     ALL,
     RESULT,
@@ -26,7 +27,7 @@ from retouch_bench.results import (
     scored_items,
     shown_difference,
 )
-from retouch_bench.suite import Suite, SuiteItem, find_suite
+from retouch_bench.suite import Suite, SuiteItem
 from retouch_view.report.markup import Html, join, picture, tag
 from retouch_view.report.page import html_page
 

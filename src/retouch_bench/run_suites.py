@@ -17,10 +17,10 @@ from retouch.run.hooks import Alarm, Hook, StepResult
 from retouch.run.step import ScoredRollout
 from retouch_bench.comparison import compared
 from retouch_bench.images import ImageFolder, PolicyGenerator
+from retouch_bench.kinds import find_suite
 from retouch_bench.results import ALL, BenchmarkResult
 from retouch_bench.running import Items, choose_items, make_images, own_image_keys, score
 from retouch_bench.scoring import CountedClients, Scorer, choose_scorer
-from retouch_bench.suite import find_suite
 from retouch_judge.quota import Quota
 from retouch_judge.short_audit import audit_judges
 

@@ -26,9 +26,10 @@ from retouch.rewards.base import BudgetSpent, JudgeClients, RewardSection
 from retouch.run.ledger import ledger_path
 from retouch.types import Json, Task
 from retouch_bench.images import ImageFolder, ImageGenerator, ImageKey, image_keys, open_generator
+from retouch_bench.kinds import find_suite
 from retouch_bench.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
 from retouch_bench.scoring import CountedClients, Scorer, choose_scorer, score_images, task_at
-from retouch_bench.suite import BrokenItem, Suite, SuiteItem, find_suite
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem
 from retouch_judge.models import JudgeModel
 from retouch_judge.quota import Quota
 from retouch_judge.short_audit import audit_judges

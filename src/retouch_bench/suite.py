@@ -2,9 +2,6 @@
 
 The rest of the package generates the images of the items, scores them with the reward of the suite, and aggregates the scores with
 the published formula. So a suite needs no code for models, clients of judges, ledgers, ranks or intervals.
-
-``SUITES`` is the table of all suites by name. Your own package can add a suite with an entry point ``suite.NAME`` in the group
-``retouch.plugins``.
 """
 
 from __future__ import annotations
@@ -13,10 +10,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from retouch.config.imports import did_you_mean
-from retouch.config.section import Kinds, Section
+from retouch.config.section import Section
 from retouch.data.images import load_image, load_mask
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Json, Task
@@ -206,50 +202,3 @@ def require_judge(suite: Suite, judge: JudgeModel | None) -> JudgeModel:
             '\'{"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1", "key": null}\''
         )
     return judge
-
-
-SUITES = Kinds(
-    "suite",
-    {
-        "playground": "retouch_bench.suites.playground:PlaygroundSuite",
-        "gedit": "retouch_bench.suites.editing:GEditSuite",
-        "imgedit": "retouch_bench.suites.editing:ImgEditSuite",
-        "imgedit-uge": "retouch_bench.suites.editing:ImgEditHardSuite",
-        "imgedit-multi-turn": "retouch_bench.suites.editing:ImgEditMultiTurnSuite",
-        "multi-turn": "retouch_bench.suites.editing:MultiTurnSuite",
-        "complex-edit": "retouch_bench.suites.editing:ComplexEditSuite",
-        "earl": "retouch_bench.suites.editing:EarlSuite",
-        "preservation": "retouch_bench.suites.editing:PreservationSuite",
-        "kris": "retouch_bench.suites.editing:KrisSuite",
-        "rise": "retouch_bench.suites.editing:RiseSuite",
-        "geneval": "retouch_bench.suites.text_to_image:GenEvalSuite",
-        "geneval2": "retouch_bench.suites.text_to_image:GenEval2Suite",
-        "dpg": "retouch_bench.suites.text_to_image:DpgSuite",
-        "unigenbench": "retouch_bench.suites.text_to_image:UniGenSuite",
-        "ocr": "retouch_bench.suites.text_to_image:OcrSuite",
-        "longtext": "retouch_bench.suites.text_to_image:LongTextSuite",
-        "pickscore": "retouch_bench.suites.text_to_image:PickScoreSuite",
-        "hpsv2": "retouch_bench.suites.text_to_image:HpsSuite",
-        "aesthetic": "retouch_bench.suites.text_to_image:AestheticSuite",
-    },
-)
-
-
-def all_suites() -> list[type[Suite]]:
-    """Return the classes of all suites."""
-    return [found for kind in SUITES if (found := SUITES.load(kind)) is not None and issubclass(found, Suite)]
-
-
-def find_suite(name: str, options: Mapping[str, Any] | None = None) -> Suite:
-    """Create the suite with this name. ``options``: values of its fields.
-
-    Raises ValueError for an unknown name, or an option that the suite does not have.
-    """
-    found = SUITES.load(name)
-    known = [kind for kind in SUITES if kind != "import"]
-    if found is None:
-        raise ValueError(f"there is no suite {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
-    if not issubclass(found, Suite):
-        raise ValueError(f"the suite {name!r} of a plugin does not derive from retouch_bench.suite.Suite")
-    made: Suite = found(**(options or {}))
-    return made

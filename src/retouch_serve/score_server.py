@@ -92,6 +92,7 @@ class ScoreServerClient:
         self.columns = settings.known_columns()
         self._client = httpx.Client(timeout=settings.timeout, trust_env=False)
         self._turn = count()
+        self._fault = ""
         self._threads = ThreadPoolExecutor(settings.concurrency * len(settings.endpoints), thread_name_prefix="score-server")
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:

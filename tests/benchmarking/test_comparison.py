@@ -10,8 +10,9 @@ import pytest
 
 from html_check import read
 from retouch_bench.comparison import compare, differences
+from retouch_bench.kinds import find_suite
 from retouch_bench.results import BenchmarkResult, ImageRow, make_table
-from retouch_bench.suite import SuiteItem, find_suite
+from retouch_bench.suite import SuiteItem
 
 SUITE = find_suite("playground", {"tasks": 12})
 COMPARISONS = 1000

@@ -24,9 +24,10 @@ from retouch.run import session
 from retouch.types import Column
 from retouch_bench.comparison import compare
 from retouch_bench.images import is_ours
+from retouch_bench.kinds import find_suite
 from retouch_bench.results import BenchmarkResult
 from retouch_bench.running import run
-from retouch_bench.suite import BrokenItem, Suite, SuiteItem, find_suite, require_judge
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch_judge.kinds import Endpoint
 from retouch_judge.models import JudgeQuota
 from retouch_judge.rewards import VieScore

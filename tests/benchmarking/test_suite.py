@@ -13,7 +13,8 @@ from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column
-from retouch_bench.suite import SUITES, BrokenItem, Suite, SuiteItem, find_suite, require_judge
+from retouch_bench.kinds import SUITES, find_suite
+from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
 
 
 class RedSuite(Suite):

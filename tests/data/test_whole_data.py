@@ -175,7 +175,7 @@ TESTS = {
     "flow_grpo/dataset/ocr/test.txt": "Flow-GRPO's OCR test list", "prompts/ocr.txt": "Flow-GRPO's OCR test list",
     "flow_grpo/dataset/pickscore/test.txt": "Flow-GRPO's PickScore test list",
     "Calligrapher2025/Calligrapher_bench_testing": "Calligrapher's bench",
-    "bench/self_bench.txt": "Calligrapher's bench", "MagicBrush/test": "MagicBrush test",
+    "MagicBrush/test": "MagicBrush test",
     "sikarwarank/magicbrush_eval": "MagicBrush test", "benchmarks/magicbrush-test-00000.parquet": "MagicBrush test",
     "benchmarks/emuedit.parquet": "EARL's evaluation sets", "earl-datasets/omniedit/validation": "EARL's validation lists",
     "sikarwarank/i2bench_eval": "I2EBench", "sikarwarank/omniedit_eval": "EARL's evaluation sets",
@@ -226,12 +226,14 @@ def test_a_link_to_a_test_set_is_recognised(tmp_path):
     assert [known.name for known in find_test_sets([tmp_path / "mine"])] == ["GEdit-Bench"]
 
 
-def test_calligraphers_bench_is_recognised_by_its_files(tmp_path):
+def test_calligraphers_bench_is_recognised_by_its_files_and_not_by_the_name_of_one(tmp_path):
     folder = tmp_path / "items"
     folder.mkdir()
     (folder / "list.txt").write_text("11-Azir\n")
-    assert find_test_sets([folder, folder / "list.txt"]) == ()
-    Image.new("RGB", (4, 4)).save(folder / "test11_source.png")
+    (folder / "test11_source.png").touch()
+    assert find_test_sets([folder, folder / "list.txt", "mine/self_bench.txt"]) == ()
+    for number in range(100):
+        (folder / f"test{number}_source.png").touch()
     assert [known.place for known in find_test_sets([folder, folder / "list.txt"])] == [str(folder), str(folder / "list.txt")]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from retouch.data.guard import find_test_sets
-from retouch_bench.suite import SUITES
+from retouch_bench.kinds import SUITES
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {

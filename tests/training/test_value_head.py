@@ -14,7 +14,7 @@ from torch import nn
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper
+from retouch.distributed.optimizer import HeadStepper, NonFiniteGradient, ReplicatedStepper
 from retouch.inference.exporting import export_target
 from retouch.objectives.advantages import GAEAdvantage
 from retouch.objectives.base import ValueHead
@@ -286,3 +286,12 @@ def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path
     names = {name for file in exported if file.suffix == ".safetensors" for name in load_file(file)}
     assert names
     assert not any("network" in name or "value" in name.split(".") for name in names)
+
+
+def test_a_nan_in_the_loss_of_the_policy_changes_no_weight_of_the_value_head():
+    made, policy, head = pair()
+    made.backward(policy(torch.ones(1, 2)).sum() * float("nan") + head(torch.ones(1, 3)).sum())
+    with pytest.raises(NonFiniteGradient, match="the loss is not finite"):
+        made.step(0.1)
+    assert torch.equal(head.weight, torch.full((1, 3), 0.5))
+    assert torch.equal(policy.weight, torch.full((1, 2), 0.5))

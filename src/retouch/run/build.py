@@ -504,13 +504,13 @@ def assemble(
     placement = plan_placement(recipe, ranks)
     recipe.policy.require_kernels(placement.policy)
     phases = recipe.resolved_phases()
-    # Building a reward may wait hours for its server, so mistakes in weights and data are found first.
-    for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
-        model.fetch_weights()
     sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
     if first := sets[0].heldout[: recipe.eval.batch]:
         for _, _, part in recipe.reward.parts():
             part.require_columns(first)
+    # Building a reward may wait hours for its server, so mistakes in data and weights are found first.
+    for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
+        model.fetch_weights()
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)

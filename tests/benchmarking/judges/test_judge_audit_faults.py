@@ -101,7 +101,7 @@ def test_invalid_answers_of_a_judge_are_not_recorded(tmp_path) -> None:
         judge.make_reply = lambda true: next(lies)(true)
         section = GroundReward(judge=judged(judge.url, key=None).judge, temperature=0.7)  # wrong replies have a score from 0 to 10
         result = judge_audit(section, items=3, repeats=3, out=tmp_path)
-    assert judge.questions > len(SCORES)
+    assert len(judge.requests) > len(SCORES)
     assert list(ledger_answers(tmp_path).values()) == [{"score": 7.0}]
     assert result.failed
     assert result.alarms["missing scores"] == "fail"

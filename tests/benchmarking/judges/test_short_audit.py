@@ -19,7 +19,7 @@ from retouch.records.folder import RunFolder
 from retouch.rewards.base import BudgetSpent, JudgeClients
 from retouch.rewards.several import SeveralRewards
 from retouch.run.session import run
-from retouch_bench.suite import find_suite
+from retouch_bench.kinds import find_suite
 from retouch_judge import short_audit
 from retouch_judge.audit_ladders import playground_ladders
 from retouch_judge.audit_scores import AuditAnswers, Spending, ask

@@ -18,8 +18,9 @@ from retouch.rewards.scorers.clip import AestheticModel
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Sample, Scores
 from retouch_bench.images import ImageFolder, image_keys
+from retouch_bench.kinds import SUITES, find_suite
 from retouch_bench.running import run
-from retouch_bench.suite import SUITES, Suite, find_suite
+from retouch_bench.suite import Suite
 from retouch_bench.suites.text_to_image import AestheticSuite, HpsSuite
 
 NAN = math.nan

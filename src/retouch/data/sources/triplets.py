@@ -144,10 +144,13 @@ class TripletRows:
         prompt, text = self._prompt(text)
         target, reference = images["source"], images["style"]
         if self._target == "ref":
-            size = load_image(images["source"]).size
-            target = _encoded(images["ref"].name, _resized(images["ref"], size))
-            mask = load_mask(images["style mask"])
-            reference = _encoded(reference.name, _resized(reference, mask.size).crop(mask.getbbox()))
+            try:
+                size = load_image(images["source"]).size
+                target = _encoded(images["ref"].name, _resized(images["ref"], size))
+                mask = load_mask(images["style mask"])
+                reference = _encoded(reference.name, _resized(reference, mask.size).crop(mask.getbbox()))
+            except ValueError as error:
+                raise InvalidRow([Problem(self._file, entry.line, str(error))]) from None
         return Row(
             file=self._file,
             line=entry.line,
