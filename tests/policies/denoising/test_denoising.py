@@ -240,7 +240,7 @@ ROWS = 8
 
 def policy(family: str, dtype: torch.dtype, *, guidance: float = 1.0, microbatch: int = 4, **how: Any) -> DenoisingPolicy:
     """A policy for rollout chunks of 8 rows and, by default, microbatches of 2 rows with 2 actions."""
-    made = tiny.policy(family, train="full", copies=(), mode="window", kind="cps", noise_level=0.7, **how)
+    made = tiny.policy(family, **{"train": "full", "copies": (), "mode": "window", "kind": "cps", "noise_level": 0.7, **how})
     made.module.to(dtype)
     model = Guided(made.model, guidance) if guidance > 1 else made.model
     options = {"sampling": made.sampling, "eval_steps": tiny.NUM_STEPS, "microbatch": microbatch, "copies": made.copies}
@@ -267,6 +267,15 @@ def shapes(policy: DenoisingPolicy) -> list[int]:
 @pytest.mark.parametrize(("family", "guidance"), [("sd3", 1.0), ("edit", 4.5)])
 def test_the_ratio_of_a_model_in_16_bits_is_1_before_the_first_update(family: str, guidance: float) -> None:
     assert ratios(policy(family, torch.bfloat16, guidance=guidance)).max() == 0
+
+
+def test_the_kl_of_a_model_in_16_bits_is_0_before_the_first_update() -> None:
+    made = policy("sd3", torch.bfloat16, microbatch=6, copies=("reference",))
+    trajectory = made.rollout(tiny.batch(2, ROWS // 2))
+    rows = shapes(made)
+    for part in made.microbatches(trajectory):  # the last one has 2 rows with 2 actions
+        assert made.evaluate(trajectory, part, Needs(kl="velocity")).kl.max() == 0
+    assert rows == [6] * 6
 
 
 def test_rollout_passes_of_transitions_have_the_row_count_of_the_update() -> None:
