@@ -15,7 +15,8 @@ from retouch.recipe.reward_arguments import parse_reward, read_combined, read_re
 from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.function import ImportedReward
 from retouch.rewards.kinds import KINDS as REWARDS
-from retouch.rewards.kinds import PARTS, RunReward
+from retouch.rewards.kinds import RunReward
+from retouch.rewards.parts import PARTS
 from retouch_serve.remote import RemoteReward
 
 ROOT = Path(__file__).parents[2]
@@ -66,12 +67,13 @@ def test_the_default_kind_of_a_reward_class_is_its_kind_in_the_table(kind):
 
 def test_every_reward_of_the_package_is_a_kind():
     """Only classes with a ``kind``; the base classes of judges have none."""
+    named = {*REWARDS.classes(), NoReward}  # imports every module that has one
     found, left = set(), [RewardSection]
     while left:
         left += (subclasses := left.pop().__subclasses__())
         found |= set(subclasses)
     own = {one for one in found if one.__module__.startswith("retouch") and "kind" in one.model_fields}
-    assert own == {*REWARDS.classes(), NoReward}
+    assert own == named
     of_runs = get_args(RunReward)[1]
     assert set(of_runs.classes()) == own
 

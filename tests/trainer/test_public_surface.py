@@ -17,7 +17,7 @@ import retouch
 import retouch_worlds.testing
 import tiny_pipelines
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
-from retouch.rewards.kinds import PARTS
+from retouch.rewards.parts import PARTS
 from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {

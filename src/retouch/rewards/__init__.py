@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name == "load":
         return import_module("retouch.rewards.loading").load
-    for path in import_module("retouch.rewards.kinds").PARTS.paths.values():
+    for path in import_module("retouch.rewards.parts").PARTS.paths.values():
         module, _, found = path.partition(":")
         if name in (found, found.removesuffix("Reward")):
             return getattr(import_module(module), found)
@@ -25,5 +25,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    names = [path.partition(":")[2] for path in import_module("retouch.rewards.kinds").PARTS.paths.values()]
+    names = [path.partition(":")[2] for path in import_module("retouch.rewards.parts").PARTS.paths.values()]
     return sorted({*globals(), "load", *names, *(name.removesuffix("Reward") for name in names)})

@@ -27,7 +27,7 @@ from retouch.rewards.base import (
     unchanged,
     whole_group_problems,
 )
-from retouch.rewards.kinds import PARTS, SINGLE
+from retouch.rewards.parts import PARTS, SINGLE
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
