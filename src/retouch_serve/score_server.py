@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,13 @@ from pydantic import Field
 
 from retouch.config.section import Count, Positive
 from retouch.protocols import Reward
+from retouch.records.files import png
 from retouch.rewards.base import Address, JudgeClients, RewardSection, unchanged
 from retouch.types import Column, Json, Sample, Scores
 from retouch_serve.wire import Bound
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 _LOG = logging.getLogger("retouch.serve")
 
@@ -117,7 +116,7 @@ class ScoreServerClient:
         task, own = sample.task, self._settings
         images = {"image": sample.image, "mask_image": task.mask, "reference_image": task.reference}
         images |= {"source_image": task.images[0]} if task.images else {}
-        asked: dict[str, Any] = {name: _base64(image) for name, image in images.items() if image is not None}
+        asked: dict[str, Any] = {name: base64.b64encode(png(image)).decode() for name, image in images.items() if image is not None}
         asked |= {"prompt": task.instruction} | ({} if task.text is None else {"text": task.text})
         for _ in range(own.attempts):
             url = f"{own.endpoints[next(self._turn) % len(own.endpoints)]}/score"
@@ -131,9 +130,3 @@ class ScoreServerClient:
                 return scores
             self._fault = f"{url}: {scores} are not in the ranges of {', '.join(own.declared)}"
         return None
-
-
-def _base64(image: Image) -> str:
-    with io.BytesIO() as file:
-        image.save(file, "PNG", compress_level=1)
-        return base64.b64encode(file.getvalue()).decode()

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from retouch.records.files import strict_json
+from retouch.records.files import png, strict_json
 from retouch.types import Column, Sample, Task
 
 # Errors. Messages are constants: they contain no part of the request and no message of a library, so they reveal nothing about the
@@ -281,11 +281,10 @@ def encode_image(image: Image, encoding: ImageEncoding) -> tuple[PictureHead, by
     mode: Literal["RGB", "L"] = "L" if plain.mode == "L" else "RGB"
     if encoding == "raw":
         return PictureHead(form="raw", mode=mode, width=plain.width, height=plain.height), plain.tobytes()
+    if max(plain.size) > _MAX_WEBP_SIDE:
+        return PictureHead(form="encoded", mode=mode), png(plain)
     buffer = io.BytesIO()
-    if max(plain.size) <= _MAX_WEBP_SIDE:
-        plain.save(buffer, "WEBP", lossless=True, quality=0, method=0, exif=b"", icc_profile=b"", xmp=b"")
-    else:
-        plain.save(buffer, "PNG", compress_level=1, exif=b"", icc_profile=None)
+    plain.save(buffer, "WEBP", lossless=True, quality=0, method=0, exif=b"", icc_profile=b"", xmp=b"")
     return PictureHead(form="encoded", mode=mode), buffer.getvalue()
 
 

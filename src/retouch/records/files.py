@@ -244,6 +244,13 @@ def write_atomic(path: Path, content: bytes, *, durable: bool = True) -> None:
         file.write(content)
 
 
+def png(image: "Image") -> bytes:
+    """The pixels of an image as a PNG file, compressed fast, without EXIF data and colour profile."""
+    content = io.BytesIO()
+    image.save(content, format="PNG", compress_level=1, exif=b"", icc_profile=None)
+    return content.getvalue()
+
+
 def write_png(path: Path, image: "Image", **options: Any) -> None:
     """Write an image as a PNG file, so that a killed process leaves a complete file or none. ``options``: those of Pillow."""
     content = io.BytesIO()

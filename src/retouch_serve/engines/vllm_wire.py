@@ -6,7 +6,6 @@ as a whole.
 """
 
 import base64
-import io
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retouch.policies.engine import EngineFault, TokenSampling
+from retouch.records.files import png
 from retouch_serve.engines.client import Client, InvalidResponse, RequestRefused
 from retouch_serve.engines.grammar import KEY
 
@@ -104,9 +104,7 @@ class ServerCompletion:
 
 def data_url(image: Image) -> str:
     """The image's pixels as a PNG in a data URL."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG", compress_level=1, exif=b"", icc_profile=None)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return "data:image/png;base64," + base64.b64encode(png(image.convert("RGB"))).decode()
 
 
 class _Strict(BaseModel):

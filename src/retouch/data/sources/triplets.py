@@ -8,7 +8,6 @@ shows the text, and is the target.
 """
 
 import hashlib
-import io
 import json
 import re
 from contextlib import suppress
@@ -23,6 +22,7 @@ from retouch.data.base import ImageData
 from retouch.data.images import EncodedImage, load_image, load_mask
 from retouch.data.rows import Identity, InvalidRow, Problem, Row, quoted
 from retouch.data.sources.folder import Entry, image_under, read_metadata
+from retouch.records.files import png
 from retouch.types import Json, TaskContents
 
 LIST = "self_bench.txt"
@@ -146,9 +146,9 @@ class TripletRows:
         if self._target == "ref":
             try:
                 size = load_image(images["source"]).size
-                target = _encoded(images["ref"].name, _resized(images["ref"], size))
+                target = EncodedImage(images["ref"].name, png(_resized(images["ref"], size)))
                 mask = load_mask(images["style mask"])
-                reference = _encoded(reference.name, _resized(reference, mask.size).crop(mask.getbbox()))
+                reference = EncodedImage(reference.name, png(_resized(reference, mask.size).crop(mask.getbbox())))
             except ValueError as error:
                 raise InvalidRow([Problem(self._file, entry.line, str(error))]) from None
         return Row(
@@ -202,9 +202,3 @@ def _item(entry: Entry) -> tuple[int, str] | None:
 def _resized(image: EncodedImage, size: tuple[int, int]) -> Image:
     found = load_image(image)
     return found if found.size == size else found.resize(size)
-
-
-def _encoded(name: str, image: Image) -> EncodedImage:
-    with io.BytesIO() as file:
-        image.save(file, "PNG", compress_level=1)
-        return EncodedImage(name, file.getvalue())
