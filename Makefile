@@ -21,7 +21,7 @@ quickstart: install
 	$(BIN)/retouch train recipes/quickstart.jsonnet
 
 lint: install
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -15,7 +15,6 @@ from PIL import Image
 
 import bad_server
 import faulty_judge
-import faulty_server
 from live_server import remote, samples_of
 from retouch_judge.chat_client import ChatClient
 from retouch_judge.kinds import Endpoint
@@ -34,7 +33,7 @@ def counts() -> Counts:
 
 
 def _descriptions(counted: Counts) -> None:
-    for name, info in faulty_server.WRONG_INFOS.items():
+    for name, info in bad_server.WRONG_INFOS.items():
         counted.cases += 1
         with bad_server.bad_server("none", info=info) as server:
             try:
@@ -53,7 +52,7 @@ def _scores(counted: Counts) -> None:
     samples = samples_of(4)
     true = [digest_score(sample) for sample in samples]
     now: dict[str, bad_server.FaultKind] = {"kind": "none"}
-    kinds = {**faulty_server.WRONG_REPLIES, **{kind: kind for kind in bad_server.ALL_FAULTS}}
+    kinds = {**bad_server.WRONG_REPLIES, **{kind: kind for kind in bad_server.ALL_FAULTS}}
     with bad_server.bad_server(lambda: now["kind"]) as server:
         for name, kind in kinds.items():
             counted.cases += 1
