@@ -4,7 +4,7 @@
     python examples/emu3_sft_then_rl.py --tiny      # a CPU, in seconds; the line above: 8 GPUs with 80 GB
 
 TOKENS is a folder that `retouch data tokenize` wrote; the address is that of a vision-language judge. The settings are those of
-EARL (system D in docs/coming-from.md): REINFORCE with a KL to the model before RL, groups of 8, and the mean over tokens.
+EARL (docs/coming-from.md): REINFORCE with a KL to the model before RL, groups of 8, and the mean over tokens.
 """
 
 import sys

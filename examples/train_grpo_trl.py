@@ -5,9 +5,10 @@ On the playground, with its writer, editor and exact judge, on a CPU:
     python examples/train_grpo_trl.py --output_dir runs/trl --max_steps 20 --learning_rate 1e-3 --num_generations 8 \
         --per_device_train_batch_size 32 --max_completion_length 32 --use_peft --lora_r 32 --lora_alpha 64 --bf16 false
 
-At full size, on 8 GPUs under accelerate's DDP or ZeRO-2, with a judge behind an OpenAI-compatible API:
+At full size, on 8 GPUs with DeepSpeed's ZeRO-2 (without the configuration: DDP), with a judge behind an OpenAI-compatible API:
 
-    accelerate launch --num_processes 8 examples/train_grpo_trl.py --output_dir runs/trl --bf16 --dtype bfloat16 \
+    accelerate launch --config_file recipes/accelerate/zero2.yaml --num_processes 8 examples/train_grpo_trl.py \
+        --output_dir runs/trl --bf16 --dtype bfloat16 \
         --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --editor Qwen/Qwen-Image-Edit --photos DIR --judge gpt-4o --num_steps 20 \
         --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 8 --num_train_epochs 3 \
         --learning_rate 1e-5 --use_peft --lora_r 32 --lora_alpha 64 --save_steps 500 --eval_strategy steps --eval_steps 100

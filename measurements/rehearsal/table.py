@@ -32,7 +32,7 @@ SKIPPED_NAMES = ("-playground", "tiny")
 _ON_H200 = (
     *("flux-fill/ip-adapter-grpo-published", "flux-fill/ip-adapter-nft", "flux-fill/ip-adapter-nft-published"),
     *("qwen-image/writer-grpo-published", "qwen-image/writer-grpo-published-mmmg", "qwen-image-edit/ip-adapter-grpo"),
-    *("qwen-image-edit/writer-grpo-published", "qwen-image-edit/writer-grpo-full-published"),
+    *("qwen-image-edit/writer-grpo-2509-published", "qwen-image-edit/writer-grpo-full-2509-published"),
 )
 MACHINES_OF = dict.fromkeys(_ON_H200, "h200")
 """The GPU of each recipe that is not written for an H100 with 80 GB."""

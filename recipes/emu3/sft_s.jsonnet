@@ -1,4 +1,4 @@
-// Supervised learning of simple edits, SFT (S) (system D): the stage before RL. 8 GPUs with 80 GB, one rank each.
+// Supervised learning of simple edits, SFT (S) (EARL): the stage before RL. 8 GPUs with 80 GB, one rank each.
 //
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877
 //   retouch launch --nproc 8 recipes/emu3/sft_s.jsonnet

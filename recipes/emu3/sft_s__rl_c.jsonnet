@@ -1,4 +1,4 @@
-// SFT (S), then RL (C) (system D): RL on complex edits, from a model that was trained on simple edits. 8 GPUs with 80 GB, one rank
+// SFT (S), then RL (C) (EARL): RL on complex edits, from a model that was trained on simple edits. 8 GPUs with 80 GB, one rank
 // each, and 4 more for the judge, which several runs can share:
 //
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \

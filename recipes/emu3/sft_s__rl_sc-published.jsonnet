@@ -1,6 +1,6 @@
-// SFT (S), then RL (S+C) (system D), with the files that the source published: its data sets (mair-lab/earl-datasets) and its
-// supervised weights (mair-lab/sft-simple, converted or as they are), for 3000 steps. 8 GPUs with 80 GB, one rank each, and a judge
-// as for sft_s__rl_sc.
+// SFT (S), then RL (S+C) (EARL), with the files that the source published: its data sets (mair-lab/earl-datasets) and its
+// supervised weights (mair-lab/sft-simple, converted or as they are), for 3000 steps. 8 GPUs with 80 GB, one rank each, and a
+// judge as for sft_s__rl_sc.
 //
 //   hf download mair-lab/earl-datasets --repo-type dataset --local-dir DATA/earl-datasets
 //   hf download mair-lab/sft-simple --local-dir RUNS/sft-simple

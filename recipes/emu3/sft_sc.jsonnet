@@ -1,4 +1,4 @@
-// Supervised learning of simple and complex edits at once, SFT (S+C) (system D): the stage before RL. 8 GPUs with 80 GB, one rank
+// Supervised learning of simple and complex edits at once, SFT (S+C) (EARL): the stage before RL. 8 GPUs with 80 GB, one rank
 // each.
 //
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877

@@ -1,5 +1,5 @@
-// Supervised learning of simple edits and then of simple and complex ones, SFT (S+C) in two stages (system D): the stage before RL.
-// 8 GPUs with 80 GB, one rank each.
+// Supervised learning of simple edits and then of simple and complex ones, SFT (S+C) in two stages (EARL): the stage before RL. 8
+// GPUs with 80 GB, one rank each.
 //
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877
 //   retouch launch --nproc 8 recipes/emu3/sft_sc2stage.jsonnet

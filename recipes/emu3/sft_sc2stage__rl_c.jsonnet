@@ -1,5 +1,5 @@
-// SFT (S+C), two stages, then RL (C) (system D): RL on complex edits, from a model that was trained on simple edits and then on
-// both kinds. 8 GPUs with 80 GB, one rank each, and 4 more for the judge, which several runs can share:
+// SFT (S+C), two stages, then RL (C) (EARL): RL on complex edits, from a model that was trained on simple edits and then on both
+// kinds. 8 GPUs with 80 GB, one rank each, and 4 more for the judge, which several runs can share:
 //
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \
 //       --max-model-len 4096 --max-num-seqs 1024 --limit-mm-per-prompt '{"image": 2}'

@@ -1,5 +1,5 @@
-// SFT Think (S), then RL (S) (system D): RL on simple edits, from a model that was trained to think before simple edits. 8 GPUs
-// with 80 GB, one rank each, and 4 more for the judge, which several runs can share:
+// SFT Think (S), then RL (S) (EARL): RL on simple edits, from a model that was trained to think before simple edits. 8 GPUs with
+// 80 GB, one rank each, and 4 more for the judge, which several runs can share:
 //
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \
 //       --max-model-len 4096 --max-num-seqs 1024 --limit-mm-per-prompt '{"image": 2}'

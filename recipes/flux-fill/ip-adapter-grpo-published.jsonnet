@@ -1,6 +1,7 @@
-// The values of system B's GRPO script (train_grpo.sh) in ip-adapter-grpo.jsonnet: 12 images per task with 20 denoising steps, of
-// which the first half trains, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, a moving average of
-// the adapter with a decay of 0.9999, and a warm-up of 100 steps. 8 GPUs with 141 GB (H200), with the text encoders on the GPUs.
+// The values of an IP-Adapter trainer's GRPO script (train_grpo.sh) in ip-adapter-grpo.jsonnet: 12 images per task with 20
+// denoising steps, of which the first half trains, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, a
+// moving average of the adapter with a decay of 0.9999, and a warm-up of 100 steps. 8 GPUs with 141 GB (H200), with the text
+// encoders on the GPUs.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-grpo-published.jsonnet --set data.path=DIR
 //

@@ -1,6 +1,6 @@
-// System B at full size: an IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by GRPO: each
-// image is compared with the others of its task. 8 GPUs with 80 GB, with the text encoders in CPU memory (`retouch doctor
-// --rehearse` shows what each GPU holds); a supervised warm-up of 400 steps, then RL.
+// An IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by GRPO: each image is compared with the
+// others of its task. 8 GPUs with 80 GB, with the text encoders in CPU memory (`retouch doctor --rehearse` shows what each GPU
+// holds); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-grpo.jsonnet --set data.path=DIR
 //

@@ -1,6 +1,6 @@
-// System B at full size: an IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by DiffusionNFT:
-// it needs only images and rewards, with the old policy and the reference as two more copies of the adapter. 8 GPUs with 141 GB
-// (`retouch doctor` lists what the planned 99 GB are for); a supervised warm-up of 400 steps, then RL.
+// An IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by DiffusionNFT: it needs only images
+// and rewards, with the old policy and the reference as two more copies of the adapter. 8 GPUs with 141 GB (`retouch doctor` lists
+// what the planned 99 GB are for); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-nft.jsonnet --set data.path=DIR
 //

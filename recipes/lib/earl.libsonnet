@@ -1,4 +1,4 @@
-// System D: an autoregressive model edits by generating image tokens, and a vision-language model judges the edits. The supervised
+// EARL: an autoregressive model edits by generating image tokens, and a vision-language model judges the edits. The supervised
 // stage and the RL stage share model, data and sizes; a recipe chooses the data, the initial weights, and whether the model thinks
 // first.
 //

@@ -1,6 +1,6 @@
 // An IP-Adapter that learns to render words in the style of a reference image: a supervised warm-up with dropout of references,
-// then RL without dropout (system B). A full-size recipe and its twin pass their own world (model, encoder, tasks, judge) and
-// sizes; everything else is the same.
+// then RL without dropout. A full-size recipe and its twin pass their own world (model, encoder, tasks, judge) and sizes;
+// everything else is the same.
 //
 // From the source: the adapter (SigLIP, two layers to 128 tokens, attention in all blocks, scale 1), dropout 0.05, a KL weight of
 // 0.1 (which the source defined but never used), a weighted sum of an OCR score and a score by a vision-language model, and

@@ -5,8 +5,8 @@
   endpoint(model, base_url='https://api.openai.com/v1'):: { kind: 'endpoint', model: model, base_url: base_url },
   in_process(path, device=null):: { kind: 'in_process', path: path, device: device },
 
-  // System A's reward: alignment and quality, 0 to 1, each the mean of three answers. Identity is scored and logged but has weight
-  // 0, so changing too much is not penalised.
+  // The reward of the TRL writer script: alignment and quality, 0 to 1, each the mean of three answers. Identity is scored and
+  // logged but has weight 0, so changing too much is not penalised.
   alignment_quality(judge):: {
     kind: 'aspects',
     judge: judge,

@@ -1,6 +1,6 @@
 // A vision-language model writes a response for a frozen editor, which is conditioned on the hidden states of the whole dialogue
-// (system A). A full-size recipe and its twin pass their own world (writer, editor, tasks, judge) and sizes; everything else is the
-// same.
+// (a TRL writer script). A full-size recipe and its twin pass their own world (writer, editor, tasks, judge) and sizes; everything
+// else is the same.
 {
   grpo(world, sizes):: {
     name: sizes.name,

@@ -1,5 +1,5 @@
-// An IP-Adapter for Qwen-Image-Edit learns to render words in the style of a reference image. System B planned this as its option
-// `--model_type qwen`. 8 GPUs with 141 GB; a supervised warm-up of 400 steps, then GRPO.
+// An IP-Adapter for Qwen-Image-Edit learns to render words in the style of a reference image. The IP-Adapter trainer planned this
+// as its option `--model_type qwen`. 8 GPUs with 141 GB; a supervised warm-up of 400 steps, then GRPO.
 //
 //   retouch launch --nproc 8 recipes/qwen-image-edit/ip-adapter-grpo.jsonnet --set data.path=DIR
 //

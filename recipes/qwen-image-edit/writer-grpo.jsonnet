@@ -1,6 +1,6 @@
-// System A at full size: Qwen2.5-VL-7B sees a photograph and an instruction with eight edits and writes how to make them; the
-// frozen Qwen-Image-Edit is conditioned on the writer's hidden states of the whole dialogue. 8 GPUs with 80 GB or more, one rank
-// each (the source used H200); `retouch doctor RECIPE --device h200` plans the memory of each GPU.
+// Qwen2.5-VL-7B sees a photograph and an instruction with eight edits and writes how to make them; the frozen Qwen-Image-Edit is
+// conditioned on the writer's hidden states of the whole dialogue. 8 GPUs with 80 GB or more, one rank each (the source used
+// H200); `retouch doctor RECIPE --device h200` plans the memory of each GPU.
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo.jsonnet --set data.allow_test_sets=true
@@ -14,12 +14,13 @@
 // has complex instructions of this kind; `retouch data convert gpt-image-edit DIR` converts it for
 // `data: { kind: 'folder', path: DIR }`.
 //
-// From the source: the model, the data and its complexity, 8 completions per task, 16 samples per step (1 completion at a time,
-// twice, on 8 GPUs), the LoRA, the learning rate, ZeRO-2, 3 passes, a checkpoint every 500 steps, the judge's weights and its three
-// answers. The source's documents do not specify the denoising steps, guidance, completion length and clip range; its scripts have
-// other values, which are in writer-grpo-published and writer-grpo-full-published. According to our measurements, two variants are
-// better: in writer-grpo-frozen the editor's own encoder reads the response; writer-grpo-identity, **the recommended variant**,
-// also rewards identity preservation.
+// From the source's documents: the model, the data and its complexity, 8 completions per task, 16 samples per step (1 completion at
+// a time, twice, on 8 GPUs), the LoRA, the learning rate, ZeRO-2, 3 passes, a checkpoint every 500 steps, the judge's weights and
+// its three answers. The documents do not specify the denoising steps, guidance, completion length and clip range. Where they leave
+// the choice to TRL, writer-grpo-published has TRL's values. The source's later scripts, for the editor of 2509, are
+// writer-grpo-2509-published and writer-grpo-full-2509-published. According to our measurements, two variants are better: in
+// writer-grpo-frozen the editor's own encoder reads the response; writer-grpo-identity, **the recommended variant**, also rewards
+// identity preservation.
 //
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.
 // - `reward/missing_fraction` is near 0. Check this first: if the judge does not answer, the scores of these samples are missing;

@@ -1,5 +1,6 @@
-// The curriculum of system A's text-to-image variant (run_8gpu_qwen_image.sh): writer-grpo-published on MMMG's training set, in five
-// phases of 100 steps. Each phase adds a fifth of the pairs of level and discipline, the easiest first. 8 GPUs with 141 GB (H200).
+// The curriculum of the TRL writer script's text-to-image variant (run_8gpu_qwen_image.sh): writer-grpo-published on MMMG's
+// training set, in five phases of 100 steps. Each phase adds a fifth of the pairs of level and discipline, the easiest first. 8
+// GPUs with 141 GB (H200).
 //
 //   hf download MMMGBench/MMMG_Train --repo-type dataset --local-dir MMMG_Train
 //   retouch data convert mmmg MMMG_Train --out lists --stages 5

@@ -1,6 +1,7 @@
-// The text-to-image variant of system A with the values of its script (run_8gpu_qwen_image.sh): Qwen2.5-VL-7B writes a response to
-// a prompt, and the frozen Qwen-Image is conditioned on the hidden states of the whole dialogue. 16 completions per task and 8
-// tasks per step, DAPO's loss with an upper clip range of 0.28, a LoRA of rank 128, 500 steps. 8 GPUs with 141 GB (H200).
+// The text-to-image variant of the TRL writer script with the values of its script (run_8gpu_qwen_image.sh): Qwen2.5-VL-7B writes
+// a response to a prompt, and the frozen Qwen-Image is conditioned on the hidden states of the whole dialogue. 16 completions per
+// task and 8 tasks per step, DAPO's loss with an upper clip range of 0.28, a LoRA of rank 128, 500 steps. 8 GPUs with 141 GB
+// (H200).
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image/writer-grpo-published.jsonnet --set data.path=PROMPTS.jsonl

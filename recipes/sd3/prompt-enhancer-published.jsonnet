@@ -1,5 +1,5 @@
-// The values of system C's repository (train_grpo.py) in prompt-enhancer.jsonnet: 50 iterations of two prompts, three epochs on
-// each rollout, a learning rate of 1e-5, a KL weight of 0.05 to the untrained model and a bonus of 0.02 for entropy.
+// The values of a prompt enhancer's repository (train_grpo.py) in prompt-enhancer.jsonnet: 50 iterations of two prompts, three
+// epochs on each rollout, a learning rate of 1e-5, a KL weight of 0.05 to the untrained model and a bonus of 0.02 for entropy.
 //
 //   retouch train recipes/sd3/prompt-enhancer-published.jsonnet
 //

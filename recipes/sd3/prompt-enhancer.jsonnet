@@ -1,6 +1,6 @@
-// System C at full size: Qwen2-VL-7B rewrites prompts that are hard for image models, Stable Diffusion 3 Medium generates the
-// images, and CLIP compares them with the user's prompt. Three GPUs: the writer on the first, Stable Diffusion on the second, CLIP
-// on the third. They mostly work in turn, so a single GPU with 80 GB is enough too: --set devices=null
+// Qwen2-VL-7B rewrites prompts that are hard for image models, Stable Diffusion 3 Medium generates the images, and CLIP compares
+// them with the user's prompt. Three GPUs: the writer on the first, Stable Diffusion on the second, CLIP on the third. They mostly
+// work in turn, so a single GPU with 80 GB is enough too: --set devices=null
 //
 //   retouch train recipes/sd3/prompt-enhancer.jsonnet
 //

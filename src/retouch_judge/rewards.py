@@ -33,7 +33,7 @@ _IMAGES: Mapping[Aspect, int] = {"alignment": 2, "quality": 1, "identity": 2}
 
 
 class AspectsReward(JudgeReward):
-    """The judge of system A: one question and one column, 0 to 1, for each aspect.
+    """The judge of a TRL writer script (docs/coming-from.md): one question and one column, 0 to 1, for each aspect.
 
     ``alignment``: whether the image follows the instruction. ``quality``: the quality of the image, without the instruction.
     ``identity``: whether everything that should not change is unchanged. Tasks without a source image are text-to-image prompts,
@@ -290,8 +290,8 @@ class CompletionQualityReward(JudgeReward):
     orders in it are faults. A policy may still learn to write what this judge likes: read the completions of the run, and combine
     this reward with one that scores the image.
 
-    Source: the option ``use_completion_quality_reward`` of system A's text-to-image script. It asks GPT-5 mini, and combines
-    ``completion`` and the reward of the image with the weights 0.5 and 0.5.
+    Source: the option ``use_completion_quality_reward`` of a TRL writer script (docs/coming-from.md) for text to image. It asks
+    GPT-5 mini, and combines ``completion`` and the reward of the image with the weights 0.5 and 0.5.
 
     Example::
 

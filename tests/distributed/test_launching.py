@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from retouch.distributed.launching import launch, rank_environments, run_ranks
+from retouch.distributed.ranks import init_distributed
 from retouch.records.ownership import Owner
 from warm_python import python
 
@@ -256,6 +257,17 @@ def test_launch_runs_a_retouch_command_in_every_rank(tmp_path: Path) -> None:
     said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert said[0] == said[1]
     assert re.search(r"^quickstart ", said[0], re.MULTILINE)
+
+
+def test_one_rank_under_accelerates_cpu_launcher_says_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``accelerate launch --cpu --num_processes 2`` starts one process, and tells it neither number."""
+    assert init_distributed("cpu").world == 1
+    assert caplog.text == ""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert init_distributed("cpu").world == 1
+    assert "starts one rank, whatever --num_processes is; use `retouch launch --nproc N`" in caplog.text
 
 
 LISTENERS = """

@@ -192,7 +192,7 @@ QFORMER = FORM.model_copy(update={"projection": "qformer"})
 
 
 def transformer(seed, form=FORM):
-    """A tiny Flux with the adapter of system B (docs/coming-from.md) and random weights from ``seed``."""
+    """A tiny Flux with the adapter of the IP-Adapter trainer (docs/coming-from.md) and random weights from ``seed``."""
     made = tiny_models.flux_transformer(channels=64)
     ip_adapter.attach(made, form, embed_width=12, seed=seed)
     random = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ FLOW_GRPO = f"{EDITOR}flow-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
 
 
-PUBLISHED_LORA, PUBLISHED_FULL = (f"{EDITOR}writer-grpo-{name}.jsonnet" for name in ("published", "full-published"))
+PUBLISHED_LORA, PUBLISHED_FULL = (f"{EDITOR}writer-grpo-{name}.jsonnet" for name in ("2509-published", "full-2509-published"))
 SHARED = """
     policy.model.path=Qwen/Qwen2.5-VL-7B-Instruct renderer.model.kind=qwen-image-edit-plus
     renderer.model.path=Qwen/Qwen-Image-Edit-2509 renderer.num_steps=50 renderer.guidance_scale=4.0 rollout.max_new_tokens=1024
@@ -104,6 +104,7 @@ def test_the_curriculum_recipe_trains_100_steps_on_each_of_five_stages():
     ("one", "other", "changed"),
     [
         (WRITERS[0], WRITERS[1], "name renderer.encoder"),
+        (WRITERS[0], f"{EDITOR}writer-grpo-published.jsonnet", "name objective.normalise optimizer.schedule"),
         (WRITERS[1], WRITERS[2], "name reward.combine reward.combine.alignment reward.combine.quality reward.combine.identity"),
         (TEXT_TO_IMAGE, CURRICULUM, "name steps data reward phases"),
         (

@@ -124,7 +124,7 @@ def test_declared_columns_that_differ_from_those_of_the_servers_raise(build):
 
 
 def test_judges_libsonnet_returns_valid_reward_sections(tmp_path):
-    """The judge of system A (weights 0.6 and 0.4, identity only logged), and the same judge with identity in the reward."""
+    """The writer's judge (weights 0.6 and 0.4, identity only logged), and the same judge with identity in the reward."""
     library = ROOT / "recipes" / "lib" / "judges.libsonnet"
     (tmp_path / "two.jsonnet").write_text(
         f"local judges = import '{library}'; local judge = judges.endpoint('gpt-4o');\n"

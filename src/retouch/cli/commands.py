@@ -150,18 +150,26 @@ def add_sample(commands: Commands) -> None:
         "--out", type=Path, required=True, metavar="OUT", help="file for the image; with --instructions, a new folder"
     )
     sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument(
+        "--scores", action="store_true", help="with --instructions: score each image with the recipe's reward, and print a table"
+    )
     sample.set_defaults(run=_sample)
 
 
 def _sample(arguments: argparse.Namespace) -> int:
     if arguments.instructions is not None and (arguments.image or arguments.mask or arguments.reference):
         raise ValueError("--image, --mask and --reference need --instruction; a .jsonl file names the images of each line")
+    if arguments.instructions is None and arguments.scores:
+        raise ValueError("--scores needs --instructions; for one image, use `retouch score`")
     if arguments.instructions is not None and not arguments.instructions.is_file():
         raise ValueError(f"--instructions {arguments.instructions}: no such file")
     from retouch.inference.sampling import sample_list, sample_target
 
     if arguments.instructions is not None:
         made = called(sample_list, arguments)
+        for each in made if arguments.scores else ():
+            print(each.task.instruction, *([] if each.text is None else [f"  {each.text}"]), sep="\n")
+            print("  " + "  ".join(f"{name} {value:.4f}" for name, value in each.scores.items()))
         print(f"{len(made)} images in {arguments.out}")
     else:
         made = [called(sample_target, arguments)]

@@ -2,6 +2,7 @@
 
 import atexit
 import importlib.util
+import logging
 import os
 import re
 import resource
@@ -23,6 +24,7 @@ from retouch.recipe.recipe import ZERO3, Recipe
 
 TIMEOUT = "RETOUCH_RANK_TIMEOUT"
 _RELEASE_SECONDS = 0.2
+log = logging.getLogger("retouch")
 _LOST = re.compile(
     r"closed by peer|connection reset|timed out waiting|timeout|broken pipe|connect(?:ion)? (?:refused|failed)", re.IGNORECASE
 )
@@ -105,6 +107,9 @@ def init_distributed(device: str) -> Ranks:
     """
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if _enabled(os.environ, "ACCELERATE_USE_CPU"):
+            # Without this line, a run of one rank would look like the run of --num_processes ranks that was asked for.
+            log.warning("`accelerate launch --cpu` starts one rank, whatever --num_processes is; use `retouch launch --nproc N`")
         return Ranks(device=chosen)
     from retouch.distributed.launching import STORE
 

@@ -411,7 +411,7 @@ class Publisher(Hook):
         shutil.rmtree(folder)
 
 
-# The keys of the projection and of the attention blocks: in the files of system B, and in calligrapher.bin.
+# The keys of the projection and of the attention blocks: in the files of the IP-Adapter trainer, and in calligrapher.bin.
 _LAYOUTS = (("image_proj", "ip_adapter"), ("image_proj_mlp", "attn_adapter"))
 _QFORMER = "image_proj_qformer"
 _PROJECTION = re.compile(r"(proj\.\d+|proj|norm)\.(weight|bias)")
@@ -433,7 +433,7 @@ class ConvertedAdapter:
 
     def __str__(self) -> str:
         about = f"{self.tokens} tokens, projection '{self.projection}', {self.blocks} blocks"
-        mlp = "; projection 'mlp' uses only its MLP, as system B's trainer does" if self.projection == "qformer" else ""
+        mlp = "; projection 'mlp' uses only its MLP, as in the trainer that wrote it" if self.projection == "qformer" else ""
         return f"{self.file}: {about}. Use it with policy.train.init_from{mlp}"
 
 

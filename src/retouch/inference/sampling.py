@@ -3,9 +3,9 @@ to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,20 +14,24 @@ from PIL import Image, ImageDraw
 from retouch.data.images import fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.sources.folder import read_instructions
 from retouch.data.tasks import require_same_size
+from retouch.distributed.ranks import scoring_device
 from retouch.inference.opening import open_policy, read_target
 from retouch.models.flux.model import FluxFill
 from retouch.models.pipeline import ModelWrapper
 from retouch.policies.decoding import AutoregressiveTrajectory
 from retouch.recipe.recipe import Recipe
-from retouch.records.files import inside, write_lines
+from retouch.records.files import inside, jsonable, write_lines
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.base import Completions
+from retouch.rewards.base import close
+from retouch.rewards.combination import combination
+from retouch.rewards.scoring import scores_of
 from retouch.run import checkpoint
 from retouch.run.build import PolicyParts
 from retouch.run.checkpoint import TrainState, restore_weights
 from retouch.run.metrics import completion_texts
-from retouch.types import Batch, Task
+from retouch.types import Batch, Sample, Task
 
 SampleContext: TypeAlias = Literal["reference"]
 """What an inpainting model sees next to the source image."""
@@ -45,6 +49,8 @@ class UserSample:
     image: Image.Image
     text: str | None
     fell_back: bool
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """The columns of the run's reward, NaN if missing, and their combination as ``reward``; empty if they were not asked for."""
 
 
 def sample_target(
@@ -115,12 +121,14 @@ def sample_list(
     context: SampleContext | None = None,
     out: Path,
     seed: int,
+    scores: bool = False,
     overrides: Sequence[str] = (),
 ) -> list[UserSample]:
     """Make an image for each line of a list (see ``read_instructions``), in the new folder ``out`` with ``samples.jsonl``.
 
-    Each line has its own noise. ``context`` and ``overrides``: see ``sample_target``. Raises ValueError in the cases of
-    ``sample_target``, and before sampling if the list is invalid or ``out`` is not empty.
+    Each line has its own noise. ``scores``: also score each sample with the reward of the recipe, as in training: a completion that
+    cannot be rendered gets the worst value of each column. ``context`` and ``overrides``: see ``sample_target``. Raises ValueError
+    in the cases of ``sample_target``, and before sampling if the list is invalid or ``out`` is not empty.
     """
     tasks = read_instructions(instructions)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -131,14 +139,24 @@ def sample_list(
         for task in tasks:
             reference_canvas(task)
     silence_libraries()
-    samples = list(sample_tasks(open_policy(recipe, folder)[0], tasks, seed, context=context))
+    reward = recipe.reward.build(device=scoring_device()) if scores else None
+    try:
+        samples = list(sample_tasks(open_policy(recipe, folder)[0], tasks, seed, context=context))
+        if reward is not None:
+            given = scores_of(reward, [Sample(each.task, None if each.fell_back else each.image, each.text) for each in samples])
+            given["reward"] = combination(recipe.reward.combine, reward.columns)(given)
+            samples = [replace(each, scores={name: given[name][row].item() for name in given}) for row, each in enumerate(samples)]
+    finally:
+        if reward is not None:
+            close(reward)
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, sample in enumerate(samples):
         name = f"{number:05d}.png"
         sample.image.save(out / name)
         completion = {} if sample.text is None else {"text": sample.text, "fell_back": sample.fell_back}
-        lines.append({"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion})
+        scored = {"scores": jsonable(dict(sample.scores))} if scores else {}
+        lines.append({"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion, **scored})
     write_lines(out / "samples.jsonl", lines)
     return samples
 

@@ -186,7 +186,7 @@ def test_stages_are_cumulative_and_ordered_by_level(downloaded, tmp_path, capsys
 
 
 def test_a_file_of_difficulties_orders_the_stages(downloaded, tmp_path):
-    """The file of difficulties has the format of system A's repository."""
+    """The file of difficulties has the format of the TRL writer script's repository."""
     easiest = [("5_PhD", "History", 0.9), ("0_preschool", "Biology", 0.5)]
     tuples = [{"level": level, "discipline": name, "difficulty_score": score} for level, name, score in easiest]
     (downloaded / DIFFICULTY).write_text(json.dumps({"total_tuples": 2, "tuples": tuples}))

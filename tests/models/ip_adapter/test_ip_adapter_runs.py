@@ -1,4 +1,4 @@
-"""IP-Adapters in recipes and whole runs: values of system B, phases, references, invalid settings and exports."""
+"""IP-Adapters in recipes and whole runs: published values, phases, references, invalid settings and exports."""
 
 import json
 from copy import deepcopy

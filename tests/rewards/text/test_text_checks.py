@@ -1,4 +1,4 @@
-"""Checks of a completion: the think format, system C's sub-scores, and the similarity of sentences."""
+"""Checks of a completion: the think format, the sub-scores of a prompt, and the similarity of sentences."""
 
 import json
 
@@ -48,22 +48,15 @@ def test_think_format_accepts_other_marks_and_rejects_invalid_ones():
             think_format("a", opening=opening, closing=closing)
 
 
-def test_the_example_of_system_c_gets_all_five_points():
-    enhanced = (
-        "a beautiful fluffy orange tabby cat sitting gracefully on a windowsill, soft natural lighting, professional pet "
-        "photography, high quality, detailed fur texture, 4k resolution"
-    )
-    assert prompt_quality("a cat", enhanced) == PromptQuality(1, 1, 1, 1, 1)
-    assert prompt_quality("a cat", enhanced).total == 5
-
-
 def test_each_sub_score_matches_values_computed_by_hand():
     assert prompt_quality("red cat", "red cat") == PromptQuality(0, 1, 0, 0, 0)
     assert prompt_quality("red cat", "red dog").keywords == 0.5
     assert prompt_quality("the red cat", "a RED Cat").keywords == 1
     assert prompt_quality("the", "it").keywords == 0  # if all words are fillers, each of them counts
     assert prompt_quality("cat", "cat one two three").details == pytest.approx(3 / 5)
-    assert prompt_quality("cat", "cat 4k").quality_words == 1
+    assert prompt_quality("cat", "cat 4k, 4K").quality_words == pytest.approx(1 / 3)
+    assert prompt_quality("cat", "cat, highly detailed").quality_words == pytest.approx(1 / 3)
+    assert prompt_quality("cat", "cat, high quality, sharp focus, detailed, 8k").quality_words == 1
     assert prompt_quality("cat", "cat 14km").quality_words == 0
     assert prompt_quality("cat", "a b c d e").sentence == 1
     assert prompt_quality("cat", "").total == 0

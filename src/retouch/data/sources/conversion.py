@@ -190,7 +190,7 @@ def _content(cell: Any) -> bytes | None:
 
 TRAIN = "train.json"
 DIFFICULTY = "mmmg_difficulty_summary.json"
-"""A file with pairs of level and discipline as ``tuples``, the easiest first, in the format of system A's repository."""
+"""A file with pairs of level and discipline as ``tuples``, the easiest first, in the format of the TRL writer script."""
 _TAGS = ("level", "discipline")
 
 Pair: TypeAlias = tuple[str, str]
@@ -216,9 +216,9 @@ def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) ->
     """Write ``stage-1.jsonl`` to ``stage-N.jsonl`` into ``out``, where these files must not exist yet.
 
     The pairs of level and discipline are in the order of ``mmmg_difficulty_summary.json`` if ``source`` has this file; pairs that
-    the file does not contain come last, in the order of the levels. As in system A, each stage adds the same number of pairs; if
-    they cannot be divided evenly, the first stages add one more. Raises ValueError for a folder without ``train.json`` in this
-    form, and for more stages than pairs.
+    the file does not contain come last, in the order of the levels. As in the TRL writer script, each stage adds the same number of
+    pairs; if they cannot be divided evenly, the first stages add one more. Raises ValueError for a folder without ``train.json`` in
+    this form, and for more stages than pairs.
     """
     folder, target = Path(source), Path(out)
     refuse_test_sets([source], allow_test_sets=False)
@@ -243,7 +243,7 @@ def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) ->
 
 def _pairs(file: Path) -> dict[Pair, list[dict[str, Any]]]:
     """The rows of each pair of level and discipline, as lines of a prompt list, in the order of the levels. Rows without a
-    question or a key are left out, as in system A."""
+    question or a key are left out, as in the TRL writer script."""
     found: dict[Pair, list[dict[str, Any]]] = {}
     for level, disciplines in sorted(_map(file).items()):
         if not isinstance(disciplines, Mapping) or not all(isinstance(rows, list) for rows in disciplines.values()):

@@ -48,7 +48,7 @@ class _CosineReward(ModelReward):
 
 
 class ClipReward(_CosineReward):
-    """The cosine between instruction and image, by CLIP or SigLIP (the reward of system C).
+    """The cosine between instruction and image, by CLIP or SigLIP (the reward of the prompt enhancer in docs/coming-from.md).
 
     ``cosine``, -1 to 1: the cosine, about 0.15 to 0.35 for ViT-B/32. ``clip_score``, 0 to 2.5: 2.5 max(cosine, 0) (CLIPScore, arXiv
     2104.08718). ``similarity``, 0 to 1: max(cosine, 0), for sums with other scores of that range. ``truncated``, a diagnostic: 1 if

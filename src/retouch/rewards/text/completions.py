@@ -87,8 +87,8 @@ _PRAISE = (
     *("high quality", "high-quality", "best quality", "highly detailed", "detailed", "intricate", "sharp focus", "high resolution"),
     *("4k", "8k", "hd", "uhd", "hdr", "photorealistic", "realistic", "professional", "masterpiece", "cinematic", "studio lighting"),
 )
-_DETAILS = 5
-_SENTENCE = 5
+_PRAISES = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(map(re.escape, _PRAISE), key=len, reverse=True))})(?!\w)")
+_DETAILS, _PRAISES_WANTED, _SENTENCE = 5, 3, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +111,25 @@ def prompt_quality(original: str, enhanced: str) -> PromptQuality:
     """Compare the words of an enhanced prompt with the original prompt (in languages with spaces between words).
 
     ``length``: 1 if the enhanced prompt has more words. ``keywords``: the share of the original's words, without stop words, that
-    are kept. ``details``: number of new words / 5, at most 1. ``quality_words``: 1 if it contains one of a few phrases of praise
-    ("highly detailed", "4k"). ``sentence``: 1 if it has at least five words. Case is ignored.
+    are kept. ``details``: number of new words / 5, at most 1. ``quality_words``: number of different phrases of
+    praise ("high quality", "detailed", "4k", ...) / 3, at most 1. ``sentence``: 1 if it has at least five words. Case is ignored.
     """
     before, after = _words(original), _words(enhanced)
     wanted = set(before) - _STOP_WORDS or set(before)
     new = set(after) - set(before) - _STOP_WORDS
-    praise = any(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", enhanced.casefold()) for phrase in _PRAISE)
+    praise = set(_PRAISES.findall(enhanced.casefold()))
     return PromptQuality(
         length=float(len(after) > len(before)),
         keywords=len(wanted & set(after)) / len(wanted) if wanted else 1.0,
         details=min(len(new) / _DETAILS, 1.0),
-        quality_words=float(praise),
+        quality_words=min(len(praise) / _PRAISES_WANTED, 1.0),
         sentence=float(len(after) >= _SENTENCE),
     )
 
 
 class PromptQualityReward(RewardSection):
-    """The five sub-scores of system C for the prompt that a policy wrote, compared with the task's instruction. For monitoring: a
-    policy that is trained on them learns to add "4k".
+    """Five sub-scores of the prompt that a policy wrote, compared with the task's instruction. For monitoring: a policy that is
+    trained on them learns to add "4k".
 
     ``length``, ``keywords``, ``details``, ``quality_words``, ``sentence``, each 0 to 1, as in ``prompt_quality``; ``total``, 0 to
     5. All are 0 if the completion contains no prompt.
