@@ -182,6 +182,10 @@ class JudgeReward(RewardSection):
         panel: Panel = self.model
         return panel
 
+    def rubric(self, name: str) -> str:
+        """The text of a rubric of this reward."""
+        return rubric(name)
+
     @property
     def settings(self) -> str:
         """The settings that affect a score, except the rubrics and the panel. They are part of the fingerprint, so the text must
@@ -191,7 +195,7 @@ class JudgeReward(RewardSection):
     @property
     def fingerprint(self) -> str:
         """The panel, the rubrics and the settings."""
-        shown = f"rubrics {fingerprint(*(rubric(name) for name in self.rubrics))}" if self.rubrics else ""
+        shown = f"rubrics {fingerprint(*(self.rubric(name) for name in self.rubrics))}" if self.rubrics else ""
         return "; ".join(part for part in (self.panel.identity, shown, self.settings) if part)
 
     @abstractmethod

@@ -10,15 +10,17 @@ Example::
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from retouch.config.section import Count
-from retouch.rewards.base import RunFacts, TaskFacts, completion_of, whole_group_problems
+from retouch.rewards.base import PathText, RunFacts, TaskFacts, completion_of, whole_group_problems
 from retouch.types import Column, Sample, Scores, Task
 from retouch_judge.base import NAN, JudgeReward, Prompt, Verdict, edit_parts, image_parts, judged_image, quoted, rubric
 from retouch_judge.questions import ChoiceForm, Form, ScoresForm, WordForm
@@ -342,6 +344,9 @@ class VieScore(JudgeReward):
     sqrt(sc pq). Each is computed for every answer, and then averaged. A task without a source image is a text-to-image prompt; its
     ``sc`` is the success alone. The four sub-scores are diagnostics, 0 to 10; ``restraint`` is NaN for a text-to-image prompt.
 
+    The scale and the formula are those of the paper. The prompts are Retouch's own words, so scores differ from those of the
+    published prompts; the key ``prompts`` names prompts of yours.
+
     Example::
 
         >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
@@ -350,6 +355,9 @@ class VieScore(JudgeReward):
     """
 
     kind: Literal["viescore"] = "viescore"
+    prompts: PathText | None = Field(default=None, exclude_if=operator.not_)
+    """A folder with prompts of yours: ``vie-edit.txt``, ``vie-prompt.txt`` (a task without a source image) and ``vie-picture.txt``
+    take the place of Retouch's prompts. The sentence that asks for the form of the answer is added to them."""
 
     columns: ClassVar[Mapping[str, Column]] = _VIE_COLUMNS
     rubrics: ClassVar[tuple[str, ...]] = ("vie-edit", "vie-prompt", "vie-picture")
@@ -360,6 +368,18 @@ class VieScore(JudgeReward):
         sc, pq, parts = _vie_scores(self, samples, "vie-edit", "vie-picture", top=10)
         overall = (sc * pq).sqrt().mean(dim=1).float()
         return {"sc": sc.mean(dim=1).float(), "pq": pq.mean(dim=1).float(), "overall": overall, **parts}
+
+    def rubric(self, name: str) -> str:
+        own = None if self.prompts is None else Path(self.prompts) / f"{name}.txt"
+        if own is None or not own.is_file():
+            return rubric(name)
+        return f"{own.read_text(encoding='utf-8').strip()}\n\n{rubric(name).splitlines()[-1]}"
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Yield those of every judge, and one for a folder without a prompt."""
+        yield from super().problems(path, prefix, run)
+        if self.prompts is not None and not any((Path(self.prompts) / f"{name}.txt").is_file() for name in self.rubrics):
+            yield f"{path}.prompts: {self.prompts} has none of the files {', '.join(f'{name}.txt' for name in self.rubrics)}"
 
 
 class EditScore(JudgeReward):
@@ -411,12 +431,12 @@ def _vie_scores(
         asked = sample.task.instruction
         if sample.task.images or reward.needs_source:
             form = ScoresForm({part: Scale(0, top) for part in _SEMANTIC})
-            prompts.append(Prompt(rubric(edit), edit_parts(sample, quoted("Instruction", asked)), form))
+            prompts.append(Prompt(reward.rubric(edit), edit_parts(sample, quoted("Instruction", asked)), form))
         else:
             form = ScoresForm({"success": Scale(0, top)})
-            prompts.append(Prompt(rubric("vie-prompt"), image_parts(sample, quoted("Prompt", asked)), form))
+            prompts.append(Prompt(reward.rubric("vie-prompt"), image_parts(sample, quoted("Prompt", asked)), form))
     form = ScoresForm({part: Scale(0, top) for part in _PERCEPTUAL})
-    prompts += [Prompt(rubric(picture), image_parts(sample), form) for sample in samples]
+    prompts += [Prompt(reward.rubric(picture), image_parts(sample), form) for sample in samples]
     verdicts = reward.panel.judge(prompts)
     least: list[Tensor] = []
     parts: Scores = {}

@@ -123,6 +123,21 @@ def test_viescore_without_a_source_image_has_no_restraint_score(open_panel):
     assert scores["restraint"].isnan().all()
 
 
+def test_prompts_of_ones_own_take_the_place_of_viescores(open_panel, tmp_path):
+    (tmp_path / "vie-picture.txt").write_text("RATE THE LOOKS.\n")
+    with Double() as double:
+        reward = on_panel(VieScore, open_panel(double, repeats=1), prompts=str(tmp_path))
+        assert reward([sample(1)])["overall"].isfinite().all()
+        edit, looks = (request["messages"][0]["content"] for request in double.requests)
+    assert edit == rubric("vie-edit")
+    assert looks.startswith("RATE THE LOOKS.\n\nWrite your reasoning first")
+    assert looks.endswith('"naturalness", "cleanness".')
+    assert reward.fingerprint != on_panel(VieScore, reward.panel).fingerprint
+    section = VieScore(judge=Endpoint(model="judge"), prompts=str(tmp_path / "none"))
+    (problem,) = section.problems("reward", "", None)
+    assert "none has none of the files vie-edit.txt, vie-prompt.txt, vie-picture.txt" in problem
+
+
 @pytest.mark.parametrize("average", ["last", "first"])
 def test_editscore_is_viescore_on_a_scale_of_25(open_panel, average):
     with Double() as double:
