@@ -11,17 +11,24 @@ from retouch.recipe.document import value_of
 from retouch.recipe.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
-SECTIONS = dict(re.findall(r"^## (\w)\. [^\n]*\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+_FOUND = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+SECTIONS = {
+    name: next(text for title, text in _FOUND.items() if title.startswith(start))
+    for name, start in {
+        **{"writer": "A TRL writer script", "ip-adapter": "An IP-Adapter trainer", "enhancer": "A prompt enhancer", "earl": "EARL"},
+        "numbers": "Numbers that the documents print",
+    }.items()
+}
 
 # The arguments of these systems, by their own names.
 THEIRS = {
-    "A": "model_name_or_path bf16 use_peft lora_r lora_alpha lora_target_modules learning_rate num_generations n_evals "
+    "writer": "model_name_or_path bf16 use_peft lora_r lora_alpha lora_target_modules learning_rate num_generations n_evals "
     "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_completion_length temperature beta epsilon "
     "loss_type scale_rewards num_iterations gradient_checkpointing use_vllm reward_weights save_steps output_dir run_name seed "
     "report_to resume_from_checkpoint attn_implementation OPENAI_API_KEY",
-    "B": "--model_type --ocr_weight --vlm_weight --rl_warmup_steps --rl_per_prompt_stat_tracking --rl_num_inner_epochs",
-    "C": "model_name device max_new_tokens temperature enhance_prompt enhance_prompts_batch CLIPRewardCalculator",
-    "D": "train_paths_file coefficients val_paths_file val_coefficients base_exp_dir model_path model_revision tokenizer_path "
+    "ip-adapter": "--model_type --ocr_weight --vlm_weight --rl_warmup_steps --rl_per_prompt_stat_tracking --rl_num_inner_epochs",
+    "enhancer": "model_name device max_new_tokens temperature enhance_prompt enhance_prompts_batch CLIPRewardCalculator",
+    "earl": "train_paths_file coefficients val_paths_file val_coefficients base_exp_dir model_path model_revision tokenizer_path "
     "assistant_prefill random_seed max_prompt_len max_completion_len train_text_tokens_only train_vision_tokens_only "
     "train_text_tokens_only_cycle_steps train_vision_tokens_only_cycle_steps text_only_steps reward_function_model_name "
     "learning_rate num_iterations kl_coeff temperature per_device_batch_size episodes_per_iteration generations_per_sample "
@@ -106,3 +113,29 @@ def test_every_feature_lists_existing_test_files(section: str) -> None:
         files = re.findall(r"`([^`]+)`", checked)
         assert files, feature
         assert [file for file in files if not (PAGE.parents[1] / file).is_file()] == [], feature
+
+
+def table_of(section: str, header: str) -> list[list[str]]:
+    table = SECTIONS[section][SECTIONS[section].index(header) :].split("\n\n")[0]
+    return [[cell.strip() for cell in re.split(r"(?<= )\|(?= )", line.strip("|"))] for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("section", THEIRS)
+def test_a_command_for_the_users_own_files_is_run_by_the_test_that_its_row_names(section: str) -> None:
+    for _, _, here, checked in table_of(section, "| your file | your command | here | run by |"):
+        (file,) = re.findall(r"`([^`]+)`", checked)
+        written = (PAGE.parents[1] / file).read_text(encoding="utf-8")
+        for command in re.findall(r"`([^`]+)`", here):
+            words = re.findall(r"^retouch (\w+)|^(retouch\.\w+)|([\w-]+/[\w-]+-published)|(--scores)|(score-server)", command)
+            missing = [word for found in words for word in found if word and word.replace("launch", "train") not in written]
+            assert not missing or "2509" in command or not file.startswith("tests/systems"), f"{command}: {missing} not in {file}"
+
+
+def test_every_printed_number_has_a_verdict_and_a_test_or_none_to_check() -> None:
+    lines = table_of("numbers", "| number | where | ours | verdict | checked by |")
+    assert len(lines) > 10
+    for number, _, _, verdict, checked in lines:
+        assert verdict, number
+        files = re.findall(r"`([^`]+)`", checked)
+        assert bool(files) != (checked == "-"), number
+        assert [file for file in files if not (PAGE.parents[1] / file).is_file()] == [], number

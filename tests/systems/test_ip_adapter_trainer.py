@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw
 
 import loopback
 import retouch
+import tiny_models
+import tiny_towers
 from retouch.cli import main
 from retouch.data.guard import find_test_sets
 from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
+from retouch.models.flux.model import FillLatents
 from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
 
@@ -83,6 +87,18 @@ def test_a_folder_of_ones_own_is_no_test_set(folder: Path) -> None:
     assert [found.name for found in find_test_sets([folder])] == ["Calligrapher's bench"]
 
 
+def test_latents_of_512_pixels_have_the_shapes_that_the_trainer_prints() -> None:
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    vae = AutoencoderKL(
+        **blocks, block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2, latent_channels=16, shift_factor=0.0
+    )
+    latents = FillLatents(vae)
+    picture = Image.new("RGB", (512, 512))
+    assert latents.encode(latents.pixels([picture], (512, 512))).shape == (1, 1024, 64)
+    # The trainer has one value per latent, (1, 1, 64, 64); FLUX.1-Fill was trained with one per pixel.
+    assert latents.pack_mask(latents.mask([picture.convert("L")], (512, 512))).shape == (1, 1024, 256)
+
+
 class Scores(loopback.Handler):
     """The trainer's server: it scores the red and the green of the first pixel, and answers errors as a list with status 200."""
 
@@ -132,9 +148,15 @@ def test_a_score_outside_of_its_declared_range_is_missing() -> None:
 
 def test_the_folder_trains_for_two_steps(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    tiny_models.save_flux(tmp_path / "fill", fills=True)
+    tiny_towers.clip(tmp_path / "siglip", kind="siglip")
     with loopback.Server(Scores) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         reward = {"kind": "score-server", "endpoints": [server.url], "combine": "0.7 * ocr_confidence + 0.3 * vlm_score"}
-        settings = [f"data.path={folder}", "data.target=ref", f"reward={json.dumps(reward)}", "eval.tasks=1"]
-        settings += [f"phases.{number}.steps=1" for number in (0, 1)]
-        assert main(["train", "flux-fill/tiny", *(part for each in settings for part in ("--set", each))]) == 0
+        settings = [f"data.path={folder}", f"policy.model.path={tmp_path / 'fill'}", f"policy.train.encoder={tmp_path / 'siglip'}"]
+        settings += [f"reward={json.dumps(reward)}", "policy.model.dtype=float32", "policy.model.size=[32,32]", "device=cpu"]
+        settings += ["group_size=2", "rollout.chunk=2", "rollout.num_steps=4", 'rollout.window={"mode": "all"}']
+        settings += ["ranks=1", "sharding=null", "data.held_out=1", "data.size=[32,32]", "eval.tasks=1", "eval.batch=1"]
+        settings += [f"phases.{number}.{change}" for number in (0, 1) for change in ("steps=1", "tasks_per_step=1")]
+        command = ["train", "flux-fill/ip-adapter-grpo-published"]
+        assert main([*command, *(part for each in settings for part in ("--set", each))]) == 0
