@@ -380,13 +380,22 @@ def describe(
         for each in functions.values():
             require_columns(each.function, found, of=name)
     objects = {**objects, **functions, **tables}
-    writes = isinstance(section, LanguageModel)
+    writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
+    tokens = {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
+    source = Path(section.source.removeprefix(LIVE)).name or section.kind
+    letters = [letter if letter.isalnum() or letter in "._-" else "-" for letter in source]
     document: dict[str, Any] = {
-        "name": run_name or _run_name(section),
+        "name": run_name or ("".join(letters).strip("-._") or "run"),
         "out": str(output_dir),
         "tasks_per_step": 8,
         "group_size": 2 if objective is not None and objective.needs_pairs else 8,
-        "policy": _policy(section, peft_config, keys.pop("ema", None), plain("", keys.pop("gradient_checkpointing", False))),
+        "policy": {
+            "kind": "autoregressive" if writes else "denoising",
+            "model": (LANGUAGE_MODELS if writes else IMAGE_MODELS).document(section),
+            "train": train_document(peft_config),
+            "gradient_checkpointing": plain("", keys.pop("gradient_checkpointing", False)),
+            **({} if ema is None else {"ema": plain("ema", ema)}),
+        },
         "data": DATA.document(data),
         "reward": {
             **rewards,
@@ -394,7 +403,7 @@ def describe(
             **({"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}),
         },
         "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
-        "rollout": _rollout(section),
+        "rollout": tokens if writes else {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}},
     }
     if "steps" not in keys and "passes" not in keys and "phases" not in keys:
         document["steps"] = 100
@@ -413,27 +422,10 @@ def describe(
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
 
-def _rollout(section: ImageModel | LanguageModel) -> dict[str, Any]:
-    if isinstance(section, LanguageModel):
-        return {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
-    return {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}}
-
-
 def _modules(section: Section) -> Iterator[str]:
     """Yield the module of the section's own class, and the modules of the classes that the section names."""
     yield type(section).__module__
     yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
-
-
-def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gradient_checkpointing: bool) -> dict[str, Any]:
-    kinds = LANGUAGE_MODELS if isinstance(section, LanguageModel) else IMAGE_MODELS
-    policy = {
-        "kind": "autoregressive" if isinstance(section, LanguageModel) else "denoising",
-        "model": kinds.document(section),
-        "train": train_document(peft_config),
-        "gradient_checkpointing": gradient_checkpointing,
-    }
-    return policy if ema is None else {**policy, "ema": plain("ema", ema)}
 
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
@@ -493,8 +485,3 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
     edits = section.takes is not None and section.takes.responses and section.takes.images[0] > 0
     usual = {"kind": "response", "encoder": "frozen"} if edits else {"kind": "prompt"}
     return {**usual, "model": IMAGE_MODELS.document(section), "num_steps": steps or 28, **keys}, objects
-
-
-def _run_name(section: ImageModel | LanguageModel) -> str:
-    source = Path(section.source.removeprefix(LIVE)).name or section.kind
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in source).strip("-._") or "run"
