@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from PIL import Image, ImageDraw
 
@@ -394,19 +394,14 @@ def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int
         {line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in (steps[0], steps[-1])
     )
     lines = [(first[task], last[task]) for task in last if task in first][:rows]
-    table = [
-        [_image(run, steps[0], a, "source"), _image(run, steps[0], a, "image"), _image(run, steps[-1], b, "image")]
-        for a, b in lines
-    ]
+    table = []
+    for before, after in lines:
+        files = ((steps[0], before["source"]), (steps[0], before["image"]), (steps[-1], after["image"]))
+        table.append([None if name is None else load_image(inside(run.samples(step), name)) for step, name in files])
     titles = ["source", f"step {steps[0]}", f"step {steps[-1]}"]
     if all(row[0] is None for row in table):
         table, titles = [row[1:] for row in table], titles[1:]
     return _grid(table, titles, side)
-
-
-def _image(run: RunFolder, step: int, line: dict[str, Any], key: str) -> Image.Image | None:
-    name = line[key]
-    return None if name is None else load_image(inside(run.samples(step), name))
 
 
 def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -> Image.Image:

@@ -88,7 +88,14 @@ class DPO(SampledPoints):
 
     def demonstrate(self, policy: VelocityPolicy, batch: Batch) -> Trajectory:
         """Encode the chosen (slot 0) and the rejected image (slot 1) of each task. Raises ValueError if a task lacks one."""
-        return policy.demonstrate(batch, images=_pair_images(batch))
+        found: list[Image] = []
+        for group, slot in zip(batch.group, batch.slot, strict=True):
+            task = batch.tasks[group]
+            if task.chosen is None or task.rejected is None:
+                advice = "add both to the data, or use objective.pairs group"
+                raise ValueError(f"task {task.id} has no chosen and rejected image; {advice}")
+            found.append(task.rejected if slot else task.chosen)
+        return policy.demonstrate(batch, images=found)
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         """Yield one share per group and draw, even for a group without a pair, so that all ranks yield equally many. With ``pairs:
@@ -106,7 +113,13 @@ class DPO(SampledPoints):
             ]:
                 best, worst = _extremes(minibatch, members)
                 weight = weights[members].sum() / self.samples * float(best != worst)
-                margin = self._margin(policy, minibatch, best, worst, draw)
+                # How much more the error of the best image has fallen, relative to the reference, than that of the worst image.
+                low, high = sorted((best, worst))
+                rows = slice(low, high + 1, max(1, high - low))
+                improvement = self._improvement(
+                    policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
+                )
+                margin = improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
                 value = -weight * logsigmoid(self.beta * margin)
                 sums = {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0), "policy/pairs": weight}
                 yield Loss(value, sums)
@@ -132,13 +145,6 @@ class DPO(SampledPoints):
                 }
                 yield Loss(value, sums)
 
-    def _margin(self, policy: VelocityPolicy, minibatch: Minibatch, best: int, worst: int, draw: int) -> Float[Tensor, ""]:
-        """How much more the error of the best image has fallen, relative to the reference, than the error of the worst image."""
-        low, high = sorted((best, worst))
-        rows = slice(low, high + 1, max(1, high - low))
-        improvement = self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
-        return improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
-
     def _improvement(
         self, policy: VelocityPolicy, trajectory: Trajectory, batch: Batch, rows: slice, *, epoch: int, draw: int
     ) -> Float[Tensor, " r"]:
@@ -149,17 +155,6 @@ class DPO(SampledPoints):
         velocity = policy.velocity(trajectory, rows, x, sigma, "current")
         reference = policy.velocity(trajectory, rows, x, sigma, "reference")
         return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
-
-
-def _pair_images(batch: Batch) -> list[Image]:
-    """The image of each row: the chosen image of its task in slot 0, the rejected image in slot 1."""
-    found: list[Image] = []
-    for group, slot in zip(batch.group, batch.slot, strict=True):
-        task = batch.tasks[group]
-        if task.chosen is None or task.rejected is None:
-            raise ValueError(f"task {task.id} has no chosen and rejected image; add both to the data, or use objective.pairs group")
-        found.append(task.rejected if slot else task.chosen)
-    return found
 
 
 def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:
