@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -171,7 +172,12 @@ def sample_tasks(
     canvases = None if context is None else [reference_canvas(task) for task in tasks]
     shown = tasks if canvases is None else [canvas.task for canvas in canvases]
     ids = range(len(tasks)) if numbers is None else numbers
-    for rows in _same_sizes(shown, at_most=parts.recipe.eval.batch):
+    starts = [0]  # consecutive tasks whose images have the same sizes, at most ``eval.batch`` at a time
+    for row in range(1, len(shown)):
+        same = [image.size for image in shown[row].images] == [image.size for image in shown[row - 1].images]
+        if not same or row - starts[-1] == parts.recipe.eval.batch:
+            starts.append(row)
+    for rows in (range(start, end) for start, end in pairwise([*starts, len(shown)])):
         batch = Batch(
             seed=seed,
             step=0,
@@ -206,18 +212,6 @@ def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task
         )
         for task in tasks
     ]
-
-
-def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
-    """Consecutive tasks whose images have the same sizes, at most ``at_most`` at a time."""
-    start, sizes = 0, None
-    for row, task in enumerate(tasks):
-        own = [image.size for image in task.images]
-        if row > start and (own != sizes or row - start == at_most):
-            yield range(start, row)
-            start = row
-        sizes = own
-    yield range(start, len(tasks))
 
 
 def _sample(parts: PolicyParts, batch: Batch) -> Iterator[UserSample]:

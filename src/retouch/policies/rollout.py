@@ -154,13 +154,6 @@ class DenoisingEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class ClosableEngine(Protocol):
-    """An engine that keeps resources outside the process. It may be used again after ``close``."""
-
-    def close(self) -> object: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
     """The parts of a run that an engine may need.

@@ -81,7 +81,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iter
     file = find(path)
     try:
         document = evaluate(file)
-        if earl.is_config(document):
+        if {"episodes_per_iteration", "generations_per_sample"} <= document.keys() and "policy" not in document:
             document, notes = earl.recipe_of(document)
             _log.warning("%s: read as a configuration of EARL%s", file, "".join(f"; {each}" for each in notes))
         refuse_secrets(apply(document, overrides), os.environ)

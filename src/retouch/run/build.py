@@ -37,7 +37,6 @@ from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import (
     CachedEngine,
     ChainEngineSection,
-    ClosableEngine,
     DenoisingEngine,
     DenoisingRollout,
     Engine,
@@ -206,16 +205,6 @@ def build_phase(
         learning_rate=recipe.optimizer.learning_rate(peak=phase.learning_rate, steps=steps),
         source=source,
     )
-
-
-def copies_needed(recipe: Recipe) -> set[str]:
-    """Return the names of the weight copies that the phases need besides the current weights."""
-    needed = {"average"} if recipe.policy.ema is not None else set()
-    if recipe.renderer is not None:
-        needed |= recipe.renderer.weight_copies
-    for phase in recipe.resolved_phases():
-        needed |= phase.objective.weight_copies
-    return needed | _stale_copies(recipe)
 
 
 def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
@@ -495,8 +484,8 @@ class Assembly(PolicyParts):
     def close_engines(self) -> None:
         """Remove what the engines keep outside of this process, such as adapters in a server."""
         for engine in self.engines.values():
-            if isinstance(engine, ClosableEngine):
-                engine.close()
+            if (close := getattr(engine, "close", None)) is not None:  # the engine may be used again after it
+                close()
 
     def _average(self, taken: int) -> None:
         ema = self.recipe.policy.ema
@@ -592,7 +581,10 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
         hashes = _weights(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)
-    names = copies_needed(recipe)
+    names = _stale_copies(recipe) | ({"average"} if policy.ema is not None else set())
+    names = names.union(*(phase.objective.weight_copies for phase in recipe.resolved_phases()))
+    if renderer is not None:
+        names |= renderer.weight_copies
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
         names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
     for name in sorted(names):

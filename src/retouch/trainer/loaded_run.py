@@ -86,7 +86,7 @@ def load_run(
             if given is not None:
                 raise ValueError(f"{argument}: the run loads {path or 'its model'} itself; omit the argument")
         elif given is not None:
-            objects[path] = _loaded(given, processor)
+            objects[path] = given if hasattr(given, "components") else LoadedLanguageModel(given, processor)
         elif Path(source := path.removeprefix(LIVE)).is_dir() or "/" in source:
             overrides.append(f"{key}.path={json.dumps(source)}")
     with consent.allowing(consent.module_names(allow_imports)):
@@ -96,12 +96,6 @@ def load_run(
 def _path_at(document: Mapping[str, Any], key: str) -> str | None:
     value = value_at(document, f"{key}.path")
     return value if isinstance(value, str) else None
-
-
-def _loaded(given: Any, processor: Any) -> Any:
-    if hasattr(given, "components"):
-        return given
-    return LoadedLanguageModel(given, processor)
 
 
 class LoadedRun:
@@ -156,21 +150,18 @@ class LoadedRun:
         if not isinstance(section, DiffusersModel) or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
         if section.path not in self._objects and not section.path.startswith(LIVE):
-            self._load_pipeline(section)
+            # Let the policy use the models of the pipeline, so that the weights are in memory only once.
+            kind: Any = getattr(diffusers, section.pipeline)
+            path = LIVE + section.path
+            self._objects[path] = kind.from_pretrained(fetch_weights(section.path), dtype=getattr(torch, section.dtype))
+            document = self.recipe.document()
+            imported = [module_of(name) for _, name in consent.classes_named(document)]  # allowed when the run was opened
+            self.recipe = parse(document, [f"policy.model.path={json.dumps(path)}"], allow_imports=imported)
+            vars(self).pop("_parts", None)
         copies = self._parts[0].copies
         for name, average in copies.copies.get("average", {}).items():
             copies.parameters[name].data.copy_(average)
         return self._objects[self.recipe.policy.model.source]
-
-    def _load_pipeline(self, section: DiffusersModel) -> None:
-        """Load the pipeline, and let the policy use its models, so that the weights are in memory only once."""
-        kind: Any = getattr(diffusers, section.pipeline)
-        path = LIVE + section.path
-        self._objects[path] = kind.from_pretrained(fetch_weights(section.path), dtype=getattr(torch, section.dtype))
-        document = self.recipe.document()
-        imported = [module_of(name) for _, name in consent.classes_named(document)]  # allowed when the run was opened
-        self.recipe = parse(document, [f"policy.model.path={json.dumps(path)}"], allow_imports=imported)
-        vars(self).pop("_parts", None)
 
     @property
     def metrics(self) -> pd.DataFrame:

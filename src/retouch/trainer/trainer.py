@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL.Image import Image
 
@@ -316,23 +316,6 @@ class ScoreTable(dict[str, dict[str, float]]):
         self.intervals = intervals
 
 
-class Running(Protocol):
-    """A ``Trainer`` as its callbacks see it."""
-
-    recipe: Recipe
-    state: TrainerState
-    is_main: bool
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        ...
-
-    def stop(self) -> None:
-        """End the run after the current step, with a checkpoint."""
-        ...
-
-
 class Callback:
     """Base class of callbacks: override the methods that you need. Any method may call ``trainer.stop()``: the run then ends after
     the current step, with a checkpoint. With several ranks, every rank calls its own callbacks.
@@ -345,13 +328,13 @@ class Callback:
         ...             trainer.stop()
     """
 
-    def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """A step was completed. ``step``: its number, from 1. ``metrics``: its line of ``metrics.jsonl``."""
 
-    def on_evaluate(self, trainer: Running, step: int, table: ScoreTable) -> None:
+    def on_evaluate(self, trainer: Trainer, step: int, table: ScoreTable) -> None:
         """The held-out tasks were evaluated."""
 
-    def on_save(self, trainer: Running, step: int, folder: Path) -> None:
+    def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
         """A checkpoint was written to ``folder``."""
 
 
@@ -361,7 +344,7 @@ class ProgressBar(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
 
-    def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         from tqdm.auto import tqdm
 
         if self._bar is None:
