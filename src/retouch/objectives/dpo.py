@@ -100,11 +100,26 @@ class DPO(SampledPoints):
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         """Yield one share per group and draw, even for a group without a pair, so that all ranks yield equally many. With ``pairs:
         'data'``, yield one share per microbatch and draw."""
-        if self.needs_pairs:
-            yield from self._losses_of_data(policy, minibatch)
-            return
         from torch.nn.functional import logsigmoid
 
+        if self.needs_pairs:  # rows in the order chosen, rejected, chosen, ...; a forward pass computes several pairs
+            assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
+            weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
+            for draw in range(self.samples):
+                for rows in _whole_pairs(policy, minibatch.trajectory):
+                    improvement = self._improvement(
+                        policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
+                    )
+                    margin = improvement[0::2] - improvement[1::2]
+                    weight = weights[rows.start // 2 : rows.stop // 2]
+                    value = -(weight * logsigmoid(self.beta * margin)).sum()
+                    sums = {
+                        "policy/loss": value.detach(),
+                        "policy/preferred": (weight * (margin.detach() > 0)).sum(),
+                        "policy/margin": (weight * self.beta * margin.detach()).sum(),
+                    }
+                    yield Loss(value, sums)
+            return
         weights = minibatch.weights.sum(dim=1)
         for draw in range(self.samples):
             for members in [
@@ -122,27 +137,6 @@ class DPO(SampledPoints):
                 margin = improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
                 value = -weight * logsigmoid(self.beta * margin)
                 sums = {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0), "policy/pairs": weight}
-                yield Loss(value, sums)
-
-    def _losses_of_data(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """The same loss for rows in the order chosen, rejected, chosen, rejected, ...; a forward pass computes several pairs."""
-        from torch.nn.functional import logsigmoid
-
-        assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
-        weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
-        for draw in range(self.samples):
-            for rows in _whole_pairs(policy, minibatch.trajectory):
-                improvement = self._improvement(
-                    policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
-                )
-                margin = improvement[0::2] - improvement[1::2]
-                weight = weights[rows.start // 2 : rows.stop // 2]
-                value = -(weight * logsigmoid(self.beta * margin)).sum()
-                sums = {
-                    "policy/loss": value.detach(),
-                    "policy/preferred": (weight * (margin.detach() > 0)).sum(),
-                    "policy/margin": (weight * self.beta * margin.detach()).sum(),
-                }
                 yield Loss(value, sums)
 
     def _improvement(
