@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
@@ -102,14 +103,13 @@ class DPO(SampledPoints):
         'data'``, yield one share per microbatch and draw."""
         from torch.nn.functional import logsigmoid
 
+        improvement_of = partial(self._improvement, policy, minibatch.trajectory, minibatch.batch, epoch=minibatch.epoch)
         if self.needs_pairs:  # rows in the order chosen, rejected, chosen, ...; a forward pass computes several pairs
             assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
             weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
             for draw in range(self.samples):
                 for rows in _whole_pairs(policy, minibatch.trajectory):
-                    improvement = self._improvement(
-                        policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
-                    )
+                    improvement = improvement_of(rows, draw=draw)
                     margin = improvement[0::2] - improvement[1::2]
                     weight = weights[rows.start // 2 : rows.stop // 2]
                     value = -(weight * logsigmoid(self.beta * margin)).sum()
@@ -131,9 +131,7 @@ class DPO(SampledPoints):
                 # How much more the error of the best image has fallen, relative to the reference, than that of the worst image.
                 low, high = sorted((best, worst))
                 rows = slice(low, high + 1, max(1, high - low))
-                improvement = self._improvement(
-                    policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
-                )
+                improvement = improvement_of(rows, draw=draw)
                 margin = improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
                 value = -weight * logsigmoid(self.beta * margin)
                 sums = {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0), "policy/pairs": weight}
