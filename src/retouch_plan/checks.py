@@ -364,11 +364,12 @@ def check_watch(watch: Watch, device: torch.device) -> Finding:
     """Check whether the rewards of the watch can be built. They score no image here."""
     try:
         with without_waiting():
-            measures = build_measures(watch, device=device)
+            judge, _ = build_measures(watch, device=device)
     except ValueError as error:
         return failed("watch", str(error), fix="fix the recipe's watch section")
-    heldout = "no held-out reward" if measures.heldout is None else f"held-out reward: {measures.heldout.combination}"
-    measures.close()
+    heldout = "no held-out reward" if judge is None else f"held-out reward: {judge.combination}"
+    if judge is not None:
+        judge.close()
     return ok("watch", f"{watch.tasks} images every {watch.every} steps; {heldout}")
 
 

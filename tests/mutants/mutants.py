@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         "initial noise is keyed by position in the batch, not by group and slot",
         "policies/denoising.py",
-        '[generator(batch.seed, "noise", batch.step, *key) for key in keys]',
-        '[generator(batch.seed, "noise", batch.step, place) for place, _ in enumerate(keys)]',
+        '[generator(batch.seed, "noise", batch.step, *key) for key in of_noise]',
+        '[generator(batch.seed, "noise", batch.step, place) for place, _ in enumerate(of_noise)]',
         f"{CONTRACT}[cps-window-1.0]",
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "all chunks use the conditioning of the first chunk",
         "policies/denoising.py",
-        "[part.group + offset for part, offset in zip(parts, offsets, strict=True)]",
-        "[part.group for part in parts]",
+        "groups.append(part.group + tasks)",
+        "groups.append(part.group)",
         "tests/training/test_loop.py::test_chunks_change_nothing_but_rounding[4]",
     ),
     Mutant(
@@ -302,7 +302,7 @@ MUTANTS = (
     Mutant(
         "a drawn sigma is not shifted",
         "objectives/nft.py",
-        "sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)",
+        "sigma = (self.shift * sigma / (1 + (self.shift - 1) * sigma)).clamp(1e-4, 1.0)",
         "sigma = sigma.clamp(1e-4, 1.0)",
         "tests/objectives/test_flow_matching.py::test_loss_and_gradient_are_those_of_a_hand_written_regression",
     ),

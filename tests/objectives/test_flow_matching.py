@@ -12,7 +12,7 @@ from retouch.core.random import generator
 from retouch.objectives.base import ObjectiveContext
 from retouch.objectives.dpo import DPO, HELDOUT_POINTS
 from retouch.objectives.imitation import Supervised
-from retouch.objectives.nft import AWM, NFT, OldDecay, draw_points
+from retouch.objectives.nft import AWM, NFT, OldDecay
 from retouch.recipe.recipe import load
 from retouch_worlds.testing import check_objective
 
@@ -42,9 +42,7 @@ def old_rollout(moved=0.0, **options):
 
 
 def points(batch, trajectory, draw=0, epoch=0):
-    return draw_points(
-        trajectory.outputs, batch, slice(0, len(batch)), purpose="nft", epoch=epoch, draw=draw, sigma_sampling="uniform", shift=1.0
-    )
+    return NFT().draw_points(trajectory.outputs, batch, slice(0, len(batch)), purpose="nft", epoch=epoch, draw=draw)
 
 
 def by_hand(velocity, old, x, x0, sigma, goodness, beta, widths=None):
@@ -209,7 +207,7 @@ def test_loss_and_gradient_match_a_hand_written_sum(noise_kind, reference_weight
             x = x + (after - sigma) * policy.velocity(trajectory, rows, x, sigma.expand(len(x)), "current")
     torch.testing.assert_close(x, x0)
     for draw in range(2):
-        x, noise, sigma = draw_points(x0, batch, rows, purpose="awm", epoch=1, draw=draw, sigma_sampling="uniform", shift=2.0)
+        x, noise, sigma = AWM(shift=2.0).draw_points(x0, batch, rows, purpose="awm", epoch=1, draw=draw)
         if noise_kind == "initial":
             noise = first
             x = torch.stack([(1 - sigma[row]) * x0[row] + sigma[row] * noise[row] for row in range(len(batch))])
@@ -414,9 +412,8 @@ def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_
     assert tiny.distance(found, slopes_of(policy, wanted)) < 1e-4
 
 
-def drawn(batch, x0, rows=None, **options):
-    options = {"purpose": "supervised", "epoch": 0, "draw": 0, "sigma_sampling": "logit_normal", "shift": 1.0, **options}
-    return draw_points(x0 if rows is None else x0[rows], batch, rows or slice(0, len(batch)), **options)
+def drawn(batch, x0, **keys):
+    return Supervised(**keys).draw_points(x0, batch, slice(0, len(batch)), purpose="supervised", epoch=0, draw=0)
 
 
 def test_points_lie_on_the_line_from_data_to_noise():

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import tiny_policies as tiny
 from retouch import cli
+from retouch.core.random import generator
 from retouch.objectives.reward_gradient import DRaFT, ReFL
 from retouch.policies.denoising import DenoisingPolicy, DenoisingTrajectory
 from retouch.protocols import DecodesTensors, DifferentiableReward, ImageGradientPolicy
@@ -39,7 +40,8 @@ def chain(policy, batch, *, constant):
     model, group = policy.model, torch.tensor(batch.group)
     trajectory = policy.rollout(batch)
     conditioning = trajectory.conditioning.take(group)
-    x = policy._initial_noise(batch, conditioning, per_group=False, shared=False)
+    keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+    x = model.initial_noise(conditioning, [generator(batch.seed, "noise", batch.step, *key) for key in keys])
     for k, (sigma, after) in enumerate(zip(trajectory.sigmas[:-1], trajectory.sigmas[1:], strict=True)):
         x = x + (after - sigma) * model.velocity(model.module, x, sigma.expand(len(x)), conditioning)
         x = x.detach() if k < constant else x

@@ -122,7 +122,7 @@ def test_requests_from_before_the_start_are_refused(tmp_path):
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=7)
     (refused,) = read_requests(folder).values()
     assert (refused.taken, refused.step, refused.answer) == (False, 7, "the run was not training")
-    assert not steering.wanted(stop=False, last=False).stop
+    assert not steering.wanted(stop=False, last=False)[0]
     make_request(folder, "checkpoint", via="test")
     steering.refuse(9, "the run ended")
     assert [each.answer for each in read_requests(folder).values()] == ["the run was not training", "the run ended"]
@@ -133,17 +133,17 @@ def test_a_step_without_requests_costs_one_stat(tmp_path, monkeypatch):
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     make_request(folder, "checkpoint", via="test")
     os.utime(folder.control, (1, 1))
-    assert steering.wanted(stop=False, last=False).checkpoint
+    assert steering.wanted(stop=False, last=False)[1]
     steering.answer(1, last=False)
     os.utime(folder.control, (2, 2))
-    assert not steering.wanted(stop=False, last=False).checkpoint
+    assert not steering.wanted(stop=False, last=False)[1]
     stats: list[object] = []
     control, whole = folder.control, os.stat
     monkeypatch.setattr(os, "stat", lambda path, *rest, **more: stats.append(path) or whole(path, *rest, **more))
     monkeypatch.setattr(os, "scandir", None)
     monkeypatch.setattr(os, "listdir", None)
     for _ in range(10):
-        assert not steering.wanted(stop=False, last=False).checkpoint
+        assert not steering.wanted(stop=False, last=False)[1]
     assert stats == [control] * 10
 
 
@@ -160,7 +160,7 @@ def test_invalid_request_file_is_ignored(tmp_path, content):
     (folder.control / "2.json").mkdir()
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     wanted = steering.wanted(stop=False, last=False)
-    assert (wanted.stop, wanted.checkpoint) == (False, False)
+    assert wanted == (False, False)
     assert (folder.control / "0.json").read_bytes() == content
 
 
@@ -173,9 +173,9 @@ def test_run_continues_if_the_answer_to_a_request_cannot_be_written(tmp_path, mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("retouch.run.session.answer_request", refuse)
-    assert steering.wanted(stop=False, last=False).checkpoint
+    assert steering.wanted(stop=False, last=False)[1]
     steering.answer(1, last=False)
-    assert not steering.wanted(stop=False, last=False).checkpoint  # the request is not handled again at every step
+    assert not steering.wanted(stop=False, last=False)[1]  # the request is not handled again at every step
 
 
 def test_control_command_makes_valid_requests_and_prints_their_status(tmp_path, capsys):

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import tiny_writers
 import tiny_writing
 from retouch.distributed.fsdp import FsdpStepper, ShardedCopies, shard
-from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, Stepper, fill_shards, full_tensor
+from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, Stepper, fill_shards
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.distributed.zero import ZeroStepper
 from retouch.policies.weights import WeightCopies
@@ -55,7 +56,8 @@ class TrainedWriter:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return {name: full_tensor(parameter.detach()).clone() for name, parameter in self.copies.parameters.items()}
+        weights = {name: parameter.detach() for name, parameter in self.copies.parameters.items()}
+        return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in weights.items()}
 
     def continue_from(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         for name, tensor in weights.items():

@@ -15,6 +15,7 @@ import tiny_pipelines
 import tiny_writers
 from retouch.data.images import load_image
 from retouch.inference import sampling
+from retouch.trainer import loaded_run
 from retouch.trainer.loaded_run import LoadedPolicy
 from retouch.types import Column, Task
 from small_trainer import redness
@@ -261,7 +262,8 @@ def received(monkeypatch):
         tasks.extend(given)
         return []
 
-    monkeypatch.setattr(sampling, "sample_tasks", sample_tasks)
+    for module in (sampling, loaded_run):  # of the command, and of ``LoadedPolicy``
+        monkeypatch.setattr(module, "sample_tasks", sample_tasks)
     return tasks
 
 

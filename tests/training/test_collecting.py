@@ -23,7 +23,7 @@ from retouch.core.random import generator
 from retouch.core.surrogates import importance_weights, loss_weights
 from retouch.data.tasks import further_tasks, tasks_for_step
 from retouch.objectives.advantages import BestAdvantage, ExponentialAdvantage
-from retouch.objectives.nft import AWM, draw_points
+from retouch.objectives.nft import AWM
 from retouch.objectives.policy_gradient import REINFORCE, PolicyGradient
 from retouch.policies.rollout import CachedEngine
 from retouch.policies.weights import stale_copies
@@ -410,7 +410,7 @@ def by_hand(collected, weights):
     every = slice(0, len(batch))
     for draw in range(2):
         x0 = trajectory.outputs
-        x, noise, sigma = draw_points(x0, batch, every, purpose="awm", epoch=0, draw=draw, sigma_sampling="uniform", shift=2.0)
+        x, noise, sigma = AWM(shift=2.0).draw_points(x0, batch, every, purpose="awm", epoch=0, draw=draw)
         velocity = policy.velocity(trajectory, every, x, sigma, "current")
         for row in range(len(batch)):
             total = total + weights[row] * (velocity[row] - (noise[row] - x0[row])).square().mean() / 2

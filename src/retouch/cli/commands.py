@@ -25,6 +25,9 @@ from retouch.cli.arguments import (
     set_option,
     utf8,
 )
+from retouch.config import consent
+from retouch.config.packaged import TWIN, find, header, is_recipe, near_names, summaries
+from retouch.data.guard import find_test_sets
 
 if TYPE_CHECKING:
     from retouch.data.images import Resize
@@ -76,7 +79,6 @@ def add_launch(commands: Commands) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from retouch.config import consent
     from retouch.distributed.launching import launch
     from retouch.recipe.recipe import load
     from retouch.records import files
@@ -284,8 +286,6 @@ def add_recipes(commands: Commands) -> None:
 
 
 def _recipes(arguments: argparse.Namespace) -> int:
-    from retouch.config.packaged import TWIN, find, header, near_names, summaries
-
     wanted = (arguments.name or "").removeprefix("recipes/").removesuffix(".jsonnet")
     found = [each for each in summaries() if wanted in each.name]
     exact = [each for each in found if each.name == wanted]
@@ -370,7 +370,6 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _data_check(arguments: argparse.Namespace) -> int:
-    from retouch.data.guard import find_test_sets
     from retouch.data.kinds import check
 
     failed = False
@@ -388,7 +387,6 @@ def _data_check(arguments: argparse.Namespace) -> int:
 
 def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows, Resize | None]]":
     """Yield the name, the paths, the rows and the resizing of the data set at a path, or of each data set of a recipe."""
-    from retouch.config.packaged import is_recipe
     from retouch.data.kinds import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):

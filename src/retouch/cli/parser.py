@@ -11,7 +11,10 @@ from typing import NoReturn
 
 from retouch import __version__
 from retouch.cli.arguments import Commands, debug_option
-from retouch.config import wings
+from retouch.config import consent, wings
+from retouch.config.imports import imported_code_error, is_user_error, protect
+from retouch.config.keys import redact_output
+from retouch.config.packaged import available, short_name
 
 _COMMANDS = {
     "train": "retouch.cli.commands:add_train",
@@ -48,9 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser(words).parse_args(words)
     if argv is None:  # this is the program; a caller in Python keeps its own streams and environment
-        from retouch.config.imports import protect
-        from retouch.config.keys import redact_output
-
         redact_output()
         protect(os.environ)
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -75,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Run a command and return its exit code. Errors that the user can correct are printed to stderr without a traceback."""
-    from retouch.config import consent
-
     try:
         with consent.allowing(vars(arguments).get("allow_import", ()), ask=True):
             code: int = arguments.run(arguments)
@@ -94,8 +92,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _message(error: Exception) -> tuple[str, int] | None:
     """The text for the user about an error, and the exit code; None for an error that needs a traceback."""
-    from retouch.config.imports import imported_code_error, is_user_error
-
     ranks = sys.modules.get("retouch.distributed.ranks")
     if is_user_error(error):
         return str(error), _USER_ERROR
@@ -183,8 +179,6 @@ def add_completion(commands: Commands) -> None:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    from retouch.config.packaged import available, short_name
-
     recipes, parser = [short_name(name) for name in available()], build_parser()
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     helps = {choice.dest: (choice.help or "") % {"prog": parser.prog} for group in groups for choice in group._choices_actions}

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -278,8 +279,6 @@ def _remembers(document: object, names: Iterable[str]) -> bool:
 
 def _remember(document: object, names: Iterable[str]) -> None:
     """Store the user's consent. If the folder is not writable, nothing is stored, and the user is asked again."""
-    import tempfile
-
     file = _memory(document)
     if file is None:
         return

@@ -111,12 +111,14 @@ def summaries() -> Iterator[RecipeSummary]:
         file = packaged_recipes().parent / path
         variables = _variables(file.read_text(encoding="utf-8"), shared)
         document = _evaluate(file, variables)
-        twin = f"{name}{TWIN}"
+        twin, model, reward = f"{name}{TWIN}", document["policy"]["model"], document.get("reward", {})
+        small = str(model["kind"]).startswith("playground") or document.get("device") == "cpu"
+        parts = reward.get("rewards") or {"": reward}
         yield RecipeSummary(
             name=name,
             trains=_trained(document["policy"], variables),
-            rewards=_rewards(document.get("reward", {})),
-            gpus=_gpus(document),
+            rewards=tuple(dict.fromkeys(str(part.get("kind", "")) for part in parts.values())),
+            gpus=0 if small else int(document.get("ranks") or 1),
             twin=twin if twin in names else None,
             variables=variables,
             steps=_length(document),
@@ -162,17 +164,6 @@ def _trained(policy: Mapping[str, Any], variables: tuple[str, ...]) -> str:
     local = not path or path.startswith(variables)  # the name of a user's folder says nothing about the model
     name = str(model.get("class", "")).rpartition(":")[2] or (model["kind"] if local else Path(path).name)
     return f"{name}, {_TRAINED.get(how, how)}"
-
-
-def _rewards(reward: Mapping[str, Any]) -> tuple[str, ...]:
-    parts = reward.get("rewards") or {"": reward}
-    return tuple(dict.fromkeys(str(part.get("kind", "")) for part in parts.values()))
-
-
-def _gpus(document: Mapping[str, Any]) -> int:
-    model = document["policy"]["model"]
-    small = str(model["kind"]).startswith("playground") or document.get("device") == "cpu"
-    return 0 if small else int(document.get("ranks") or 1)
 
 
 def _length(document: Mapping[str, Any]) -> str:

@@ -43,10 +43,13 @@ def group_relative(
     """
     if baseline not in ("mean", "leave_one_out"):
         raise ValueError(f"baseline {baseline!r}: choose 'mean' or 'leave_one_out'")
-    _check(rewards, ddof=ddof, eps=eps, clip=clip)
-    index, groups = _index(rewards, group)
-    rewards = _wide(rewards)
-    valid = ~rewards.isnan()
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof {ddof}: choose 0 (population) or 1 (sample)")
+    if not eps > 0:
+        raise ValueError(f"eps {eps}: must be above 0, otherwise a group of equal rewards is divided by zero")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip {clip}: must be above 0, or None for no clamp")
+    rewards, valid, index, groups = _grouped(rewards, group)
     centred, count = _centre(rewards, valid, index, groups)
     advantages = centred
     if baseline == "leave_one_out":
@@ -96,9 +99,7 @@ def best_of_group(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"], *, kee
     """
     if keep < 1:
         raise ValueError(f"keep {keep}: keep at least 1 sample of a group")
-    index, groups = _index(rewards, group)
-    rewards = _wide(rewards)
-    valid = ~rewards.isnan()
+    rewards, valid, index, groups = _grouped(rewards, group)
     together = (index[:, None] == index) & valid
     better = (together & (rewards > rewards[:, None])).sum(dim=1)
     tied = (together & (rewards == rewards[:, None])).sum(dim=1)
@@ -128,9 +129,7 @@ def exponential_weights(
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: must be above 0")
     scaled = group_relative(rewards, group, eps=eps, clip=None) / temperature
-    index, groups = _index(rewards, group)
-    rewards = _wide(rewards)
-    valid = ~rewards.isnan()
+    rewards, valid, index, groups = _grouped(rewards, group)
     largest = -_group_min(-scaled, valid, index, groups)  # subtracted, so that nothing overflows
     weights = (scaled - largest[index]).exp().masked_fill(~valid, 0)
     mean = _group_sum(weights, index, groups) / _group_sum(valid.float(), index, groups)
@@ -148,7 +147,8 @@ def rescale_rewards(rewards: Float[Tensor, " b"], *, low: float, high: float) ->
         tensor([-1.,  0.,  1.])
     """
     check_reward_range(low, high)
-    return ((2 * _wide(rewards) - (low + high)) / (high - low)).float()
+    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    return ((2 * wide - (low + high)) / (high - low)).float()
 
 
 def check_reward_range(low: float, high: float) -> None:
@@ -197,21 +197,9 @@ def equal_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> Int[
     return ids[comparable & equal]
 
 
-def _check(rewards: Tensor, *, ddof: int, eps: float, clip: float | None) -> None:
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof {ddof}: choose 0 (population) or 1 (sample)")
-    if not eps > 0:
-        raise ValueError(f"eps {eps}: must be above 0, otherwise a group of equal rewards is divided by zero")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip {clip}: must be above 0, or None for no clamp")
-
-
-def _wide(rewards: Tensor) -> Tensor:
-    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-
-
-def _index(rewards: Tensor, group: Tensor) -> tuple[Tensor, int]:
-    """(b,) index of each row's group among the distinct groups, and the number of groups."""
+def _grouped(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"], Int[Tensor, " b"], int]:
+    """The rewards in at least fp32, which of them are valid, the index of each row's group among the distinct groups, and the
+    number of groups."""
     if group.is_floating_point() or group.shape != rewards.shape or rewards.ndim != 1:
         raise ValueError(
             f"rewards {tuple(rewards.shape)}, group {tuple(group.shape)} {group.dtype}: give one reward and one integer id per row"
@@ -219,7 +207,8 @@ def _index(rewards: Tensor, group: Tensor) -> tuple[Tensor, int]:
     if rewards.isinf().any():
         raise ValueError("infinite rewards: every reward must be finite, or NaN where it could not be measured")
     ids, index = torch.unique(group, return_inverse=True)
-    return index, len(ids)
+    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    return wide, ~wide.isnan(), index, len(ids)
 
 
 def _group_sum(x: Tensor, index: Tensor, groups: int) -> Tensor:
@@ -238,9 +227,7 @@ def _unequal(rewards: Tensor, valid: Tensor, index: Tensor, groups: int) -> Bool
 
 def _equal(rewards: Tensor, group: Tensor) -> tuple[Bool[Tensor, " groups"], Bool[Tensor, " groups"]]:
     """For each group, in the order of ids: whether all its valid rewards are equal, and whether it has at least two of them."""
-    index, groups = _index(rewards, group)
-    rewards = _wide(rewards)
-    valid = ~rewards.isnan()
+    rewards, valid, index, groups = _grouped(rewards, group)
     return ~_unequal(rewards, valid, index, groups), _group_sum(valid.float(), index, groups) >= 2
 
 

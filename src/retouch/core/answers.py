@@ -37,16 +37,11 @@ def answer_in(text: str) -> str | None:
     ended = _ANSWERED.split(text)
     text = _ANSWERS.split(ended[-2] if len(ended) > 1 else text)[-1]
     fenced = _FENCE.findall(text)
-    text = _unlabelled(_unquoted((fenced[-1] if fenced else text).strip()))
+    text = _unquoted((fenced[-1] if fenced else text).strip())
+    labels = list(_LABEL.finditer(text))
+    text = text[labels[-1].end() :] if labels else _OPENER.sub("", _POLITE.sub("", text), count=1)
     text = _unquoted(" ".join(text.split()))
     return text if any(sign.isalnum() for sign in text) else None
-
-
-def _unlabelled(text: str) -> str:
-    labels = list(_LABEL.finditer(text))
-    if labels:
-        return text[labels[-1].end() :]
-    return _OPENER.sub("", _POLITE.sub("", text), count=1)
 
 
 def _unquoted(text: str) -> str:

@@ -4,7 +4,12 @@ Steps outside the window are ODE steps. The last step (to sigma 0) is never in a
 "sde" its standard deviation is almost 0. All ranks must use the same window, so key the generator by (seed, step), not by rank.
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def all_steps(num_steps: int) -> range:
@@ -25,6 +30,8 @@ def random_window(num_steps: int, size: int, *, low: int, high: int, generator: 
         )
     if not 1 <= size <= high - low:
         raise ValueError(f"window size {size} in the range [{low}, {high}): give 1 to {high - low}")
+    import torch
+
     start = int(torch.randint(low, high - size + 1, (), generator=generator))
     return range(start, start + size)
 

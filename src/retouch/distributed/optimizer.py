@@ -83,12 +83,6 @@ def ungathered(state: Mapping[str, Tensor]) -> Mapping[str, Tensor | TensorShard
     return state.tensors if isinstance(state, GatheredTensors) else state
 
 
-def merged(*states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Merge the tensors of several states, without gathering."""
-    tensors = {name: tensor for state in states for name, tensor in ungathered(state).items()}
-    return GatheredTensors(tensors)
-
-
 def forms(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return the dtype and full shape of every tensor, without gathering."""
     held = ungathered(state)
@@ -416,7 +410,9 @@ class ReplicatedStepper:
             else:
                 moment = torch.empty_like(weight, requires_grad=False)
                 self._fill(moment, tensor)
-                self.optimizer.state[weight][key] = moment if self.moments is None else self._stored(moment)
+                if self.moments == "cpu":  # where the optimizer stores moments
+                    moment = local_shard(moment).cpu()
+                self.optimizer.state[weight][key] = moment
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
@@ -442,10 +438,6 @@ class ReplicatedStepper:
                     local_shard(value).copy_(kept[weight][key])
 
         return restore
-
-    def _stored(self, moment: Tensor) -> Tensor:
-        """Return a moment of a checkpoint on the device where the optimizer stores moments."""
-        return local_shard(moment).cpu() if self.moments == "cpu" else moment
 
     def _fill(self, tensor: Tensor, content: Tensor) -> None:
         """Write a full tensor of a checkpoint into a tensor of the optimizer."""
@@ -491,7 +483,8 @@ class HeadStepper:
     def state(self) -> Mapping[str, Tensor]:
         """Return the policy's state, and under ``value_head/`` the head's weights and optimizer state."""
         weights = {f"{_HEAD}{_WEIGHTS}{name}": tensor for name, tensor in self.head.module.state_dict().items()}
-        return merged(self.policy.state(), weights, {f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()})
+        head = {f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()}
+        return GatheredTensors({**ungathered(self.policy.state()), **weights, **head})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of ``state``."""
@@ -522,11 +515,6 @@ def gathered_state(state: Mapping[str, Tensor], ranks: Ranks, *, like: Mapping[s
     """
     weights = {} if like is None else like
     return GatheredTensors({name: _part(tensor, ranks, like=weights.get(name, tensor)) for name, tensor in state.items()})
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the full tensor from all ranks. All ranks must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

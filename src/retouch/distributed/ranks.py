@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
+from retouch.distributed.launching import STORE
 from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import ZERO3, Recipe
 
@@ -111,8 +112,6 @@ def init_distributed(device: str) -> Ranks:
             # Without this line, a run of one rank would look like the run of --num_processes ranks that was asked for.
             log.warning("`accelerate launch --cpu` starts one rank, whatever --num_processes is; use `retouch launch --nproc N`")
         return Ranks(device=chosen)
-    from retouch.distributed.launching import STORE
-
     options: dict[str, Any] = {}
     if (limit := os.environ.get(TIMEOUT)) is not None:
         options["timeout"] = timedelta(seconds=float(limit))
@@ -215,7 +214,8 @@ def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
                 f"devices.{part}: {name} of this rank is {device}, but this machine has {there} CUDA devices, and every rank uses "
                 f"{gpus_per_rank(devices)} of them. Start fewer ranks, or use fewer devices"
             )
-    policy = _policy_device(devices, fallback=recipe.device)
+    # ``auto`` is the rank's first GPU, if there is a GPU.
+    policy = devices.policy or ("cuda:0" if recipe.device == "auto" and torch.cuda.is_available() else recipe.device)
     ranks = init_distributed(policy)
     device = resolve_device(policy, devices, local_rank=_local_rank()) if policy.startswith("cuda") else ranks.device
     if device.type == "cuda":
@@ -261,14 +261,6 @@ def limit_memory(devices: Devices | None, placement: Placement) -> None:
     for device in placement.devices:
         if device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(devices.memory_fraction, device)
-
-
-def _policy_device(devices: Devices, *, fallback: str) -> str:
-    """Return ``devices.policy``; if it is not given, the rank's first GPU if ``fallback`` is "auto" and there is a GPU, otherwise
-    ``fallback``."""
-    if devices.policy is not None:
-        return devices.policy
-    return "cuda:0" if fallback == "auto" and torch.cuda.is_available() else fallback
 
 
 def _local_rank() -> int:

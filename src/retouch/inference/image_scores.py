@@ -16,7 +16,7 @@ from retouch.rewards.base import close
 from retouch.rewards.combination import Combination, combination
 from retouch.rewards.function import range_text
 from retouch.rewards.scoring import score
-from retouch.types import Column, Json
+from retouch.types import Column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,12 @@ def score_files(
     ``completion``: the completion that a policy wrote. ``meta``: JSON. Raises ValueError if a file cannot be read, there is no such
     reward, or the reward needs something that is not given.
     """
+    try:
+        given = json.loads(meta or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--meta is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError('--meta must be a JSON object, for example {"operations": [...]}')
     document = read_combined(reward)
     section = parse_reward(document, allow_imports=modules_in_argument(reward))
     built = section.build(device=scoring_device())
@@ -88,19 +94,9 @@ def score_files(
             target=None if target is None else load_image(target),
             text=text,
             completion=completion,
-            meta=_meta(meta),
+            meta=given,
         )
     finally:
         close(built)
     total = None if combined is None else combined({name: torch.tensor([value]) for name, value in scores.items()}).item()
     return ImageScores(columns=columns, scores=scores, combined=combined, reward=total)
-
-
-def _meta(text: str | None) -> dict[str, Json]:
-    try:
-        meta = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--meta is not JSON: {error}") from None
-    if not isinstance(meta, dict):
-        raise ValueError('--meta must be a JSON object, for example {"operations": [...]}')
-    return meta

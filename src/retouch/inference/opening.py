@@ -17,7 +17,7 @@ from retouch.data.kinds import DATA
 from retouch.distributed.ranks import init_distributed_from_recipe
 from retouch.models.parts import frozen_hashes
 from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.rollout import PolicyContext, TokenRollout
+from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
@@ -132,7 +132,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
         assert folder is not None, "the state is from there"
         require_same_weights(folder, frozen_hashes({"policy": model}))
         restore_weights(copies, state)
-    built = policy.build(rollout, model, PolicyContext(copies=copies, microbatch=recipe.microbatch))
+    built = AutoregressivePolicy(model, sampling=rollout, microbatch=recipe.microbatch, copies=copies)
     return Writer(built, batch=recipe.eval.batch)
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from PIL import Image, ImageDraw
 
@@ -189,7 +190,12 @@ def sample_tasks(
     canvases = None if context is None else [reference_canvas(task) for task in tasks]
     shown = tasks if canvases is None else [canvas.task for canvas in canvases]
     ids = range(len(tasks)) if numbers is None else numbers
-    for rows in _same_sizes(shown, at_most=parts.recipe.eval.batch):
+    starts = [0]  # consecutive tasks whose images have the same sizes, at most ``eval.batch`` at a time
+    for row in range(1, len(shown)):
+        same = [image.size for image in shown[row].images] == [image.size for image in shown[row - 1].images]
+        if not same or row - starts[-1] == parts.recipe.eval.batch:
+            starts.append(row)
+    for rows in (range(start, end) for start, end in pairwise([*starts, len(shown)])):
         batch = Batch(
             seed=seed,
             step=0,
@@ -224,18 +230,6 @@ def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task
         )
         for task in tasks
     ]
-
-
-def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
-    """Consecutive tasks whose images have the same sizes, at most ``at_most`` at a time."""
-    start, sizes = 0, None
-    for row, task in enumerate(tasks):
-        own = [image.size for image in task.images]
-        if row > start and (own != sizes or row - start == at_most):
-            yield range(start, row)
-            start = row
-        sizes = own
-    yield range(start, len(tasks))
 
 
 def _sample(parts: PolicyParts, batch: Batch) -> Iterator[UserSample]:
@@ -412,19 +406,14 @@ def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int
         {line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in (steps[0], steps[-1])
     )
     lines = [(first[task], last[task]) for task in last if task in first][:rows]
-    table = [
-        [_image(run, steps[0], a, "source"), _image(run, steps[0], a, "image"), _image(run, steps[-1], b, "image")]
-        for a, b in lines
-    ]
+    table = []
+    for before, after in lines:
+        files = ((steps[0], before["source"]), (steps[0], before["image"]), (steps[-1], after["image"]))
+        table.append([None if name is None else load_image(inside(run.samples(step), name)) for step, name in files])
     titles = ["source", f"step {steps[0]}", f"step {steps[-1]}"]
     if all(row[0] is None for row in table):
         table, titles = [row[1:] for row in table], titles[1:]
     return _grid(table, titles, side)
-
-
-def _image(run: RunFolder, step: int, line: dict[str, Any], key: str) -> Image.Image | None:
-    name = line[key]
-    return None if name is None else load_image(inside(run.samples(step), name))
 
 
 def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -> Image.Image:

@@ -99,9 +99,7 @@ class GroupAdvantage(Advantage):
     clip: Positive | None = 5.0
     """Largest absolute advantage; null does not clip."""
 
-    def __call__(
-        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
-    ) -> Float[Tensor, " rows"]:
+    def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
         from retouch.core.advantages import group_relative
 
         return group_relative(
@@ -132,9 +130,7 @@ class BatchAdvantage(Advantage):
     clip: Positive | None = 5.0
     """Largest absolute advantage; null does not clip."""
 
-    def __call__(
-        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
-    ) -> Float[Tensor, " rows"]:
+    def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
         from retouch.core.advantages import batch_relative
 
         return batch_relative(rewards, ddof=self.ddof, eps=self.eps, clip=self.clip)
@@ -160,9 +156,7 @@ class BestAdvantage(Advantage):
 
     weighs: ClassVar[bool] = True
 
-    def __call__(
-        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
-    ) -> Float[Tensor, " rows"]:
+    def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
         from retouch.core.advantages import best_of_group
 
         return best_of_group(rewards, group, keep=self.keep)
@@ -196,9 +190,7 @@ class ExponentialAdvantage(Advantage):
 
     weighs: ClassVar[bool] = True
 
-    def __call__(
-        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
-    ) -> Float[Tensor, " rows"]:
+    def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
         import torch
 
         from retouch.core.advantages import exponential_weights
@@ -234,9 +226,7 @@ class GAEAdvantage(Advantage):
     head: ValueHead = ValueHead()
     """The value head."""
 
-    def __call__(
-        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
-    ) -> Float[Tensor, " rows"]:
+    def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
         from retouch.core.advantages import rescale_rewards
 
         low, high = reward_range

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
@@ -88,16 +89,37 @@ class DPO(SampledPoints):
 
     def demonstrate(self, policy: VelocityPolicy, batch: Batch) -> Trajectory:
         """Encode the chosen (slot 0) and the rejected image (slot 1) of each task. Raises ValueError if a task lacks one."""
-        return policy.demonstrate(batch, images=_pair_images(batch))
+        found: list[Image] = []
+        for group, slot in zip(batch.group, batch.slot, strict=True):
+            task = batch.tasks[group]
+            if task.chosen is None or task.rejected is None:
+                advice = "add both to the data, or use objective.pairs group"
+                raise ValueError(f"task {task.id} has no chosen and rejected image; {advice}")
+            found.append(task.rejected if slot else task.chosen)
+        return policy.demonstrate(batch, images=found)
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         """Yield one share per group and draw, even for a group without a pair, so that all ranks yield equally many. With ``pairs:
         'data'``, yield one share per microbatch and draw."""
-        if self.needs_pairs:
-            yield from self._losses_of_data(policy, minibatch)
-            return
         from torch.nn.functional import logsigmoid
 
+        improvement_of = partial(self._improvement, policy, minibatch.trajectory, minibatch.batch, epoch=minibatch.epoch)
+        if self.needs_pairs:  # rows in the order chosen, rejected, chosen, ...; a forward pass computes several pairs
+            assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
+            weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
+            for draw in range(self.samples):
+                for rows in _whole_pairs(policy, minibatch.trajectory):
+                    improvement = improvement_of(rows, draw=draw)
+                    margin = improvement[0::2] - improvement[1::2]
+                    weight = weights[rows.start // 2 : rows.stop // 2]
+                    value = -(weight * logsigmoid(self.beta * margin)).sum()
+                    sums = {
+                        "policy/loss": value.detach(),
+                        "policy/preferred": (weight * (margin.detach() > 0)).sum(),
+                        "policy/margin": (weight * self.beta * margin.detach()).sum(),
+                    }
+                    yield Loss(value, sums)
+            return
         weights = minibatch.weights.sum(dim=1)
         for draw in range(self.samples):
             for members in [
@@ -106,38 +128,14 @@ class DPO(SampledPoints):
             ]:
                 best, worst = _extremes(minibatch, members)
                 weight = weights[members].sum() / self.samples * float(best != worst)
-                margin = self._margin(policy, minibatch, best, worst, draw)
+                # How much more the error of the best image has fallen, relative to the reference, than that of the worst image.
+                low, high = sorted((best, worst))
+                rows = slice(low, high + 1, max(1, high - low))
+                improvement = improvement_of(rows, draw=draw)
+                margin = improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
                 value = -weight * logsigmoid(self.beta * margin)
                 sums = {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0), "policy/pairs": weight}
                 yield Loss(value, sums)
-
-    def _losses_of_data(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """The same loss for rows in the order chosen, rejected, chosen, rejected, ...; a forward pass computes several pairs."""
-        from torch.nn.functional import logsigmoid
-
-        assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
-        weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
-        for draw in range(self.samples):
-            for rows in _whole_pairs(policy, minibatch.trajectory):
-                improvement = self._improvement(
-                    policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
-                )
-                margin = improvement[0::2] - improvement[1::2]
-                weight = weights[rows.start // 2 : rows.stop // 2]
-                value = -(weight * logsigmoid(self.beta * margin)).sum()
-                sums = {
-                    "policy/loss": value.detach(),
-                    "policy/preferred": (weight * (margin.detach() > 0)).sum(),
-                    "policy/margin": (weight * self.beta * margin.detach()).sum(),
-                }
-                yield Loss(value, sums)
-
-    def _margin(self, policy: VelocityPolicy, minibatch: Minibatch, best: int, worst: int, draw: int) -> Float[Tensor, ""]:
-        """How much more the error of the best image has fallen, relative to the reference, than the error of the worst image."""
-        low, high = sorted((best, worst))
-        rows = slice(low, high + 1, max(1, high - low))
-        improvement = self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
-        return improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
 
     def _improvement(
         self, policy: VelocityPolicy, trajectory: Trajectory, batch: Batch, rows: slice, *, epoch: int, draw: int
@@ -149,17 +147,6 @@ class DPO(SampledPoints):
         velocity = policy.velocity(trajectory, rows, x, sigma, "current")
         reference = policy.velocity(trajectory, rows, x, sigma, "reference")
         return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
-
-
-def _pair_images(batch: Batch) -> list[Image]:
-    """The image of each row: the chosen image of its task in slot 0, the rejected image in slot 1."""
-    found: list[Image] = []
-    for group, slot in zip(batch.group, batch.slot, strict=True):
-        task = batch.tasks[group]
-        if task.chosen is None or task.rejected is None:
-            raise ValueError(f"task {task.id} has no chosen and rejected image; add both to the data, or use objective.pairs group")
-        found.append(task.rejected if slot else task.chosen)
-    return found
 
 
 def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:

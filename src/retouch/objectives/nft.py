@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 from pydantic import Field
 
 from retouch.config.section import Count, NonNegative, Positive, Section
+from retouch.core.random import generator
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.protocols import InitialNoisePolicy, VelocityPolicy
 from retouch.types import Batch, Loss, Minibatch
@@ -43,18 +44,27 @@ class ForwardProcess(Objective):
         draw: int,
         noise: Float[Tensor, "r ..."] | None = None,
     ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
-        """Call the function ``draw_points`` with this objective's distribution of sigma."""
-        return draw_points(
-            x0,
-            batch,
-            rows,
-            purpose=purpose,
-            epoch=epoch,
-            draw=draw,
-            sigma_sampling=self.sigma_sampling,
-            shift=self.shift,
-            noise=noise,
-        )
+        """One point of the forward process for each row: (x_sigma, noise, sigma), with sigma in [1e-4, 1].
+
+        Draws are keyed by (seed, purpose, step, group, slot, epoch, draw). ``noise``: the noise of each row, in place of drawn
+        noise; sigma is the same with and without it.
+
+        Source: flow matching with straight paths (Lipman et al. 2023, arXiv 2210.02747; rectified flow, arXiv 2209.03003).
+        """
+        import torch
+
+        noises, sigmas = [], []
+        for group, slot in zip(batch.group[rows], batch.slot[rows], strict=True):
+            key = generator(batch.seed, purpose, batch.step, batch.group_ids[group], slot, epoch, draw)
+            uniform = self.sigma_sampling == "uniform"
+            sigmas.append(torch.rand((), generator=key) if uniform else torch.sigmoid(torch.randn((), generator=key)))
+            if noise is None:
+                noises.append(torch.randn(x0.shape[1:], generator=key))
+        noise = torch.stack(noises).to(x0.device) if noise is None else noise
+        sigma = torch.stack(sigmas).to(x0.device)
+        sigma = (self.shift * sigma / (1 + (self.shift - 1) * sigma)).clamp(1e-4, 1.0)
+        spread = sigma.view(-1, *[1] * (x0.dim() - 1))
+        return (1 - spread) * x0 + spread * noise, noise, sigma
 
 
 class SampledPoints(ForwardProcess):
@@ -67,43 +77,6 @@ class SampledPoints(ForwardProcess):
 def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
     """Mean squared difference of two velocities over a latent's elements."""
     return (velocity - target).square().flatten(1).mean(dim=1)
-
-
-def draw_points(
-    x0: Float[Tensor, "r ..."],
-    batch: Batch,
-    rows: slice,
-    *,
-    purpose: str,
-    epoch: int,
-    draw: int,
-    sigma_sampling: Literal["uniform", "logit_normal"],
-    shift: float,
-    noise: Float[Tensor, "r ..."] | None = None,
-) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
-    """One point of the forward process for each row: (x_sigma, noise, sigma), with sigma in [1e-4, 1].
-
-    Draws are keyed by (seed, purpose, step, group, slot, epoch, draw). For ``sigma_sampling`` and ``shift`` see ``ForwardProcess``.
-    ``noise``: the noise of each row, in place of drawn noise; sigma is the same with and without it.
-
-    Source: flow matching with straight paths (Lipman et al. 2023, arXiv 2210.02747; rectified flow, arXiv 2209.03003).
-    """
-    import torch
-
-    from retouch.core.random import generator
-
-    noises, sigmas = [], []
-    for group, slot in zip(batch.group[rows], batch.slot[rows], strict=True):
-        key = generator(batch.seed, purpose, batch.step, batch.group_ids[group], slot, epoch, draw)
-        drawn = torch.rand((), generator=key) if sigma_sampling == "uniform" else torch.sigmoid(torch.randn((), generator=key))
-        sigmas.append(drawn)
-        if noise is None:
-            noises.append(torch.randn(x0.shape[1:], generator=key))
-    noise = torch.stack(noises).to(x0.device) if noise is None else noise
-    sigma = torch.stack(sigmas).to(x0.device)
-    sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)
-    spread = sigma.view(-1, *[1] * (x0.dim() - 1))
-    return (1 - spread) * x0 + spread * noise, noise, sigma
 
 
 class OldDecay(Section):

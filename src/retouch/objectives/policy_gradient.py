@@ -231,11 +231,30 @@ class PolicyGradient(Objective):
             yield f"{here}.step_weights: ratio_norm already gives every step the same scale; remove one of them"
         if self.entropy_bonus > 0 and not context.is_autoregressive:
             yield f"{here}.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"
-        yield from self._token_problems(context)
+        if self.tokens == "all":
+            pass
+        elif not context.is_autoregressive:
+            yield f"{here}.tokens: a denoising policy has transitions and no tokens; remove it"
+        elif context.token_kinds is not None and "vision" not in context.token_kinds:
+            yield f"{here}.tokens: {context.model} writes only text; remove it"
+        elif context.token_kinds is not None and self.tokens != "vision" and "text" not in context.token_kinds:
+            yield (
+                f"{here}.tokens: without policy.model.think no text is written before the image, so nothing would train; use "
+                "think: true, or all"
+            )
         if not context.is_autoregressive:
-            yield from self._transition_problems(context)
+            transition = f"{context.rollout}.transition"
+            if not context.stochastic:
+                yield f"{transition}.kind: ode has no log-probabilities, which a policy gradient needs; use cps or sde"
+            elif context.noise_level == 0:
+                yield f"{transition}.noise_level: 0 explores nothing, so nothing would be learned; 0.7 is usual"
         if self.surrogate == "reinforce":
-            yield from self._reinforce_problems(context)
+            if self.clip_low is not None or self.clip_high is not None:
+                yield f"{here}.clip_low, {here}.clip_high: reinforce does not clip; remove both"
+            if self.ratio_norm:
+                yield f"{here}.ratio_norm: reinforce has no ratio; remove it"
+            if context.optimizer_steps > 1:
+                yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; use 1 and 1, or surrogate clip"
         else:
             yield from self._clip_problems(context)
         actions = 0 if context.actions is None else context.actions
@@ -244,36 +263,6 @@ class PolicyGradient(Objective):
             yield f"microbatch: {split}, and gspo needs all of them at once for its ratio; use {actions}"
         if self.dual is not None and self.surrogate not in ("clip", "gspo"):
             yield f"{here}.dual: {self.surrogate} does not read it; remove it"
-
-    def _token_problems(self, context: ObjectiveContext) -> Iterator[str]:
-        if self.tokens == "all":
-            return
-        here = f"{context.objective}.tokens"
-        if not context.is_autoregressive:
-            yield f"{here}: a denoising policy has transitions and no tokens; remove it"
-        elif context.token_kinds is not None and "vision" not in context.token_kinds:
-            yield f"{here}: {context.model} writes only text; remove it"
-        elif context.token_kinds is not None and self.tokens != "vision" and "text" not in context.token_kinds:
-            yield (
-                f"{here}: without policy.model.think no text is written before the image, so nothing would train; use "
-                "think: true, or all"
-            )
-
-    def _transition_problems(self, context: ObjectiveContext) -> Iterator[str]:
-        here = f"{context.rollout}.transition"
-        if not context.stochastic:
-            yield f"{here}.kind: ode has no log-probabilities, which a policy gradient needs; use cps or sde"
-        elif context.noise_level == 0:
-            yield f"{here}.noise_level: 0 explores nothing, so nothing would be learned; 0.7 is usual"
-
-    def _reinforce_problems(self, context: ObjectiveContext) -> Iterator[str]:
-        here = context.objective
-        if self.clip_low is not None or self.clip_high is not None:
-            yield f"{here}.clip_low, {here}.clip_high: reinforce does not clip; remove both"
-        if self.ratio_norm:
-            yield f"{here}.ratio_norm: reinforce has no ratio; remove it"
-        if context.optimizer_steps > 1:
-            yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; use 1 and 1, or surrogate clip"
 
     def _clip_problems(self, context: ObjectiveContext) -> Iterator[str]:
         low, high = self.clip_low, self.clip_high

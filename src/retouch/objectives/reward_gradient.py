@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from retouch.config.imports import is_foreign
 from retouch.config.section import Count, Kinds, Section
+from retouch.core.random import generator
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.protocols import CombinesGradients, DifferentiableReward, ImageGradientPolicy
 from retouch.types import Loss, Minibatch
@@ -162,8 +163,6 @@ class ReFL(RewardGradient):
 
     def first_gradient_step(self, num_steps: int, *, seed: int, step: int) -> int:
         import torch
-
-        from retouch.core.random import generator
 
         high = num_steps if self.high is None else self.high
         if not self.low < high <= num_steps:

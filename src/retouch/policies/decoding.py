@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retouch.core.random import generator
 from retouch.core.tokens import entropy, log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
-from retouch.policies.engine import Generation, TokenSampling
+from retouch.policies.rollout import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.types import Batch, Prompts, Trajectory
 
@@ -74,6 +74,10 @@ CHECK_EVERY = 16
 """Number of tokens after which the host asks the device whether rows have ended; not on the CPU."""
 
 
+_COLUMNS = ("log_probs", "mask", "kind", "ids", "lengths", "vocabulary", "values", "behaviour_log_probs")
+"""The tensors of a trajectory with one row per sample; the last two may be None."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AutoregressiveTrajectory(Trajectory):
     """``ids``: without the prompt, ``pad`` after the end. ``lengths``: number of tokens of each row, including its end token.
@@ -91,45 +95,25 @@ class AutoregressiveTrajectory(Trajectory):
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "AutoregressiveTrajectory":
         outputs = self.outputs[rows] if isinstance(rows, slice) else tuple(self.outputs[row] for row in rows.tolist())
-        return replace(
-            self,
-            log_probs=self.log_probs[rows],
-            mask=self.mask[rows],
-            kind=self.kind[rows],
-            outputs=outputs,
-            ids=self.ids[rows],
-            lengths=self.lengths[rows],
-            vocabulary=self.vocabulary[rows],
-            support=None if self.support is None else self.support[rows],
-            group=self.group[rows],
-            behaviour_log_probs=None if self.behaviour_log_probs is None else self.behaviour_log_probs[rows],
-            values=None if self.values is None else self.values[rows],
-        )
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, "support", "group")}
+        return replace(self, outputs=outputs, **{name: each[rows] for name, each in columns.items() if each is not None})
 
     @classmethod
     def concat(cls, parts: "Sequence[AutoregressiveTrajectory]") -> "AutoregressiveTrajectory":  # type: ignore[override]
-        offsets, total = [], 0
+        groups, tasks = [], 0
         for part in parts:
-            offsets.append(total)
-            total += len(part.prompts)
+            groups.append(part.group + tasks)
+            tasks += len(part.prompts)
         supports = [part.support for part in parts if part.support is not None]
         width = max((support.shape[2] for support in supports), default=0)
         supports = [nn.functional.pad(support, (0, width - support.shape[2]), value=-1) for support in supports]
-        behaviour = [part.behaviour_log_probs for part in parts if part.behaviour_log_probs is not None]
-        values = [part.values for part in parts if part.values is not None]
+        columns = {name: [column for part in parts if (column := getattr(part, name)) is not None] for name in _COLUMNS}
         return cls(
-            log_probs=torch.cat([part.log_probs for part in parts]),
-            mask=torch.cat([part.mask for part in parts]),
-            kind=torch.cat([part.kind for part in parts]),
+            **{name: torch.cat(found) if found else None for name, found in columns.items()},  # type: ignore[arg-type]
             outputs=tuple(completion for part in parts for completion in part.outputs),
-            ids=torch.cat([part.ids for part in parts]),
-            lengths=torch.cat([part.lengths for part in parts]),
-            vocabulary=torch.cat([part.vocabulary for part in parts]),
             support=torch.cat(supports) if supports else None,
             prompts=Prompts.concat([part.prompts for part in parts]),
-            group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
-            behaviour_log_probs=torch.cat(behaviour) if behaviour else None,
-            values=torch.cat(values) if values else None,
+            group=torch.cat(groups),
         )
 
 

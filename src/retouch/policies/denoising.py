@@ -22,12 +22,14 @@ from retouch.core.random import generator
 from retouch.core.surrogates import gaussian_kl, importance_weights, velocity_mse
 from retouch.core.transitions import gradient_balance, ratio_norm
 from retouch.models.parts import compute_device, to_device
-from retouch.policies.engine import EngineFault
-from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep
+from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, EngineFault, FirstGradientStep
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
 from retouch.types import Batch, Conditioning, Evaluation, Kind, Needs, Slice, Trajectory, Weights
+
+_COLUMNS = ("log_probs", "mask", "kind", "outputs", "latents", "means", "values", "behaviour_log_probs", "deviations")
+"""The tensors of a trajectory with one row per sample; ``means`` and those after it may be None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -67,44 +69,22 @@ class DenoisingTrajectory(Trajectory):
         )
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "DenoisingTrajectory":
-        return replace(
-            self,
-            log_probs=self.log_probs[rows],
-            mask=self.mask[rows],
-            kind=self.kind[rows],
-            outputs=self.outputs[rows],
-            latents=self.latents[rows],
-            means=None if self.means is None else self.means[rows],
-            group=self.group[rows],
-            values=None if self.values is None else self.values[rows],
-            behaviour_log_probs=None if self.behaviour_log_probs is None else self.behaviour_log_probs[rows],
-            deviations=None if self.deviations is None else self.deviations[rows],
-        )
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, "group")}
+        return replace(self, **{name: column[rows] for name, column in columns.items() if column is not None})
 
     @classmethod
     def concat(cls, parts: "Sequence[DenoisingTrajectory]") -> "DenoisingTrajectory":  # type: ignore[override]
-        offsets, total = [], 0
+        groups, tasks = [], 0
         for part in parts:
-            offsets.append(total)
-            total += int(next(iter(part.conditioning.tensors.values())).shape[0])
-        means = [part.means for part in parts if part.means is not None]
-        values = [part.values for part in parts if part.values is not None]
-        behaviour = [part.behaviour_log_probs for part in parts if part.behaviour_log_probs is not None]
-        deviations = [part.deviations for part in parts if part.deviations is not None]
+            groups.append(part.group + tasks)
+            tasks += int(next(iter(part.conditioning.tensors.values())).shape[0])
+        columns = {name: [column for part in parts if (column := getattr(part, name)) is not None] for name in _COLUMNS}
         return cls(
-            log_probs=torch.cat([part.log_probs for part in parts]),
-            mask=torch.cat([part.mask for part in parts]),
-            kind=torch.cat([part.kind for part in parts]),
-            outputs=torch.cat([part.outputs for part in parts]),
-            latents=torch.cat([part.latents for part in parts]),
-            means=torch.cat(means) if means else None,
+            **{name: torch.cat(found) if found else None for name, found in columns.items()},  # type: ignore[arg-type]
             sigmas=parts[0].sigmas,
             first=parts[0].first,
             conditioning=Conditioning.concat([part.conditioning for part in parts]),
-            group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
-            values=torch.cat(values) if values else None,
-            behaviour_log_probs=torch.cat(behaviour) if behaviour else None,
-            deviations=torch.cat(deviations) if deviations else None,
+            group=torch.cat(groups),
         )
 
 
@@ -258,7 +238,10 @@ class DenoisingPolicy:
         keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
         branch = self.sampling.window.branches and len(actions) > 0
         rows = conditioning if branch else conditioning.take(group)
-        x = self._initial_noise(batch, rows, per_group=branch, shared=shared_noise)
+        of_noise: list[tuple[int, ...]] = [(gid,) for gid in batch.group_ids] if branch else [*keys]
+        if shared_noise:  # the noise of the group, which is the same for all its rows
+            of_noise = [key[:1] for key in of_noise]
+        x = self.model.initial_noise(rows, [generator(batch.seed, "noise", batch.step, *key) for key in of_noise])
 
         latents, log_probs, means, state = [], [], [], x
         for k in range(num_steps):
@@ -349,14 +332,6 @@ class DenoisingPolicy:
         assert sampling.engine is not None
         check_deviations(deviations, log_probs, limit=sampling.engine.max_mismatch, any_rank=self.any_rank)
         return replace(made, log_probs=log_probs, behaviour_log_probs=reported, deviations=deviations)
-
-    def _initial_noise(self, batch: Batch, rows: Conditioning, *, per_group: bool, shared: bool) -> Tensor:
-        keys: list[tuple[int, ...]] = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
-        if per_group:
-            keys = [(gid,) for gid in batch.group_ids]
-        elif shared:
-            keys = [key[:1] for key in keys]
-        return self.model.initial_noise(rows, [generator(batch.seed, "noise", batch.step, *key) for key in keys])
 
     def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
         """Slices with all actions of one or more rows if they fit into a microbatch, otherwise with some actions of one row."""

@@ -1,4 +1,4 @@
-"""The rollout keys that both kinds of policies share, and the arguments with which a run builds a policy.
+"""The rollout keys of both kinds of policies, and the interfaces of engines.
 
 Recipes import this file, so it imports no torch.
 """
@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import Field
 
 from retouch.config.section import Count, Kinds, NonNegative, Positive, Section, Share
+from retouch.core.random import generator
+from retouch.core.windows import all_steps, random_window, sliding_window
 from retouch.models.base import ImageModel
 from retouch.models.train import TrainSection
-from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.types import Batch, Conditioning, Prompts
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from retouch.core.transitions import TransitionResult
-    from retouch.policies.value_heads import LatentValues, TokenValues
-    from retouch.policies.weights import WeightCopies
 
 TRUNCATE_AT = 2.0
 
@@ -60,28 +59,41 @@ class SharedRollout(Section):
     """Replace groups whose rewards are all equal; null keeps them, though they do not contribute to the gradient."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyContext:
-    """The arguments of a policy besides its model and its rollout section.
+class TokenSampling(Section):
+    """How completions are sampled."""
 
-    ``copies``: the copies of the weights. ``microbatch``: rows of a forward pass with gradient. ``eval_steps``: denoising steps of
-    an image in evaluation, without exploration; None means as in the rollout. ``acting``: the weights that sample rollouts.
-    ``keep_means``: the rollout stores the mean of each transition. ``engine``: samples the completions or the chains of rollouts;
-    None means that the policy's own model samples them. ``any_rank``: tells whether a flag is true on at least one rank.
-    ``in_step``: all ranks must call the model equally often. ``head``: a value head for this kind of policy.
-    ``first_gradient_step``: gives the first step of a denoising chain that the loss computes with gradient.
+    kind: Literal["tokens"] = "tokens"
+    max_new_tokens: Count
+    """Maximum number of tokens of a completion; a longer one is truncated."""
+    temperature: Positive = 1.0
+    """Logits are divided by the temperature, in sampling and in training."""
+    top_k: Count | None = None
+    """Sample only from the k most likely tokens; null keeps all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Sample only from the most likely tokens whose probabilities reach this sum; null keeps all."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k or top-p may leave out ids that the grammar allows."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
+
+
+class EngineFault(ValueError):
+    """An engine failed, or its probabilities are too far from the policy's. Raised on all ranks, before any update of the step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Generation:
+    """The completions of a batch, row by row; t is ``max_new_tokens``, and ids after the end of a row are ``pad``.
+
+    ``lengths``: number of tokens of each row, including its end token. ``log_probs``: in nats, as the engine reports them; 0 where
+    no token was sampled. ``support``: the ids that top-k and top-p kept at each position, padded with -1; None if all were kept.
     """
 
-    copies: WeightCopies
-    microbatch: int
-    eval_steps: int | None = None
-    acting: Literal["current", "old"] = "current"
-    keep_means: bool = False
-    engine: Engine | DenoisingEngine | None = None
-    any_rank: Callable[[bool], bool] = bool
-    in_step: bool = False
-    head: LatentValues | TokenValues | None = None
-    first_gradient_step: FirstGradientStep | None = None
+    ids: Int[Tensor, "b t"]
+    lengths: Int[Tensor, " b"]
+    log_probs: Float[Tensor, "b t"]
+    support: Int[Tensor, "b t w"] | None = None
 
 
 Diagnosis: TypeAlias = tuple[Literal["ok", "note", "FAILED"], str, str]
@@ -140,13 +152,6 @@ class DenoisingEngine(Protocol):
     def sample_chains(self, batch: Batch, conditioning: Conditioning, request: ChainRequest) -> Chains:
         """Sample the chains. Raises EngineFault on all ranks if the engine fails on any rank, or returns wrong chains."""
         ...
-
-
-@runtime_checkable
-class ClosableEngine(Protocol):
-    """An engine that keeps resources outside the process. It may be used again after ``close``."""
-
-    def close(self) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,32 +350,14 @@ class _Published(Transition):
 
     kind: Literal["sde", "cps", "dance", "ode"]
 
-    def step(
-        self,
-        x: Float[Tensor, "b ..."],
-        velocity: Float[Tensor, "b ..."],
-        sigma: Float[Tensor, " b"],
-        sigma_next: Float[Tensor, " b"],
-        *,
-        sigma_max: Float[Tensor, ""],
-        reduction: Literal["mean", "sum"],
-        noise: Float[Tensor, "b ..."] | None = None,
-        next: Float[Tensor, "b ..."] | None = None,
-    ) -> TransitionResult:
+    @property
+    def exploration(self) -> float | None:
+        return getattr(self, "noise_level", None)
+
+    def step(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, **options: Any) -> TransitionResult:
         from retouch.core.transitions import transition
 
-        return transition(
-            self.kind,
-            x,
-            velocity,
-            sigma,
-            sigma_next,
-            noise_level=self.exploration or 0.0,
-            sigma_max=sigma_max,
-            reduction=reduction,
-            noise=noise,
-            next=next,
-        )
+        return transition(self.kind, x, velocity, sigma, sigma_next, noise_level=self.exploration or 0.0, **options)
 
 
 class SDETransition(_Published):
@@ -387,10 +374,6 @@ class SDETransition(_Published):
     noise_level: NonNegative
     """Scale of the injected noise; 0.7 is usual, 1.0 to 1.5 for Qwen-Image."""
 
-    @property
-    def exploration(self) -> float | None:
-        return self.noise_level
-
 
 class CPSTransition(_Published):
     """The stochastic step that preserves the coefficients of the schedule (Flow-CPS, arXiv 2509.05952).
@@ -404,10 +387,6 @@ class CPSTransition(_Published):
     kind: Literal["cps"] = "cps"
     noise_level: Share
     """Share of new noise in a step: from 0, no new noise, to 1, all noise is new."""
-
-    @property
-    def exploration(self) -> float | None:
-        return self.noise_level
 
 
 class ODETransition(_Published):
@@ -468,8 +447,6 @@ class AllSteps(Window):
     mode: Literal["all"] = "all"
 
     def actions(self, *, num_steps: int, seed: int, step: int) -> range:
-        from retouch.core.windows import all_steps
-
         return all_steps(num_steps)
 
 
@@ -494,9 +471,6 @@ class RandomWindow(Window):
         return self.size
 
     def actions(self, *, num_steps: int, seed: int, step: int) -> range:
-        from retouch.core.random import generator
-        from retouch.core.windows import random_window
-
         high = num_steps - 1 if self.high is None else self.high
         return random_window(num_steps, size=self.size, low=self.low, high=high, generator=generator(seed, "window", step))
 
@@ -525,8 +499,6 @@ class SlidingWindow(Window):
         return self.size
 
     def actions(self, *, num_steps: int, seed: int, step: int) -> range:
-        from retouch.core.windows import sliding_window
-
         return sliding_window(num_steps, size=self.size, step=step, every=self.every, stride=self.stride)
 
     def problems(self, *, num_steps: int, key: str) -> Iterator[str]:

@@ -247,29 +247,16 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
         )
     answer = json.loads(done.stdout)
     if "error" in answer:
-        message = _shortened(answer["error"].replace("import_callback error: RuntimeError: ", ""))
-        raise JsonnetError(message + _syntax_advice(message))
+        lines = answer["error"].replace("import_callback error: RuntimeError: ", "").strip().splitlines()
+        if (more := len(lines) - _MOST_LINES) > 0:  # the hundreds of frames of an endless recursion
+            lines = [*lines[:_MOST_LINES], f"    ... and {more} more lines"]
+        message, missing = "\n".join(lines), ""
+        # The parser lists every token that could follow, so the list shows where in a recipe the error is.
+        if (found := _SYNTAX_ERROR.search(message)) is not None:
+            missing = _missing(found["expected"], found["token"], Path(found["file"]), int(found["line"]), int(found["column"]))
+        raise JsonnetError(f"{message}\n    perhaps {missing}" if missing else message)
     text: str = answer["text"]
     return text
-
-
-def _shortened(message: str) -> str:
-    """The first lines of the message, without the hundreds of frames of an endless recursion."""
-    lines = message.strip().splitlines()
-    more = len(lines) - _MOST_LINES
-    return "\n".join([*lines[:_MOST_LINES], f"    ... and {more} more lines"] if more > 0 else lines)
-
-
-def _syntax_advice(message: str) -> str:
-    """What may be missing at the place of a syntax error; empty for other errors.
-
-    The parser lists every token that could follow there, so the list shows where in a recipe the error is.
-    """
-    found = _SYNTAX_ERROR.search(message)
-    if found is None:
-        return ""
-    missing = _missing(found["expected"], found["token"], Path(found["file"]), int(found["line"]), int(found["column"]))
-    return f"\n    perhaps {missing}" if missing else ""
 
 
 def _missing(expected: str, token: str, file: Path, line: int, column: int) -> str:

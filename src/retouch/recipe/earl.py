@@ -45,11 +45,6 @@ _COMPUTED = {
 }
 
 
-def is_config(document: Mapping[str, Any]) -> bool:
-    """Whether a document is a configuration of EARL and not a recipe."""
-    return {"episodes_per_iteration", "generations_per_sample"} <= document.keys() and "policy" not in document
-
-
 def recipe_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The recipe's document, and a line for each key without effect. Raises ValueError with a line for each key that is unknown,
     missing or refused, and for each value that has no counterpart."""

@@ -12,16 +12,12 @@ from retouch.config.section import Count, Section
 from retouch.models.base import ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.train import FullWeights, IpAdapter, Lora
-from retouch.policies.rollout import DenoisingEngine, DenoisingRollout, TokenRollout
-from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from retouch.policies.autoregressive import AutoregressivePolicy
-    from retouch.policies.denoising import DenoisingPolicy
-    from retouch.policies.rollout import PolicyContext
+    from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 
 class Ema(Section):
@@ -94,56 +90,27 @@ class DenoisingPolicyKeys(Section):
         if self.gradient_checkpointing:
             # A module without gradient checkpointing raises a clear error itself.
             module.enable_gradient_checkpointing()  # type: ignore[operator]
-        if self.attention is not None:
-            from retouch.models.kernels import set_attention
+        if self.attention is not None or self.compile is not None:
+            from retouch.models.kernels import compile_blocks, set_attention
 
-            set_attention(module, self.attention)
-        if self.compile is not None:
-            from retouch.models.kernels import compile_blocks
-
-            compile_blocks(module)
+            if self.attention is not None:
+                set_attention(module, self.attention)
+            if self.compile is not None:
+                compile_blocks(module)
 
     def require_kernels(self, device: torch.device) -> None:
         """Raise ValueError if the attention backend cannot train on the device, or nothing can be compiled for it."""
-        if self.attention is not None:
-            from retouch.models.kernels import require_backend
+        if self.attention is not None or self.compile is not None:
+            from retouch.models.kernels import require_backend, require_compiler
 
-            require_backend(self.attention, device=device, dtype=getattr(self.model, "dtype", "float32"))
-        if self.compile is not None:
-            from retouch.models.kernels import require_compiler
-
-            require_compiler(device)
+            if self.attention is not None:
+                require_backend(self.attention, device=device, dtype=getattr(self.model, "dtype", "float32"))
+            if self.compile is not None:
+                require_compiler(device)
 
     def for_inference(self) -> DenoisingPolicyKeys:
         """These keys with torch's own kernels, which every machine has."""
         return self.model_copy(update={"attention": None, "compile": None})
-
-    def build(
-        self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
-    ) -> DenoisingPolicy:
-        """Build the policy, which samples with the settings of ``rollout``."""
-        from retouch.models.pipeline import Guided
-        from retouch.policies.denoising import DenoisingPolicy
-        from retouch.policies.value_heads import TokenValues
-
-        assert isinstance(rollout, DenoisingRollout)
-        assert isinstance(model, DenoisingModel)
-        assert not isinstance(context.head, TokenValues)
-        assert context.engine is None or isinstance(context.engine, DenoisingEngine)
-        return DenoisingPolicy(
-            Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
-            sampling=rollout,
-            acting=context.acting,
-            eval_steps=context.eval_steps or rollout.num_steps,
-            microbatch=context.microbatch,
-            copies=context.copies,
-            keep_means=context.keep_means,
-            head=context.head,
-            engine=context.engine,
-            any_rank=context.any_rank,
-            reference_dropout=self.train.reference_dropout,
-            first_gradient_step=context.first_gradient_step,
-        )
 
 
 class LanguageModelLora(Lora):
@@ -205,27 +172,3 @@ class AutoregressivePolicyKeys(Section):
     def for_inference(self) -> AutoregressivePolicyKeys:
         """These keys without compiled layers."""
         return self.model_copy(update={"compile": None})
-
-    def build(
-        self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
-    ) -> AutoregressivePolicy:
-        """Build the policy, which samples with the settings of ``rollout``."""
-        from retouch.policies.autoregressive import AutoregressivePolicy
-        from retouch.policies.value_heads import LatentValues
-
-        assert isinstance(rollout, TokenRollout)
-        assert not isinstance(model, DenoisingModel)
-        assert not isinstance(context.head, LatentValues)
-        assert not isinstance(context.engine, DenoisingEngine)
-        return AutoregressivePolicy(
-            model,
-            sampling=rollout,
-            microbatch=context.microbatch,
-            copies=context.copies,
-            logits_at_once=self.logits_at_once,
-            mask_truncated=self.mask_truncated,
-            engine=context.engine,
-            any_rank=context.any_rank,
-            in_step=context.in_step,
-            head=context.head,
-        )

@@ -81,7 +81,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iter
     file = find(path)
     try:
         document = evaluate(file)
-        if earl.is_config(document):
+        if {"episodes_per_iteration", "generations_per_sample"} <= document.keys() and "policy" not in document:
             document, notes = earl.recipe_of(document)
             _log.warning("%s: read as a configuration of EARL%s", file, "".join(f"; {each}" for each in notes))
         refuse_secrets(apply(document, overrides), os.environ)
@@ -456,7 +456,11 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
         tokens = phase.rollout.is_autoregressive
         yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], is_autoregressive=tokens)
         if phase.objective.needs_pairs:
-            yield from _pairs(phase, at)
+            if phase.data.contents().pairs is False:
+                why = f"{phase.data.label} has no columns `chosen` and `rejected`, which {at['objective']}.pairs 'data' compares"
+                yield f"{at['data']}: {why}; name them in columns, or give folder, hub or table data that have them"
+            if phase.group_size != 2:
+                yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
         elif phase.imitates:
             unused = {"refill": phase.rollout.refill is not None, "staleness": phase.rollout.staleness > 0}
             for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
@@ -491,15 +495,6 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; give fewer steps, or a "
                 "share of them below 1"
             )
-
-
-def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """Check a phase in which each group is a pair of images of the data."""
-    if phase.data.contents().pairs is False:
-        why = f"{phase.data.label} has no columns `chosen` and `rejected`, which {at['objective']}.pairs 'data' compares"
-        yield f"{at['data']}: {why}; name them in columns, or give folder, hub or table data that have them"
-    if phase.group_size != 2:
-        yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
 
 
 def _exploration(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

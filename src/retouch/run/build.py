@@ -28,19 +28,21 @@ from retouch.data.tasks import (
 )
 from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper, gathered_state
 from retouch.distributed.ranks import Placement, Ranks, plan_placement
+from retouch.models.offloading import on_device, page_lock, parts_of
 from retouch.models.parts import compute_device, frozen_hashes
+from retouch.models.pipeline import Guided
 from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
+from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import (
     CachedEngine,
     ChainEngineSection,
-    ClosableEngine,
     DenoisingEngine,
+    DenoisingRollout,
     Engine,
     EngineContext,
     EngineSection,
     FirstGradientStep,
-    PolicyContext,
     TokenRollout,
 )
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
@@ -50,10 +52,11 @@ from retouch.recipe.keys import ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, check_ranks, evaluated_columns, rewards_of
 from retouch.records.folder import RunFolder
-from retouch.renderers.base import LatentRenderer
+from retouch.renderers.base import LatentRenderer, RendererInContext
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
 from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_weights, set_generators
+from retouch.run.collecting import collect_ahead, collect_refilled
 from retouch.run.ledger import Ledger, require_same_data, require_same_weights
 from retouch.run.metrics import Clock
 from retouch.run.preflight import Check, trial_steps
@@ -62,7 +65,6 @@ from retouch.types import Batch, Json, Task
 
 if TYPE_CHECKING:
     from retouch.policies.autoregressive import AutoregressivePolicy
-    from retouch.policies.denoising import DenoisingPolicy
 
 SAMPLED = 32
 """Number of tasks from which the normalisation of the head's inputs is computed."""
@@ -181,12 +183,8 @@ def build_phase(
 
     source = None
     if phase.rollout.staleness and not phase.imitates:
-        from retouch.run.collecting import collect_ahead
-
         source = partial(collect_ahead, staleness=phase.rollout.staleness, truncate_at=phase.rollout.truncate_at)
     if phase.rollout.refill is not None and not phase.imitates:
-        from retouch.run.collecting import collect_refilled
-
         if isinstance(tasks, UnindexedTasks):
             raise ValueError("rollout.refill: a stream has no further tasks for a step; remove it, or stream no data")
         source = partial(collect_refilled, rounds=phase.rollout.refill.rounds, further=further)
@@ -209,16 +207,6 @@ def build_phase(
     )
 
 
-def copies_needed(recipe: Recipe) -> set[str]:
-    """Return the names of the weight copies that the phases need besides the current weights."""
-    needed = {"average"} if recipe.policy.ema is not None else set()
-    if recipe.renderer is not None:
-        needed |= recipe.renderer.weight_copies
-    for phase in recipe.resolved_phases():
-        needed |= phase.objective.weight_copies
-    return needed | _stale_copies(recipe)
-
-
 def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
     """Return the names of the weight copies that are in CPU memory while they are not used.
 
@@ -235,15 +223,12 @@ def _stale_copies(recipe: Recipe) -> set[str]:
 
 def has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[Task], bool]:
     """Return the function that says whether a task contains what the model imitates in supervised learning."""
-    if isinstance(model, DenoisingModel):
-        return _has_target
-    from retouch.policies.autoregressive import TokenizesTargets, has_completion
+    if not isinstance(model, DenoisingModel):
+        from retouch.policies.autoregressive import TokenizesTargets, has_completion
 
-    return _has_target if isinstance(model, TokenizesTargets) else has_completion
-
-
-def _has_target(task: Task) -> bool:
-    return task.target is not None
+        if not isinstance(model, TokenizesTargets):
+            return has_completion
+    return lambda task: task.target is not None
 
 
 _CPU = torch.device("cpu")
@@ -287,19 +272,43 @@ class PolicyParts:
         ``acting``: the weights that sample in rollouts. ``engine``: samples the completions or the denoising chains of a rollout;
         None: the policy's own model. ``first_gradient_step``: from the objective, if its loss needs a state of the chain.
         """
-        context = PolicyContext(
+        recipe, policy, model, head = self.recipe, self.recipe.policy, self.model, self.head
+        if isinstance(model, DenoisingModel):
+            assert isinstance(rollout, DenoisingRollout)
+            assert not isinstance(head, TokenValues)
+            assert engine is None or isinstance(engine, DenoisingEngine)
+            return DenoisingPolicy(
+                Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
+                sampling=rollout,
+                acting=acting,
+                eval_steps=recipe.eval.num_steps or rollout.num_steps,
+                microbatch=recipe.microbatch,
+                copies=self.copies,
+                keep_means=keep_means,
+                head=head,
+                engine=engine,
+                any_rank=self.ranks.any,
+                reference_dropout=policy.train.reference_dropout,
+                first_gradient_step=first_gradient_step,
+            )
+        from retouch.policies.autoregressive import AutoregressivePolicy
+
+        assert isinstance(policy, AutoregressivePolicyKeys)
+        assert isinstance(rollout, TokenRollout)
+        assert not isinstance(head, LatentValues)
+        assert not isinstance(engine, DenoisingEngine)
+        return AutoregressivePolicy(
+            model,
+            sampling=rollout,
+            microbatch=recipe.microbatch,
             copies=self.copies,
-            microbatch=self.recipe.microbatch,
-            eval_steps=self.recipe.eval.num_steps,
-            acting=acting,
-            keep_means=keep_means,
+            logits_at_once=policy.logits_at_once,
+            mask_truncated=policy.mask_truncated,
             engine=engine,
             any_rank=self.ranks.any,
             in_step=self._in_step,
-            head=self.head,
-            first_gradient_step=first_gradient_step,
+            head=head,
         )
-        return self.recipe.policy.build(rollout, self.model, context)
 
     @property
     def _in_step(self) -> bool:
@@ -316,9 +325,6 @@ class PolicyParts:
         renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
         if not self.placement.offload:
             return renderer
-        from retouch.models.offloading import on_device, page_lock, parts_of
-        from retouch.renderers.base import RendererInContext
-
         assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
         page_lock(parts, self.placement.renderer)
@@ -328,8 +334,6 @@ class PolicyParts:
         """Build the renderer for the policy's ``sample``. If the policy encodes responses, it uses its averaged weights too."""
         renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
         if section is not None and section.policy_encodes and "average" in self.copies.copies:
-            from retouch.renderers.base import RendererInContext
-
             return RendererInContext(renderer, partial(self.copies.using, "average"))
         return renderer
 
@@ -480,13 +484,14 @@ class Assembly(PolicyParts):
     def close_engines(self) -> None:
         """Remove what the engines keep outside of this process, such as adapters in a server."""
         for engine in self.engines.values():
-            if isinstance(engine, ClosableEngine):
-                engine.close()
+            if (close := getattr(engine, "close", None)) is not None:  # the engine may be used again after it
+                close()
 
     def _average(self, taken: int) -> None:
         ema = self.recipe.policy.ema
         if ema is not None and taken % ema.every == 0:
             # Warm-up of the decay, as in diffusers' EMAModel: after few steps, the initial weights must not dominate the average.
+            # ``taken`` starts again in each phase, so the average soon forgets the phase before.
             self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
@@ -525,11 +530,11 @@ def assemble(
     for phase in phases if trains else ():
         if phase.objective.differentiates_reward:
             phase.objective.load(placement.reward)
-    if resumed is None:
-        return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
-    require_same_data(resumed, sets, ranks)
+    if resumed is not None:
+        require_same_data(resumed, sets, ranks)
     parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
-    require_same_weights(resumed, parts.weights(), ranks)
+    if resumed is not None:
+        require_same_weights(resumed, parts.weights(), ranks)
     return parts
 
 
@@ -576,7 +581,10 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
         hashes = _weights(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)
-    names = copies_needed(recipe)
+    names = _stale_copies(recipe) | ({"average"} if policy.ema is not None else set())
+    names = names.union(*(phase.objective.weight_copies for phase in recipe.resolved_phases()))
+    if renderer is not None:
+        names |= renderer.weight_copies
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
         names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
     for name in sorted(names):

@@ -124,7 +124,10 @@ def _save(folder: Path, state: TrainState, before_commit: Callable[[], None]) ->
         for group, tensors in state.tensors.items():
             write_tensors(temporary / f"{group}{_TENSORS}", tensors)
         files.write_atomic(temporary / "state.json", content, durable=False)
-        files.write_atomic(temporary / "manifest.json", _as_json(_manifest(temporary)), durable=False)
+        listed: dict[str, Json] = {
+            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(temporary.iterdir())
+        }
+        files.write_atomic(temporary / "manifest.json", _as_json({"format": FORMAT, "files": listed}), durable=False)
         for file in temporary.iterdir():
             files.fsync_folder(file)
         files.fsync_folder(temporary)
@@ -276,13 +279,6 @@ def _listed(path: Path, manifest: object) -> dict[str, dict[str, object]]:
     if not valid or unlisted or "state.json" not in listed:
         raise ValueError(f"{path / 'manifest.json'} does not describe a checkpoint; use another one")
     return listed
-
-
-def _manifest(folder: Path) -> dict[str, Json]:
-    entries: dict[str, Json] = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())
-    }
-    return {"format": FORMAT, "files": entries}
 
 
 def _as_json(value: Json) -> bytes:

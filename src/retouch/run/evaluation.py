@@ -118,11 +118,19 @@ class Evaluator:
 
     def __call__(self, policy: Any) -> EvaluationResult:
         """Evaluate the policy on all tasks, sampling as in inference: without exploration."""
-        result = self._evaluate(policy.sample, slot=0) if self.scores_images else self._unscored(policy.sample)
+        if self.scores_images:
+            result = self._evaluate(policy.sample, slot=0)
+        else:
+            batches = self._batches(slots=(0,), most=self.pictures)
+            samples = [made for batch in batches for made in self._samples(policy.sample, batch)]
+            result = self._result({}, torch.full((len(self.tasks),), torch.nan), samples)
         if self.objective is None:
             return result
+        with policy.copies.using("average") if "average" in policy.copies.copies else nullcontext():  # like ``policy.sample``
+            parts = [self.objective.measure(policy, batch) for batch in self._batches(slots=(0, 1))]
+        columns = self._gathered([torch.cat([part[name].cpu() for part in parts]) for name in self.measured])
         shares = tuple(name for name, kind in self.measured.items() if kind == "share")
-        return replace(result, scores=result.scores | self._measure(policy, self.objective), shares=shares)
+        return replace(result, scores=result.scores | dict(zip(self.measured, columns, strict=True)), shares=shares)
 
     def ceiling(self, policy: Any) -> EvaluationResult | None:
         """Score the targets or completions that are stored in the tasks, after rendering; None if a task has no target.
@@ -156,18 +164,6 @@ class Evaluator:
         judged = wait_for_rewards(self.ranks, futures)
         rewards, *columns = self._gathered([judged.rewards, *judged.scores.values()])
         return self._result(dict(zip(judged.scores, columns, strict=True)), rewards, samples)
-
-    def _unscored(self, act: Any) -> EvaluationResult:
-        """Make only the images that are returned, without scores."""
-        samples = [made for batch in self._batches(slots=(0,), most=self.pictures) for made in self._samples(act, batch)]
-        return self._result({}, torch.full((len(self.tasks),), torch.nan), samples)
-
-    def _measure(self, policy: Any, objective: Objective) -> Scores:
-        """Return the columns that the objective measures, under the average weights if there are any, like ``policy.sample``."""
-        with policy.copies.using("average") if "average" in policy.copies.copies else nullcontext():
-            parts = [objective.measure(policy, batch) for batch in self._batches(slots=(0, 1))]
-        columns = self._gathered([torch.cat([part[name].cpu() for part in parts]) for name in self.measured])
-        return dict(zip(self.measured, columns, strict=True))
 
     def _batches(self, *, slots: Sequence[int], most: int | None = None) -> Iterator[Batch]:
         """Yield this rank's tasks, or the first ``most`` of them, with one row per slot. All ranks get the same number of rows."""
@@ -251,7 +247,11 @@ def score_table(
             known = values[rows][~values[rows].isnan()].double()
             if len(known):
                 means[name][column] = known.mean().item()
-            interval = _interval(values[rows].tolist(), sources, is_share=column in evaluated.shares)
+            if column in evaluated.shares:
+                share = estimate_share(values[rows].tolist(), sources)
+                interval = (share.low, share.high) if share.clusters > 1 else None
+            else:
+                interval = estimate_mean(values[rows].tolist(), sources).interval
             if interval is not None:
                 intervals[name][column] = interval
     return means, intervals
@@ -271,14 +271,6 @@ def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] 
             "eval.headline to null"
         )
     return mask
-
-
-def _interval(values: Sequence[float], sources: Sequence[str], *, is_share: bool) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the mean; None if there are values of fewer than two sources."""
-    if not is_share:
-        return estimate_mean(values, sources).interval
-    found = estimate_share(values, sources)
-    return (found.low, found.high) if found.clusters > 1 else None
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, list[int]]:
@@ -313,7 +305,15 @@ class RunEvaluations:
         """
         log.info("evaluating %d %s tasks", len(self.evaluator.tasks), self._split_label)
         evaluated = replace(self.evaluator, judge=self.parts.judge.for_split("heldout", step))(self.policy)
-        self._require_scores(evaluated, step)
+        column = self.parts.judge.reward.columns.get(self._column)
+        missing, allowed = self._values(evaluated).isnan().double().mean().item(), self.recipe.reward.max_missing
+        if missing > allowed and not (column is not None and column.diagnostic):
+            self.parts.judge.forget_missing("heldout", step, column=None if column is None else self._column)
+            raise TooManyMissing(
+                f"{missing:.0%} of the {self._split_label} images have no {self._column}, but the recipe allows only {allowed:.0%} "
+                "(reward.max_missing). If the judge is failing, start the run again when it works; if the reward leaves images "
+                "out on purpose, set max_missing to the share that it leaves out"
+            )
         if self.parts.ranks.is_main:
             self._write_line(step, evaluated)
             self.folder.evaluation(step).parent.mkdir(exist_ok=True)
@@ -344,17 +344,6 @@ class RunEvaluations:
         scores |= {name: evaluated.scores[name] for name in self.parts.judge.combination.columns}
         missing = {name: count for name, values in scores.items() if (count := int(values.isnan().sum()))}
         self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower, missing=missing)
-
-    def _require_scores(self, evaluated: EvaluationResult, step: int) -> None:
-        column = self.parts.judge.reward.columns.get(self._column)
-        missing, allowed = self._values(evaluated).isnan().double().mean().item(), self.recipe.reward.max_missing
-        if missing > allowed and not (column is not None and column.diagnostic):
-            self.parts.judge.forget_missing("heldout", step, column=None if column is None else self._column)
-            raise TooManyMissing(
-                f"{missing:.0%} of the {self._split_label} images have no {self._column}, but the recipe allows only {allowed:.0%} "
-                "(reward.max_missing). If the judge is failing, start the run again when it works; if the reward leaves images "
-                "out on purpose, set max_missing to the share that it leaves out"
-            )
 
     def write_baselines(self) -> None:
         """Store the baselines: the score of the tasks' targets (ceiling), and the best of k samples of the base policy."""
@@ -416,9 +405,13 @@ class RunEvaluations:
         both = self.headline & ~(end - start).isnan()  # otherwise a missing score would change the gain
         gain = estimate_mean((end - start)[self.headline].tolist(), self._headline_sources)
         seconds = math.fsum(line.get("time/step") or 0.0 for line in self.folder.read_timings())
+        tags = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
+        count, sources = int(self.headline.sum()), cluster_numbers(self._headline_sources)[1]
+        on = f"{count} {self._split_label} task{'s' * (count != 1)}" + (f" of {tags}" if tags else "")
+        on += "" if sources == count else f" from {sources} source{'s' * (sources != 1)}"
         summary = Summary(
             column=self._column,
-            on=self._on() + (f", from step {first}, when the judge changed" if first else ""),
+            on=on + (f", from step {first}, when the judge changed" if first else ""),
             before=float(start[both].mean()),
             after=float(end[both].mean()),
             steps=step,
@@ -477,12 +470,6 @@ class RunEvaluations:
 
     def _values(self, evaluated: EvaluationResult) -> Tensor:
         return evaluated.scores.get(self._column, evaluated.rewards)
-
-    def _on(self) -> str:
-        tags = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
-        count, sources = int(self.headline.sum()), cluster_numbers(self._headline_sources)[1]
-        tasks = f"{count} {self._split_label} task{'s' * (count != 1)}" + (f" of {tags}" if tags else "")
-        return tasks if sources == count else f"{tasks} from {sources} source{'s' * (sources != 1)}"
 
     @property
     def _headline_sources(self) -> list[str]:

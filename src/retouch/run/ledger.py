@@ -26,7 +26,7 @@ from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.rewards.identity import changed_keys, changes, describe, fingerprint, remember_run, short
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.ledger.database import Database, JudgeUsage, image_hash, ledger_files, open_read_only, read_usage
+from retouch.rewards.ledger.database import Database, ImageStore, JudgeUsage, image_hash, ledger_files, open_read_only, read_usage
 from retouch.rewards.ledger.journal import Journal
 from retouch.types import Codes, Json, Task
 
@@ -50,8 +50,6 @@ class Ledger:
         self._new_judge = new_judge
         self._images = None
         if keep_images:
-            from retouch.rewards.ledger.database import ImageStore
-
             self._images = ImageStore(run)
         path = ledger_path(run, ranks.rank)
         self.is_new = not path.exists()

@@ -5,29 +5,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from retouch.distributed.ranks import Ranks
 from retouch.policies.decoding import AutoregressiveTrajectory, log_prob_difference
 from retouch.types import Kind, Trajectory
-
-
-class Event(Protocol):
-    """A point in a GPU's queue of kernels, like ``torch.cuda.Event``."""
-
-    def record(self) -> None:
-        """Add this point to the queue."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the GPU has reached this point, without waiting for it."""
-        ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds between this point and the later point ``end``; the GPU must have reached both."""
-        ...
 
 
 @dataclass
@@ -42,10 +25,10 @@ class Clock:
     ``stage``: the stage that is running, or the stage that ended with an exception.
     """
 
-    event: Callable[[], Event] | None = None
+    event: Callable[[], torch.cuda.Event] | None = None
     stage: str | None = None
     _spent: dict[str, float] = field(default_factory=dict)
-    _pending: list[tuple[str, Event, Event]] = field(default_factory=list)
+    _pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:

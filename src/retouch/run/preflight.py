@@ -8,12 +8,13 @@ Each rank keeps the original values of its shards in CPU memory, so the undo nee
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from retouch.core.surrogates import sequence_log_ratio
 from retouch.distributed.optimizer import HeadStepper, MeasuresGradients, local_shard
 from retouch.models.parts import bits_hash
 from retouch.objectives.base import Objective
@@ -45,9 +46,6 @@ class Check:
     limit: float | None
     text: str
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 class PreflightFailed(ValueError):
     """The trial step shows that this run could not learn, or would learn something wrong."""
@@ -62,7 +60,9 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
-        return [*_take_step(run, phase, step, minibatch, before), _check_frozen(run, frozen)]
+        checks = list(_take_step(run, phase, step, minibatch, before))
+        changed = sum(not torch.equal(old, new) for old, new in zip(frozen, _hashes(run), strict=True))
+        return [*checks, Check("frozen", changed == 0, changed, 0, f"{changed} of {len(frozen)} frozen tensors changed")]
     finally:
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -120,43 +120,26 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
     objective, per_row = phase.objective, phase.objective.one_ratio_per_row
     if objective.has_ratio:
         deviation, limit = _max_ratio_deviation(run, minibatch, per_row=per_row), _ratio_limit(run, objective, minibatch)
-        yield Check(
-            "ratio_before",
-            deviation <= limit,
-            deviation,
-            limit,
-            f"the largest |ratio - 1| before the step is {deviation:.1e}; the limit is {limit:.0e}{_advice(run, deviation, limit)}",
-        )
+        text = f"the largest |ratio - 1| before the step is {deviation:.1e}; the limit is {limit:.0e}"
+        yield Check("ratio_before", deviation <= limit, deviation, limit, f"{text}{_advice(run, deviation, limit)}")
     accumulate(run, phase.objective, minibatch)
     norm = run.stepper.step(max(phase.learning_rate(step), phase.learning_rate(phase.steps.stop - 1), 1e-6))
-    yield Check(
-        "gradient",
-        norm > 0,
-        norm,
-        None,
-        f"the norm of the trial gradient is {norm:.2e}" if norm > 0 else "the trial gradient is exactly 0",
-    )
-    moved = _count_moved(run, before)
+    text = f"the norm of the trial gradient is {norm:.2e}" if norm > 0 else "the trial gradient is exactly 0"
+    yield Check("gradient", norm > 0, norm, None, text)
+    # The trained tensors that changed on at least one rank, compared one tensor at a time in CPU memory.
+    trained = (p for name, p in run.policy.module.named_parameters() if name in before)
+    pairs = zip(before.values(), trained, strict=True)
+    changed = torch.tensor([float(not torch.equal(old, local_shard(p).cpu())) for old, p in pairs])
+    moved = int(run.ranks.max(changed).sum())
     yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors changed")
     if objective.has_ratio:
         deviation = _max_ratio_deviation(run, minibatch, per_row=per_row)
-        changed = f"the largest |ratio - 1| after the step is {deviation:.1e}"
-        yield Check(
-            "ratio_after",
-            deviation > 0,
-            deviation,
-            None,
-            changed if deviation > 0 else _UNMOVED,
-        )
+        text = f"the largest |ratio - 1| after the step is {deviation:.1e}" if deviation > 0 else _UNMOVED
+        yield Check("ratio_after", deviation > 0, deviation, None, text)
     if objective.kl_kind is not None:
         size = _kl_gradient(run, objective, minibatch)
-        yield Check(
-            "kl_gradient",
-            size > 0,
-            size,
-            None,
-            f"the norm of the KL's gradient is {size:.2e}" if size > 0 else "the KL has no gradient",
-        )
+        text = f"the norm of the KL's gradient is {size:.2e}" if size > 0 else "the KL has no gradient"
+        yield Check("kl_gradient", size > 0, size, None, text)
 
 
 def _copy_in_cpu_memory(parameter: Tensor) -> Tensor:
@@ -164,18 +147,8 @@ def _copy_in_cpu_memory(parameter: Tensor) -> Tensor:
     return local_shard(parameter).to("cpu", copy=True)
 
 
-def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
-    """Count the trained tensors that changed on at least one rank. Compares one tensor at a time, in CPU memory."""
-    trained = (p for name, p in run.policy.module.named_parameters() if name in before)
-    pairs = zip(before.values(), trained, strict=True)
-    changed = torch.tensor([float(not torch.equal(old, local_shard(p).cpu())) for old, p in pairs])
-    return int(run.ranks.max(changed).sum())
-
-
 def _max_ratio_deviation(run: Run, minibatch: Minibatch, *, per_row: bool) -> float:
     """Return the largest |ratio - 1| over all actions and ranks. ``per_row``: all actions of a row share its mean log-ratio."""
-    from retouch.core.surrogates import sequence_log_ratio
-
     largest = torch.zeros(())
     for part in run.policy.microbatches(minibatch.trajectory):
         with torch.no_grad():
@@ -226,8 +199,3 @@ def _hashes(run: Run) -> list[Tensor]:
     frozen = [p.detach() for p in module.parameters() if not p.requires_grad] + list(module.buffers())
     copies = [tensor for copy in run.policy.copies.copies.values() for tensor in copy.values()]
     return [bits_hash(local_shard(tensor)) for tensor in frozen + copies]
-
-
-def _check_frozen(run: Run, before: list[Tensor]) -> Check:
-    changed = sum(not torch.equal(old, new) for old, new in zip(before, _hashes(run), strict=True))
-    return Check("frozen", changed == 0, changed, 0, f"{changed} of {len(before)} frozen tensors changed")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL.Image import Image
@@ -16,12 +16,14 @@ from retouch.policies.denoising import DenoisingTrajectory
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder, SampleRecord, SampleSet
-from retouch.records.trackers import CompositeTracker
 from retouch.renderers.base import LatentRenderer
 from retouch.run.evaluation import EvaluationResult
 from retouch.run.metrics import completion_texts
 from retouch.run.step import Metrics, ScoredRollout
 from retouch.types import Kind, Sample, Scores, Trajectory
+
+if TYPE_CHECKING:
+    from retouch.records.trackers import CompositeTracker
 
 
 class SampleDetails:
@@ -70,11 +72,11 @@ class Recorder:
     def __init__(
         self,
         folder: RunFolder,
-        tracker: CompositeTracker,
+        tracker: "CompositeTracker",
         *,
         total: int,
         samples: Samples,
-        details: "SampleDetails | None" = None,
+        details: SampleDetails | None = None,
     ) -> None:
         self.folder = folder
         self.samples = samples
@@ -109,6 +111,7 @@ class Recorder:
         for row, group in enumerate(batch.group):
             if group < self.samples.groups:
                 first = not records or records[-1].group != batch.group_ids[group]
+                mask = collected.trajectory.mask[row].cpu()
                 records.append(
                     SampleRecord(
                         sample=Sample(batch.tasks[group], collected.images[row]),
@@ -116,7 +119,7 @@ class Recorder:
                         slot=batch.slot[row],
                         scores=_row(collected.judged.scores, row),
                         reward=collected.judged.rewards[row].item(),
-                        advantage=_advantage(collected, row),
+                        advantage=collected.advantages[row][mask].mean().item() if mask.any() else 0.0,
                         text=texts[row],
                         tokens=None if self.details is None else self.details.tokens(collected.trajectory, row),
                         states=[] if self.details is None or not first else self.details.states(collected, row),
@@ -159,12 +162,6 @@ class Recorder:
                 words.append(f"missing {metrics['reward/missing_fraction']:.1%}")
         words += [f"loss {metrics['policy/loss']:.4g}", f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
         return "  ".join(words)
-
-
-def _advantage(collected: ScoredRollout, row: int) -> float:
-    """Return the mean advantage over the row's actions that the mask contains."""
-    mask = collected.trajectory.mask[row].cpu()
-    return collected.advantages[row][mask].mean().item() if mask.any() else 0.0
 
 
 def _shown(line: Mapping[str, Any], folder: Path) -> dict[str, Any]:

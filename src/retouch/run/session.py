@@ -1,7 +1,6 @@
 """A run from its recipe to its end: opens its folder, builds its parts, and trains, saves, evaluates and summarises.
 
-Modules that only some recipes need (``watch``, ``push``, judges), and those that are needed only after the first step (trackers,
-evaluations), are imported where they are used.
+Modules that only some recipes need (``watch``, ``push``, judges) and trackers are imported where they are used.
 """
 
 import logging
@@ -9,8 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
 import accelerate.utils
 import torch
@@ -18,8 +16,15 @@ import torch
 from retouch.config import wings
 from retouch.data.tasks import UnindexedTasks
 from retouch.distributed.optimizer import Stepper
-from retouch.distributed.ranks import Ranks, check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
-from retouch.policies.engine import EngineFault
+from retouch.distributed.ranks import (
+    DeviceMemory,
+    Ranks,
+    check_sharding,
+    init_distributed_from_recipe,
+    limit_memory,
+    plan_placement,
+)
+from retouch.policies.rollout import EngineFault
 from retouch.recipe.recipe import Recipe, rank_count_warning, rewards_of
 from retouch.records.control import ControlRequest, answer_request, read_requests
 from retouch.records.folder import RunFolder
@@ -30,14 +35,13 @@ from retouch.rewards.worker import explained_by_settings
 from retouch.run import checkpoint
 from retouch.run.build import Assembly, assemble
 from retouch.run.checkpoint import GROUPS
+from retouch.run.evaluation import RunEvaluations
 from retouch.run.folder import StopRequest, catch_stop_signals, explain_full_disk, explain_out_of_memory, newest_state, run_folder
 from retouch.run.hooks import Alarm, AlarmStop, Hook, StepResult, refuse_if_stopped, stop_message, stopping_alarms, write_stop
 from retouch.run.ledger import Ledger, record_identity
 from retouch.run.preflight import require_passed
+from retouch.run.recorder import Recorder, SampleDetails
 from retouch.run.step import Metrics, RewardFailed, RewardsAbandoned, ScoredRollout, TooManyMissing, train
-
-if TYPE_CHECKING:
-    from retouch.records.trackers import CompositeTracker
 
 log = logging.getLogger("retouch")
 
@@ -171,12 +175,16 @@ class TrainingSession:
                 self._preflight(stepper)
             if self.parts.ranks.is_main and (self.done == 0 or not self.folder.identity.exists()):
                 record_identity(self.folder, self.parts.weights(), self.parts.sets)
-            from retouch.distributed.ranks import DeviceMemory
-            from retouch.run.evaluation import RunEvaluations
-            from retouch.run.recorder import Recorder
-
             # Opened after the preflight, so that a run that cannot learn does not appear in a tracker.
-            trackers = stack.enter_context(closing(self._trackers()))
+            from retouch.records.trackers import CompositeTracker, open_trackers
+
+            opened = CompositeTracker([])
+            if self.parts.ranks.is_main:
+                document = self.recipe.document()
+                opened = open_trackers(
+                    self.recipe.trackers, self.folder, project="retouch", recipe=document, first_step=self.done + 1
+                )
+            trackers = stack.enter_context(closing(opened))
             self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
             self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts, since=self.ledger.judge_since)
             if self.done and self.parts.ranks.is_main:
@@ -190,8 +198,6 @@ class TrainingSession:
             stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
             details = None
             if chosen.tokens or chosen.states:
-                from retouch.run.recorder import SampleDetails
-
                 details = SampleDetails(self.parts.model, tokens=chosen.tokens, states=chosen.states)
             self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, samples=chosen, details=details)
             self.hooks = [*self.hooks, wings.load("hook.report")(self.folder, is_main=self.parts.ranks.is_main)]
@@ -207,11 +213,12 @@ class TrainingSession:
     def _train(self, stepper: Stepper) -> Iterator[StepResult]:
         if self.done == 0:
             self._heldout(baseline=True)
-        elif self.done == self.ledger.judge_since or self.parts.ranks.any(
-            self.done < self.parts.steps and self._lacks_evaluation()
-        ):
+        else:
+            due = self.done < self.parts.steps and _due(self.done, self.recipe.eval.every)
+            lacking = due and self.done not in {line["step"] for line in self.folder.read_evals()}
             # The judge is another one from here on, or the run was stopped before the evaluation of its last step.
-            self._heldout(baseline=False)
+            if self.done == self.ledger.judge_since or self.parts.ranks.any(lacking):
+                self._heldout(baseline=False)
         self._catch_up(stepper)
         if self.done == 0 and self._rolls_back:
             self._save(stepper)
@@ -292,9 +299,9 @@ class TrainingSession:
         if not last and _due(self.done, self.recipe.eval.every):
             self._heldout(baseline=False)
         self._call_hooks("evaluated", step, collected)
-        wanted = self.steering.wanted(stop=self.request.pending, last=last)
-        stopping = wanted.stop and not last
-        if stopping or (not last and (wanted.checkpoint or _due(self.done, self.recipe.checkpoints.every))):
+        stopping, saving = self.steering.wanted(stop=self.request.pending, last=last)
+        stopping = stopping and not last
+        if stopping or (not last and (saving or _due(self.done, self.recipe.checkpoints.every))):
             self._save(stepper)
         self.steering.answer(self.done, last=last)
         self._call_hooks("saved", step, collected)
@@ -367,7 +374,7 @@ class TrainingSession:
         with explain_out_of_memory(self.recipe, lambda: "trial step"):
             checks = list(self.parts.trial_steps(stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
         if self.parts.ranks.is_main:
-            self.folder.write_preflight([check.to_json() for check in checks])
+            self.folder.write_preflight([asdict(check) for check in checks])
         for check in checks:
             log.info("preflight  %s  %s", "ok    " if check.ok else "FAILED", check.text)
         require_passed(checks)
@@ -392,9 +399,6 @@ class TrainingSession:
             return False
         return summary is not None and summary.steps >= self.done
 
-    def _lacks_evaluation(self) -> bool:
-        return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}
-
     def _save(self, stepper: Stepper) -> None:
         state = self.parts.capture(stepper, step=self.done)
         if self.parts.ranks.is_main:
@@ -411,29 +415,12 @@ class TrainingSession:
         for hook in self.hooks:
             hook.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
 
-    def _trackers(self) -> "CompositeTracker":
-        from retouch.records.trackers import CompositeTracker, open_trackers
-
-        if not self.parts.ranks.is_main:
-            return CompositeTracker([])
-        return open_trackers(
-            self.recipe.trackers, self.folder, project="retouch", recipe=self.recipe.document(), first_step=self.done + 1
-        )
-
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
 _SETTLED_NS = 2_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequests:
-    """What the run does after a step because of requests; the same on all ranks."""
-
-    stop: bool
-    checkpoint: bool
 
 
 class ControlRequests:
@@ -452,9 +439,9 @@ class ControlRequests:
         self._waiting: dict[str, ControlRequest] = {}
         self.refuse(step, "the run was not training")
 
-    def wanted(self, *, stop: bool, last: bool) -> StepRequests:
-        """Return what new requests ask for; the same on all ranks. ``stop``: whether a signal asked this rank to stop. ``last``:
-        whether this is the last step of the run, at which requests have no effect."""
+    def wanted(self, *, stop: bool, last: bool) -> tuple[bool, bool]:
+        """Return whether new requests ask to stop, and to save a checkpoint; the same on all ranks. ``stop``: whether a signal
+        asked this rank to stop. ``last``: whether this is the last step of the run, at which requests have no effect."""
         if self._ranks.is_main:
             self._waiting = self._new()
         for request in () if last else self._waiting.values():
@@ -463,7 +450,7 @@ class ControlRequests:
         actions = set() if last else {request.action for request in self._waiting.values()}
         flags = torch.tensor([float(stop or "stop" in actions), float("checkpoint" in actions)])
         stopping, saving = self._ranks.max(flags).tolist()
-        return StepRequests(stop=stopping > 0, checkpoint=saving > 0)
+        return stopping > 0, saving > 0
 
     def answer(self, step: int, *, last: bool) -> None:
         """Answer the requests of this step, after the run has carried them out."""
@@ -471,7 +458,10 @@ class ControlRequests:
             if last:
                 self._write(name, request, taken=False, step=step, answer="this was the last step; the run ends with a checkpoint")
             else:
-                self._write(name, request, taken=True, step=step, answer=_done(request, step))
+                every = request.value
+                samples = f"samples are stored every {every} steps from now on" if every else "no more samples are stored"
+                done = {"stop": f"stopped after step {step}, with a checkpoint", "checkpoint": f"saved a checkpoint of step {step}"}
+                self._write(name, request, taken=True, step=step, answer=done.get(request.action, samples))
         self._waiting = {}
 
     def refuse(self, step: int, why: str) -> None:
@@ -500,11 +490,3 @@ class ControlRequests:
             answer_request(self._folder, name, request, taken=taken, step=step, answer=answer)
         except (OSError, NotOwner) as error:  # another user may own the file; this must not stop the run
             log.warning("the answer could not be stored: %s", error)
-
-
-def _done(request: ControlRequest, step: int) -> str:
-    if request.action == "stop":
-        return f"stopped after step {step}, with a checkpoint"
-    if request.action == "checkpoint":
-        return f"saved a checkpoint of step {step}"
-    return f"samples are stored every {request.value} steps from now on" if request.value else "no more samples are stored"

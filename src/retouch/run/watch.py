@@ -181,42 +181,17 @@ def _means(name: str, observations: Sequence[Observation]) -> tuple[float, float
 _SIDE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchMeasures:
-    """The measures of ``watch``. ``heldout``: a judge that is not used for training, or None. ``measures``: rewards without a
-    judge."""
-
-    heldout: RewardScorer | None
-    measures: Sequence[Reward]
-
-    def measure(self, samples: Sequence[Sample]) -> Scores:
-        """Return the columns of every measure, each (b,); NaN for a sample without an image."""
-        scores: Scores = {}
-        rows = [row for row, sample in enumerate(samples) if sample.image is not None]
-        for reward in self.measures:
-            columns = reward([samples[row] for row in rows])
-            for name in reward.columns:
-                scores[name] = torch.full((len(samples),), torch.nan)
-                scores[name][rows] = columns[name]
-        return scores
-
-    def close(self) -> None:
-        """Close the held-out judge."""
-        if self.heldout is not None:
-            self.heldout.close()
-
-
 def build_measures(
     watch: Watch, *, device: torch.device | str, cached: Callable[[Reward], Reward] = lambda reward: reward
-) -> WatchMeasures:
-    """Build the measures of the recipe's ``watch``. ``cached``: wraps the held-out judge in the ledger's cache.
+) -> tuple[RewardScorer | None, list[Reward]]:
+    """Build the held-out judge of the recipe's ``watch``, None without one, and its rewards that ask no judge. ``cached``: wraps
+    the judge in the ledger's cache.
 
     Raises ValueError if the held-out judge or the OCR model cannot be built.
     """
     section = None if watch.judge is None else watch.judge.reward
     heldout = None if section is None else RewardScorer(section.build(device=device, keep=cached), section.combine)
-    texts = [] if watch.text is None else [UnrequestedTextReward()]
-    return WatchMeasures(heldout=heldout, measures=[AppearanceReward(), *texts])
+    return heldout, [AppearanceReward(), *([] if watch.text is None else [UnrequestedTextReward()])]
 
 
 def group_diversity(batch: Batch, images: Sequence[Image.Image | None], ranks: Ranks) -> float:
@@ -255,7 +230,7 @@ class Watcher(Hook):
         assert recipe.watch is not None
         self.watch = recipe.watch
         self.ranks = ranks
-        self.measures = build_measures(self.watch, device=ranks.device, cached=ledger.cached)
+        self.heldout, self.measures = build_measures(self.watch, device=ranks.device, cached=ledger.cached)
         self.rolls_back = self.watch.rolls_back
         self._folder = folder
         self._ledger = ledger
@@ -286,8 +261,8 @@ class Watcher(Hook):
         """
         # The run may have been killed after it saved this step and before it recorded the stop.
         yield from self.stored_alarms(step)
-        if self.measures.heldout is not None:
-            self._ledger.attach_heldout(self.measures.heldout)
+        if self.heldout is not None:
+            self._ledger.attach_heldout(self.heldout)
         self._observations = read_observations(self._folder.watch, step)
         if any(each.judge != self._fingerprint for each in self._observations):
             raise ValueError(
@@ -315,7 +290,8 @@ class Watcher(Hook):
                 step.alarms += alarms
 
     def close(self) -> None:
-        self.measures.close()
+        if self.heldout is not None:
+            self.heldout.close()
 
     def _alarms(self, step: int) -> list[Alarm]:
         """Return and log the alarms of the newest observation, which was made after ``step`` steps."""
@@ -346,21 +322,26 @@ class Watcher(Hook):
 
         def score(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
             futures = {"proxy": self._judge.for_split("heldout", step)(batch, samples)}
-            if self.measures.heldout is not None:
-                futures["heldout"] = self.measures.heldout.for_split("watch", step)(batch, samples)
-            return executor.submit(self._join_scores, samples, futures)
+            if self.heldout is not None:
+                futures["heldout"] = self.heldout.for_split("watch", step)(batch, samples)
+            return executor.submit(joined, samples, futures)
+
+        def joined(samples: Sequence[Sample], futures: "Mapping[str, Future[ScoredBatch]]") -> ScoredBatch:
+            measured: Scores = {}
+            rows = [row for row, sample in enumerate(samples) if sample.image is not None]
+            for reward in self.measures:
+                columns = reward([samples[row] for row in rows])
+                for name in reward.columns:  # NaN for a sample without an image
+                    measured[name] = torch.full((len(samples),), torch.nan)
+                    measured[name][rows] = columns[name]
+            scores = {name: future.result().rewards for name, future in futures.items()}
+            return ScoredBatch({**scores, **measured}, scores["proxy"], 0)
 
         return score
 
-    def _join_scores(self, samples: Sequence[Sample], futures: "Mapping[str, Future[ScoredBatch]]") -> ScoredBatch:
-        measured = self.measures.measure(samples)
-        scores = {name: future.result().rewards for name, future in futures.items()}
-        return ScoredBatch({**scores, **measured}, scores["proxy"], 0)
-
     @property
     def _fingerprint(self) -> str:
-        heldout = self.measures.heldout
-        return "" if heldout is None or heldout.journal is None else heldout.journal.judge
+        return "" if self.heldout is None or self.heldout.journal is None else self.heldout.journal.judge
 
     def _write_canaries(self, images: Sequence[Image.Image | None], texts: Sequence[str | None]) -> None:
         """Store the first images of the main rank as canaries, with the completions that they were made from."""
@@ -374,7 +355,14 @@ class Watcher(Hook):
     def _score_canaries(self, step: int) -> Scores:
         """Score the canaries again on the main rank. Returns the reward's columns (except diagnostics) on all ranks."""
         names = [name for name, column in self._judge.reward.columns.items() if not column.diagnostic]
-        indices, samples = self._read_canaries() if self.ranks.is_main and self.watch.canaries is not None else ((), [])
+        indices: tuple[int, ...] = ()
+        samples: list[Sample] = []
+        if self.ranks.is_main and self.watch.canaries is not None:
+            texts = {int(index): text for index, text in files.read_record(self._folder.watch / "canaries.json").items()}
+            for index, text in texts.items():
+                with files.open_file(self._canary(index)) as file, Image.open(file) as stored:
+                    samples.append(Sample(self.evaluator.tasks[index], stored.convert("RGB"), completion=text))
+            indices = tuple(texts)
         count = int(self.ranks.max(torch.tensor(float(len(samples)))))
         futures = []
         with self._ledger.cache.bypass():
@@ -388,13 +376,6 @@ class Watcher(Hook):
         for judged in results:
             table = torch.stack([judged.scores[name] for name in names]).to(table.dtype)
         return dict(zip(names, self.ranks.sum(table), strict=True)) if count else {}
-
-    def _read_canaries(self) -> tuple[tuple[int, ...], list[Sample]]:
-        """Return the canaries: the indices of their tasks, and the images that were made for these tasks at the start."""
-        texts = {int(index): text for index, text in files.read_record(self._folder.watch / "canaries.json").items()}
-        tasks = self.evaluator.tasks
-        samples = [Sample(tasks[index], _read(self._canary(index)), completion=text) for index, text in texts.items()]
-        return tuple(texts), samples
 
     def _canary(self, index: int) -> Path:
         return self._folder.watch / f"canary-{index:03d}.png"
@@ -415,8 +396,3 @@ def read_diversity(folder: RunFolder, done: int) -> list[float]:
     """Read the group diversity of every step up to ``done`` from the metrics; NaN for a step without a value."""
     values = [line.get("watch/diversity") for line in folder.read_metrics() if line["step"] <= done]
     return [math.nan if value is None else value for value in values]
-
-
-def _read(path: Path) -> Image.Image:
-    with files.open_file(path) as file, Image.open(file) as image:
-        return image.convert("RGB")

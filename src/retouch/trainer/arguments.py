@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from retouch.config import consent
 from retouch.config.imports import module_of, nearest
 from retouch.config.section import LIVE, Section
 from retouch.data.base import DataSource, StoredData
 from retouch.data.kinds import DATA
+from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
+from retouch.data.sources.stream import IterableData
 from retouch.models.base import MEGAPIXEL, Attention, DiffusersModel, Dtype, ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
+from retouch.models.loaded import LoadedLanguageModel, require_as_built, require_plain
+from retouch.models.lora import DESCRIPTIVE, unusual_fields
+from retouch.models.parts import euler_scheduler
 from retouch.models.train import FullWeights, Lora
 from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
@@ -28,7 +36,7 @@ from retouch.records.files import read_json
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.base import RewardSection
-from retouch.rewards.function import FunctionReward, LiveFunction, require_columns
+from retouch.rewards.function import FunctionReward, require_columns
 from retouch.rewards.kinds import KINDS as REWARDS
 
 
@@ -54,8 +62,6 @@ def train_document(peft_config: Any) -> dict[str, Any]:
     if isinstance(peft_config, Section):
         return peft_config.model_dump(mode="json")
     if type(peft_config).__name__ == "LoraConfig":
-        from retouch.models.lora import DESCRIPTIVE, unusual_fields
-
         problems = []
         if isinstance(peft_config.target_modules, str):
             problems.append(
@@ -108,9 +114,6 @@ def model_section(
     if isinstance(model, str | Path):
         return _from_path(str(model), size=size, key=key), {}
     if hasattr(model, "components") and hasattr(model, "scheduler"):
-        from retouch.models.loaded import require_as_built
-        from retouch.models.parts import euler_scheduler
-
         family = _family_of(type(model).__name__, key=key)
         euler_scheduler(model.scheduler, key=f"{key}.scheduler")
         require_as_built(model, key=key)
@@ -135,8 +138,6 @@ def _is_language_model(model: Any) -> bool:
 def _loaded_language_model(
     model: Any, processor: Any, *, size: tuple[int, int] | None, key: str
 ) -> tuple[LanguageModel, dict[str, Any]]:
-    from retouch.models.loaded import LoadedLanguageModel, require_plain
-
     require_plain(model, key=key)
     section = _language_family(model.config.model_type, name=type(model).__name__, key=key)
     if processor is None and not model.name_or_path:
@@ -212,9 +213,6 @@ def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
     if Path(path).is_dir():
         file = Path(path) / name
         return read_json(file) if file.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
     try:
         found: dict[str, Any] = read_json(Path(hf_hub_download(path, name)))
     except (HFValidationError, RepositoryNotFoundError):
@@ -265,7 +263,9 @@ def reward_document(
         (only,) = sections.values()
         document = REWARDS.document(only)
         return {**document, "combine": combine}, combine or only.combine, functions
-    parts = {name: _without_shared(REWARDS.document(section)) for name, section in sections.items()}
+    documents = {name: REWARDS.document(section) for name, section in sections.items()}
+    shared = ("combine", "max_missing")
+    parts = {name: {key: value for key, value in each.items() if key not in shared} for name, each in documents.items()}
     return {"kind": "several", "rewards": parts}, combine, functions
 
 
@@ -305,10 +305,6 @@ def _combine(
             )
         combined[scores[0] if len(sections) == 1 else f"{section.name}/{scores[0]}"] = weight
     return combined
-
-
-def _without_shared(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key not in ("combine", "max_missing")}
 
 
 _OF_SECTIONS = ("ema", "gradient_checkpointing", "max_missing")
@@ -356,24 +352,50 @@ def describe(
     """
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
-    _refuse_unknown(keys)
+    # A wrong key is found before a model is looked for.
+    known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys"}
+    near = {key: nearest(key, known) for key in keys if key not in known}
+    if near:
+        raise ValueError(
+            "\n".join(f"{key}: unknown key" + (f"; did you mean {name}?" if name else "") for key, name in near.items())
+        )
     size = require_pair(plain("size", size))
-    _require_objective(objective)
+    if objective is not None and not isinstance(objective, Objective):
+        raise ValueError(
+            f"objective: {objective!r:.60}; give an object: retouch.GRPO(clip=1e-4), retouch.NFT(), or one of a class of your own"
+        )
     section, objects = model_section(model, size=size, key="model", processor=processing_class)
     rewards, combine, functions = reward_document(reward_funcs, reward_weights)
     evaluated = plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
     data, tables = _data(train_dataset, eval_dataset, columns, held_out=held_out)
-    _require_use_of_pairs(data, objective)
-    _require_reward_columns(functions.values(), data)
+    table = data if isinstance(data, TableData) else None
+    makes_pairs = objective is not None and objective.compares_groups and not objective.needs_pairs
+    if makes_pairs and table is not None and {"chosen", "rejected"} <= set(table.has):
+        raise ValueError(
+            "objective: train_dataset has images `chosen` and `rejected`, and this objective would sample its own pairs; give "
+            "retouch.DPO(pairs='data') to learn from the images, or remove these columns"
+        )
+    for name, found in () if table is None else table.other_columns().items():
+        for each in functions.values():
+            require_columns(each.function, found, of=name)
     objects = {**objects, **functions, **tables}
-    writes = isinstance(section, LanguageModel)
+    writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
+    tokens = {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
+    source = Path(section.source.removeprefix(LIVE)).name or section.kind
+    letters = [letter if letter.isalnum() or letter in "._-" else "-" for letter in source]
     document: dict[str, Any] = {
-        "name": run_name or _run_name(section),
+        "name": run_name or ("".join(letters).strip("-._") or "run"),
         "out": str(output_dir),
         "tasks_per_step": 8,
         "group_size": 2 if objective is not None and objective.needs_pairs else 8,
-        "policy": _policy(section, peft_config, keys.pop("ema", None), plain("", keys.pop("gradient_checkpointing", False))),
+        "policy": {
+            "kind": "autoregressive" if writes else "denoising",
+            "model": (LANGUAGE_MODELS if writes else IMAGE_MODELS).document(section),
+            "train": train_document(peft_config),
+            "gradient_checkpointing": plain("", keys.pop("gradient_checkpointing", False)),
+            **({} if ema is None else {"ema": plain("ema", ema)}),
+        },
         "data": DATA.document(data),
         "reward": {
             **rewards,
@@ -381,7 +403,7 @@ def describe(
             **({"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}),
         },
         "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
-        "rollout": _rollout(section),
+        "rollout": tokens if writes else {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}},
     }
     if "steps" not in keys and "passes" not in keys and "phases" not in keys:
         document["steps"] = 100
@@ -400,64 +422,10 @@ def describe(
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
 
-def _refuse_unknown(keys: Iterable[str]) -> None:
-    """Raise ValueError for keys that no recipe has, with the nearest known name. A wrong key is found before a model is looked
-    for."""
-    known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys"}
-    mistakes = []
-    for key in keys:
-        if key not in known:
-            near = nearest(key, known)
-            mistakes.append(f"{key}: unknown key" + (f"; did you mean {near}?" if near else ""))
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
-
-
-def _rollout(section: ImageModel | LanguageModel) -> dict[str, Any]:
-    if isinstance(section, LanguageModel):
-        return {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
-    return {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}}
-
-
 def _modules(section: Section) -> Iterator[str]:
     """Yield the module of the section's own class, and the modules of the classes that the section names."""
     yield type(section).__module__
     yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
-
-
-def _require_objective(objective: Any) -> None:
-    if objective is not None and not isinstance(objective, Objective):
-        raise ValueError(
-            f"objective: {objective!r:.60}; give an object: retouch.GRPO(clip=1e-4), retouch.NFT(), or one of a class of your own"
-        )
-
-
-def _require_use_of_pairs(data: DataSource, objective: Objective | None) -> None:
-    """Raise ValueError if DPO would sample its own pairs although the table contains pairs."""
-    makes_pairs = objective is not None and objective.compares_groups and not objective.needs_pairs
-    if makes_pairs and isinstance(data, TableData) and {"chosen", "rejected"} <= set(data.has):
-        raise ValueError(
-            "objective: train_dataset has images `chosen` and `rejected`, and this objective would sample its own pairs; give "
-            "retouch.DPO(pairs='data') to learn from the images, or remove these columns"
-        )
-
-
-def _require_reward_columns(functions: Iterable[LiveFunction], data: DataSource) -> None:
-    """Raise ValueError for an argument of a reward function that is no column of the tables."""
-    for table, columns in data.other_columns().items() if isinstance(data, TableData) else ():
-        for each in functions:
-            require_columns(each.function, columns, of=table)
-
-
-def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gradient_checkpointing: bool) -> dict[str, Any]:
-    kinds = LANGUAGE_MODELS if isinstance(section, LanguageModel) else IMAGE_MODELS
-    policy = {
-        "kind": "autoregressive" if isinstance(section, LanguageModel) else "denoising",
-        "model": kinds.document(section),
-        "train": train_document(peft_config),
-        "gradient_checkpointing": gradient_checkpointing,
-    }
-    return policy if ema is None else {**policy, "ema": plain("ema", ema)}
 
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
@@ -477,8 +445,6 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
     if hasattr(given, "take") and not hasattr(given, "__len__"):
-        from retouch.data.sources.stream import IterableData
-
         streamed = IterableData.of(given, evaluation=evaluation, columns=columns, **({} if held_out else {"held_out": 0}))
         return streamed, streamed.objects()
     count = _held_out(len(given)) if held_out and evaluation is None and hasattr(given, "__len__") else 0
@@ -493,8 +459,6 @@ def _held_out(rows: int) -> int:
 
 def _data_at(path: Path, columns: Mapping[str, str] | None) -> StoredData:
     """The data source of a path: a prompt list, or a folder with metadata."""
-    from retouch.data.sources.folder import FolderData, PromptData
-
     if path.suffix in (".txt", ".jsonl") and path.is_file():
         if columns:
             raise ValueError(f"columns: the columns of a prompt list have fixed names; give the rows of {path} as a list")
@@ -521,8 +485,3 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
     edits = section.takes is not None and section.takes.responses and section.takes.images[0] > 0
     usual = {"kind": "response", "encoder": "frozen"} if edits else {"kind": "prompt"}
     return {**usual, "model": IMAGE_MODELS.document(section), "num_steps": steps or 28, **keys}, objects
-
-
-def _run_name(section: ImageModel | LanguageModel) -> str:
-    source = Path(section.source.removeprefix(LIVE)).name or section.kind
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in source).strip("-._") or "run"

@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import diffusers
+import torch
+from jaxtyping import Float
+from PIL.Image import Image
+from torch import Tensor
+
 from retouch.config import consent, wings
 from retouch.config.imports import module_of
 from retouch.config.section import LIVE, live_objects
+from retouch.data.images import EncodedImage, load_image, load_mask
+from retouch.data.sources.hub import encoded_image
+from retouch.distributed.ranks import scoring_device
+from retouch.inference.opening import Writer, WriterOutput, open_policy
+from retouch.inference.sampling import SampleContext, before_and_after, sample_tasks
 from retouch.models.base import DiffusersModel, ImageModel, LanguageModel
+from retouch.models.loaded import LoadedLanguageModel
+from retouch.models.parts import evaluating
+from retouch.models.pipeline import Guided
+from retouch.models.pretrained import fetch_weights
 from retouch.models.train import IpAdapter
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.denoising import DenoisingPolicy, DenoisingTrajectory
 from retouch.policies.rollout import DenoisingRollout, ODETransition, SDETransition, Transition
+from retouch.policies.weights import WeightCopies
 from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder, Summary
 from retouch.records.libraries import silence_libraries
+from retouch.renderers.base import LatentRenderer
+from retouch.run.build import PolicyParts
 from retouch.trainer.arguments import model_section, require_pair
 from retouch.types import Batch, Task
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
-    from PIL.Image import Image
 
-    from retouch.data.images import EncodedImage
-    from retouch.inference.opening import WriterOutput
-    from retouch.inference.sampling import SampleContext
-    from retouch.run.build import PolicyParts
-
-    SourceImage: TypeAlias = Image | str | Path | bytes
-    SourceImages: TypeAlias = SourceImage | Sequence[SourceImage | None] | None
-    import torch
-    from jaxtyping import Float
-    from torch import Tensor
-
-    from retouch.policies.denoising import DenoisingTrajectory
-
+SourceImage: TypeAlias = Image | str | Path | bytes
+SourceImages: TypeAlias = SourceImage | Sequence[SourceImage | None] | None
 _KEYS = {"model": "policy.model", "renderer": "renderer.model"}
 """Arguments of ``load_run``, and the keys of the recipe that they stand for."""
 
@@ -78,7 +86,7 @@ def load_run(
             if given is not None:
                 raise ValueError(f"{argument}: the run loads {path or 'its model'} itself; omit the argument")
         elif given is not None:
-            objects[path] = _loaded(given, processor)
+            objects[path] = given if hasattr(given, "components") else LoadedLanguageModel(given, processor)
         elif Path(source := path.removeprefix(LIVE)).is_dir() or "/" in source:
             overrides.append(f"{key}.path={json.dumps(source)}")
     with consent.allowing(consent.module_names(allow_imports)):
@@ -88,14 +96,6 @@ def load_run(
 def _path_at(document: Mapping[str, Any], key: str) -> str | None:
     value = value_at(document, f"{key}.path")
     return value if isinstance(value, str) else None
-
-
-def _loaded(given: Any, processor: Any) -> Any:
-    if hasattr(given, "components"):
-        return given
-    from retouch.models.loaded import LoadedLanguageModel
-
-    return LoadedLanguageModel(given, processor)
 
 
 class LoadedRun:
@@ -150,26 +150,18 @@ class LoadedRun:
         if not isinstance(section, DiffusersModel) or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
         if section.path not in self._objects and not section.path.startswith(LIVE):
-            self._load_pipeline(section)
+            # Let the policy use the models of the pipeline, so that the weights are in memory only once.
+            kind: Any = getattr(diffusers, section.pipeline)
+            path = LIVE + section.path
+            self._objects[path] = kind.from_pretrained(fetch_weights(section.path), dtype=getattr(torch, section.dtype))
+            document = self.recipe.document()
+            imported = [module_of(name) for _, name in consent.classes_named(document)]  # allowed when the run was opened
+            self.recipe = parse(document, [f"policy.model.path={json.dumps(path)}"], allow_imports=imported)
+            vars(self).pop("_parts", None)
         copies = self._parts[0].copies
         for name, average in copies.copies.get("average", {}).items():
             copies.parameters[name].data.copy_(average)
         return self._objects[self.recipe.policy.model.source]
-
-    def _load_pipeline(self, section: DiffusersModel) -> None:
-        """Load the pipeline, and let the policy use its models, so that the weights are in memory only once."""
-        import diffusers
-        import torch
-
-        from retouch.models.pretrained import fetch_weights
-
-        kind: Any = getattr(diffusers, section.pipeline)
-        path = LIVE + section.path
-        self._objects[path] = kind.from_pretrained(fetch_weights(section.path), dtype=getattr(torch, section.dtype))
-        document = self.recipe.document()
-        imported = [module_of(name) for _, name in consent.classes_named(document)]  # allowed when the run was opened
-        self.recipe = parse(document, [f"policy.model.path={json.dumps(path)}"], allow_imports=imported)
-        vars(self).pop("_parts", None)
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -193,22 +185,16 @@ class LoadedRun:
         """One row per scored sample: ``split``, ``step``, ``group``, ``slot``, ``task``, ``image`` (SHA-256), ``completion``,
         ``judge``, ``seconds``, ``at`` (seconds since 1970), and every score. Raises ValueError if the run has scored nothing.
         """
-        from dataclasses import asdict
-
         rows = [asdict(sample) for sample in wings.load("part.ledger").open(self.folder).samples]
         scores = [row.pop("scores") for row in rows]
         return _frame([{**row, **given} for row, given in zip(rows, scores, strict=True)])
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""
-        from retouch.inference.sampling import before_and_after
-
         return before_and_after(self.folder)
 
     @cached_property
     def _parts(self) -> tuple[PolicyParts, int]:
-        from retouch.inference.opening import open_policy
-
         for argument, key in _KEYS.items():
             path = _path_at(self.recipe.document(), key)
             if path is not None and path.startswith(LIVE) and path not in self._objects:
@@ -249,17 +235,12 @@ class LoadedPolicy:
             >>> [image.size for image in run.policy.sample(["blue", "a red circle"])]
             [(32, 32), (32, 32)]
         """
-        from retouch.inference.sampling import sample_tasks
-
         tasks = _tasks(prompts, images, masks=masks, references=references)
         return [sample.image for sample in sample_tasks(self._parts, tasks, seed, context=context)]
 
     def generate(self, prompts: str | Sequence[str], *, images: SourceImages = None) -> list[WriterOutput]:
         """Generate the greedy completion of each prompt; the arguments are as in ``sample``. Raises ValueError in the same cases,
         and if the policy is not a language model."""
-        from retouch.inference.opening import Writer
-        from retouch.policies.autoregressive import AutoregressivePolicy
-
         policy = self._parts.policy(self._parts.recipe.rollout)
         if not isinstance(policy, AutoregressivePolicy):
             raise ValueError("the policy is an image model and generates no text; use sample(...)")
@@ -272,8 +253,6 @@ class LoadedPolicy:
 def _tasks(
     prompts: str | Sequence[str], images: SourceImages, *, masks: SourceImages = None, references: SourceImages = None
 ) -> list[Task]:
-    from retouch.data.images import load_image, load_mask
-
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts:
         raise ValueError("prompts: the list is empty; give at least one prompt")
@@ -291,8 +270,6 @@ def _tasks(
 
 def _opened(argument: str, given: SourceImages, count: int, load: Callable[[EncodedImage], Image]) -> list[Image | None]:
     """The images of an argument of ``sample``, one for each of ``count`` prompts. Raises ValueError with the argument's name."""
-    from retouch.data.sources.hub import encoded_image
-
     values = [None] * count if given is None else list(given) if isinstance(given, list | tuple) else [given]
     if len(values) != count:
         raise ValueError(f"{argument}: {len(values)} for {count} prompts; give one for each, or None where there is none")
@@ -379,11 +356,6 @@ def sample(
         >>> len(samples.images), samples.log_probs.shape, samples.states.shape
         (4, torch.Size([4, 3]), torch.Size([4, 4, 16, 8, 8]))
     """
-    import torch
-
-    from retouch.distributed.ranks import scoring_device
-    from retouch.models.parts import evaluating
-
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or group_size < 1:
         raise ValueError(
@@ -410,11 +382,6 @@ def sample(
 
 def _groups(model: Any, sampling: DenoisingRollout, tasks: Sequence[Task], *, group_size: int, seed: int, at_once: int) -> Any:
     """Yield the images and the trajectory of ``at_once`` tasks at a time."""
-    from retouch.models.pipeline import Guided
-    from retouch.policies.denoising import DenoisingPolicy
-    from retouch.policies.weights import WeightCopies
-    from retouch.renderers.base import LatentRenderer
-
     guided = Guided(model, sampling.guidance_scale) if sampling.guidance_scale > 1 else model
     copies = WeightCopies(model.module)
     policy = DenoisingPolicy(guided, sampling=sampling, eval_steps=sampling.num_steps, microbatch=1, copies=copies)

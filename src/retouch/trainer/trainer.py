@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+from PIL.Image import Image
 
 from retouch.config import consent
 from retouch.config.section import live_objects
+from retouch.inference.exporting import push_folder, write_export
+from retouch.inference.opening import open_recipe
+from retouch.inference.sampling import before_and_after
+from retouch.models.train import Format
+from retouch.objectives.base import Objective
 from retouch.recipe.recipe import Recipe, load, parse
+from retouch.records.folder import RunFolder, Summary
+from retouch.rewards.function import FunctionReward
+from retouch.rewards.judging import RewardScorer
+from retouch.run.build import Assembly
+from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_tasks, score_table
 from retouch.run.hooks import Hook, StepResult
+from retouch.run.session import open_session
+from retouch.run.step import ScoredRollout
 from retouch.trainer.arguments import DescribedRun, RewardLike, describe
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from retouch.models.train import Format
-    from retouch.objectives.base import Objective
-    from retouch.records.folder import RunFolder, Summary
-    from retouch.run.build import Assembly
-    from retouch.run.evaluation import EvaluationResult
-    from retouch.run.step import ScoredRollout
 
 log = logging.getLogger("retouch")
 
@@ -148,8 +153,6 @@ class Trainer:
         """
         for _ in self.steps(fresh=fresh, new_judge=new_judge):
             pass
-        from retouch.records.folder import RunFolder
-
         if not self.is_main or self.state.step < self.state.steps:
             return None
         return RunFolder(self.folder).read_summary()
@@ -161,8 +164,6 @@ class Trainer:
 
     def steps(self, *, fresh: bool = False, new_judge: bool = False) -> Iterator[StepResult]:
         """Like ``train``, but yields each step after it was recorded."""
-        from retouch.run.session import open_session
-
         self.state = TrainerState()
         with ExitStack() as stack:
             if self._bar is not None:
@@ -175,8 +176,13 @@ class Trainer:
             self.state.steps = session.parts.steps
             yield from session.steps()
             self.state.step = session.done
-            for name, low, high in self._undeclared_ranges():
-                log.info("reward %s scored from %.4g to %.4g; declare it with @retouch.reward(low=..., high=...)", name, low, high)
+            for _, _, section in self.recipe.reward.parts():
+                live = (
+                    self._objects.get(section.live_name) if isinstance(section, FunctionReward) and section.range is None else None
+                )
+                if live is not None and live.low is not None:
+                    declare = "declare it with @retouch.reward(low=..., high=...)"
+                    log.info("reward %s scored from %.4g to %.4g; %s", section.name, live.low, live.high, declare)
 
     def stop(self) -> None:
         """End the run after the current step, with a checkpoint; ``train`` continues it later."""
@@ -187,9 +193,6 @@ class Trainer:
     def evaluate(self) -> ScoreTable:
         """Score the held-out tasks with the current weights. The table maps row ("all", "tag=value") to column to mean, and has
         ``intervals``."""
-        from retouch.rewards.judging import RewardScorer
-        from retouch.run.evaluation import build_evaluator
-
         parts = self._assembled()
         with live_objects(self._objects), consent.allowing(self._modules):
             device = parts.placement.reward
@@ -201,8 +204,6 @@ class Trainer:
             judge.close()
 
     def _table(self, result: EvaluationResult) -> ScoreTable:
-        from retouch.run.evaluation import headline_tasks, score_table
-
         return ScoreTable(*score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline)))
 
     def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
@@ -212,8 +213,6 @@ class Trainer:
         ranks, the first one writes, and the others return an empty list. Raises ValueError if the folder contains something else,
         if nothing was trained yet, if the model has no such format, or if the weights are sharded by fsdp2.
         """
-        from retouch.inference.exporting import write_export
-
         if not self.is_main:
             return []
         to = Path(folder)
@@ -234,10 +233,6 @@ class Trainer:
 
         ``repo``: ``USER/NAME``; it is created if it does not exist. Raises ValueError without a token, or if the Hub refuses it.
         """
-        import tempfile
-
-        from retouch.inference.exporting import push_folder
-
         if not self.is_main:
             return ""
         with tempfile.TemporaryDirectory() as folder:
@@ -246,26 +241,11 @@ class Trainer:
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""
-        from retouch.inference.sampling import before_and_after
-
         return before_and_after(self.folder)
-
-    def _undeclared_ranges(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the name, the lowest and the highest score of each reward function that declares no range."""
-        from retouch.rewards.function import FunctionReward
-
-        for _, _, section in self.recipe.reward.parts():
-            if isinstance(section, FunctionReward) and section.range is None:
-                live = self._objects.get(section.live_name)
-                if live is not None and live.low is not None:
-                    yield section.name, live.low, live.high
 
     def _assembled(self) -> Assembly:
         """The parts of the run with its newest weights; built from the newest checkpoint if this process has not trained."""
         if self._parts is None:
-            from retouch.inference.opening import open_recipe
-            from retouch.records.folder import RunFolder
-
             with live_objects(self._objects), consent.allowing(self._modules):
                 self._parts, self.state.step = open_recipe(self.recipe, RunFolder(self.folder), trained=False)
         return self._parts
@@ -278,8 +258,6 @@ class _Callbacks(Hook):
         self.trainer = trainer
 
     def resumed(self, step: int) -> None:
-        from retouch.records.folder import RunFolder
-
         state = self.trainer.state
         state.step = step
         try:
@@ -290,7 +268,7 @@ class _Callbacks(Hook):
     def after_step(self, result: StepResult, collected: ScoredRollout) -> None:
         trainer = self.trainer
         trainer.state.step, trainer.state.steps = result.step, result.steps
-        trainer.state.log_history.append(step_entry(result.step, result.metrics))
+        trainer.state.log_history.append({"step": result.step, **result.metrics})
         for callback in trainer._callbacks:
             callback.on_step(trainer, result.step, result.metrics)
 
@@ -298,7 +276,13 @@ class _Callbacks(Hook):
         trainer = self.trainer
         table = trainer._table(result)
         history = trainer.state.log_history
-        history[:] = [*without_evaluation(history, step), evaluation_entry(step, table["all"])]
+        # A resumed run may make the evaluation after a step again.
+        kept = [
+            entry
+            for entry in history
+            if entry["step"] != step or any(not (key == "step" or key.startswith(_EVALUATION)) for key in entry)
+        ]
+        history[:] = [*kept, evaluation_entry(step, table["all"])]
         for callback in trainer._callbacks:
             callback.on_evaluate(trainer, step, table)
 
@@ -332,23 +316,6 @@ class ScoreTable(dict[str, dict[str, float]]):
         self.intervals = intervals
 
 
-class Running(Protocol):
-    """A ``Trainer`` as its callbacks see it."""
-
-    recipe: Recipe
-    state: TrainerState
-    is_main: bool
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        ...
-
-    def stop(self) -> None:
-        """End the run after the current step, with a checkpoint."""
-        ...
-
-
 class Callback:
     """Base class of callbacks: override the methods that you need. Any method may call ``trainer.stop()``: the run then ends after
     the current step, with a checkpoint. With several ranks, every rank calls its own callbacks.
@@ -361,13 +328,13 @@ class Callback:
         ...             trainer.stop()
     """
 
-    def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """A step was completed. ``step``: its number, from 1. ``metrics``: its line of ``metrics.jsonl``."""
 
-    def on_evaluate(self, trainer: Running, step: int, table: ScoreTable) -> None:
+    def on_evaluate(self, trainer: Trainer, step: int, table: ScoreTable) -> None:
         """The held-out tasks were evaluated."""
 
-    def on_save(self, trainer: Running, step: int, folder: Path) -> None:
+    def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
         """A checkpoint was written to ``folder``."""
 
 
@@ -377,7 +344,7 @@ class ProgressBar(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
 
-    def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         from tqdm.auto import tqdm
 
         if self._bar is None:
@@ -396,23 +363,9 @@ class ProgressBar(Callback):
 _EVALUATION = "eval/"
 
 
-def step_entry(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a step with its metrics."""
-    return {"step": step, **metrics}
-
-
 def evaluation_entry(step: int, means: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of an evaluation. ``means``: the row "all" of its table."""
     return {"step": step, **{f"{_EVALUATION}{column}": value for column, value in means.items() if column != "n"}}
-
-
-def without_evaluation(history: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The history without the evaluation after ``step``, which a resumed run may make again."""
-    return [
-        entry
-        for entry in history
-        if entry["step"] != step or any(not (key == "step" or key.startswith(_EVALUATION)) for key in entry)
-    ]
 
 
 def stored_history(folder: RunFolder, done: int) -> list[dict[str, Any]]:
@@ -422,7 +375,7 @@ def stored_history(folder: RunFolder, done: int) -> list[dict[str, Any]]:
     """
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     for line in folder.read_metrics():
-        found[line["step"], False] = step_entry(line["step"], {key: line[key] for key in line if key not in ("step", "phase")})
+        found[line["step"], False] = {key: line[key] for key in line if key != "phase"}
     for line in folder.read_evals():
         if line["split"] == "heldout":
             found[line["step"], True] = evaluation_entry(line["step"], line["table"]["all"])
