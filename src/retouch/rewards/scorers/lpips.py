@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from PIL import Image
 from pydantic import Field
 
-from retouch.rewards.base import Device, LoadedModel, PathText, RewardSection, source_image
+from retouch.rewards.base import Device, LoadedModel, PathText, RewardSection, score_images, source_image
 from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
     import torch
-    from jaxtyping import Float
-    from torch import Tensor
 
-# (name, output channels, input channels, kernel, stride, padding, whether the maps are halved before the convolution)
-_CONVOLUTIONS = (
-    ("features.0", 64, 3, 11, 4, 2, False),
-    ("features.3", 192, 64, 5, 1, 2, True),
-    ("features.6", 384, 192, 3, 1, 1, True),
-    ("features.8", 256, 384, 3, 1, 1, False),
-    ("features.10", 256, 256, 3, 1, 1, False),
-)
-_SHIFT = (-0.030, -0.088, -0.188)
-_SCALE = (0.458, 0.448, 0.450)
+    from retouch.rewards.scorers.networks import Lpips as Network
 
 
 class LpipsReward(RewardSection):
@@ -56,9 +44,11 @@ class LpipsReward(RewardSection):
     cli_key = "weights"
     needs_source = True
 
-    def load(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Load the weights by name, in fp32. Raises ValueError if the file does not exist or does not contain these weights."""
-        return {name: tensor.float().to(device) for name, tensor in _load(Path(self.weights)).items()}
+    def load(self, device: torch.device | str) -> Network:
+        """Load the network. Raises ValueError if the file does not exist or does not contain these weights."""
+        from retouch.rewards.scorers.networks import Lpips
+
+        return Lpips(self.weights, size=self.size, device=device)
 
     @property
     def fingerprint(self) -> str:
@@ -70,78 +60,16 @@ class LpipsReward(RewardSection):
 
         Raises ValueError if a task has no source image.
         """
-        import torch
-
-        scores = torch.zeros(len(samples))
-        for row, sample in enumerate(samples):
-            source = source_image(sample.task)
-            if sample.image is not None:
-                scores[row] = 1 - self.distance(source, sample.image, sample.task.mask)
-        return {"preservation": scores.clamp(0, 1)}
+        sources = {id(sample.task): source_image(sample.task) for sample in samples}
+        kept = score_images(samples, lambda task, image: 1 - self.distance(sources[id(task)], image, task.mask))
+        return {"preservation": kept.clamp(0, 1)}
 
     def distance(self, a: Image.Image, b: Image.Image, mask: Image.Image | None = None) -> float:
         """Return the LPIPS distance, 0 for equal images: the sum over layers of the mean over locations of the weighted squared
         difference of unit features. ``mask``: white marks locations that do not count."""
-        import torch
-
-        total = 0.0
-        with torch.no_grad():
-            for layer, (left, right) in enumerate(zip(self._maps(a), self._maps(b), strict=True)):
-                weights = self.model[f"lin{layer}.model.1.weight"]
-                difference = torch.nn.functional.conv2d((left - right).square()[None], weights)[0, 0].cpu()
-                weight = _kept(mask, (difference.shape[1], difference.shape[0]))
-                total += float((weight * difference).sum() / weight.sum()) if weight.sum() > 0 else 0.0
-        return total
+        distance: float = self.model.distance(a, b, mask)
+        return distance
 
     def loaded_models(self) -> Iterator[LoadedModel]:
         """Yield AlexNet with the linear layers; their sizes are known."""
         yield LoadedModel(self.kind, "float32", self.device)
-
-    def _maps(self, image: Image.Image) -> list[Float[Tensor, "c h w"]]:
-        """Return the five feature maps, each normalised to unit length at every location."""
-        import numpy as np
-        import torch
-        from torch.nn import functional
-
-        small = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BICUBIC)
-        pixels = torch.from_numpy(np.asarray(small).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
-        shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (_SHIFT, _SCALE))
-        x = ((pixels - shift) / scale).to(self.model["features.0.weight"].device)[None]
-        maps = []
-        for name, _, _, _, stride, padding, halved in _CONVOLUTIONS:
-            if halved:
-                x = functional.max_pool2d(x, kernel_size=3, stride=2)
-            x = functional.conv2d(x, self.model[f"{name}.weight"], self.model[f"{name}.bias"], stride, padding).relu()
-            maps.append((x / (x.square().sum(dim=1, keepdim=True).sqrt() + 1e-10))[0])
-        return maps
-
-
-def _kept(mask: Image.Image | None, size: tuple[int, int]) -> Float[Tensor, "h w"]:
-    """Return the share of each location that the mask protects, 0 to 1; ``size`` is (width, height)."""
-    import numpy as np
-    import torch
-
-    if mask is None:
-        return torch.ones(size[1], size[0])
-    return 1 - torch.from_numpy(np.asarray(mask.convert("L").resize(size, Image.Resampling.BOX)).astype(np.float32)) / 255
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError):
-        raise ValueError(
-            f"weights: {path} is not a safetensors file; LPIPS needs one with AlexNet's features and LPIPS's linear layers"
-        ) from None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer, (name, outputs, inputs, kernel, _, _, _) in enumerate(_CONVOLUTIONS):
-        shapes[f"{name}.weight"] = (outputs, inputs, kernel, kernel)
-        shapes[f"{name}.bias"] = (outputs,)
-        shapes[f"lin{layer}.model.1.weight"] = (1, outputs, 1, 1)
-    wrong = [name for name, shape in shapes.items() if name not in tensors or tuple(tensors[name].shape) != shape]
-    if wrong:
-        raise ValueError(f"{path} lacks {', '.join(wrong)}, or has them in other shapes; these are not weights of LPIPS on AlexNet")
-    return {name: tensors[name] for name in shapes}
