@@ -5,8 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+import huggingface_hub  # it imports its own modules when they are used
 
 from retouch.config import wings
 from retouch.records.files import read_json
@@ -36,10 +35,12 @@ def find_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "poli
     if Path(path).is_dir():
         return Path(path)
     try:
-        cached = Path(snapshot_download(path, allow_patterns=[*files], ignore_patterns=_IGNORED_FILES, local_files_only=True))
-    except HFValidationError:
+        cached = Path(
+            huggingface_hub.snapshot_download(path, allow_patterns=[*files], ignore_patterns=_IGNORED_FILES, local_files_only=True)
+        )
+    except ValueError:
         raise ValueError(f'{key}: {path} is neither a folder nor a Hugging Face id ("owner/name")') from None
-    except LocalEntryNotFoundError:
+    except FileNotFoundError:
         return None
     # An interrupted download is continued.
     return None if files != TOKENIZER and find_problems(cached) else cached
@@ -55,7 +56,7 @@ def fetch_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "pol
         return folder  # a cached copy that was found is complete
     if folder is None:
         try:
-            folder = Path(snapshot_download(path, allow_patterns=[*files], ignore_patterns=_IGNORED_FILES))
+            folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=[*files], ignore_patterns=_IGNORED_FILES))
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(

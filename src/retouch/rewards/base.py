@@ -354,7 +354,7 @@ def source_image(task: Task) -> Image:
 def score_images(
     samples: Sequence[Sample], score: Callable[[Task, Image], Float[Tensor, ""] | float], *, missing: float = 0.0
 ) -> Float[Tensor, " b"]:
-    """One column, float32: ``score`` of each sample's task and image, without gradient; ``missing`` for a sample without an image."""
+    """One column, float32: ``score`` of each task and image, without gradient; ``missing`` for a sample without an image."""
     import torch
 
     with torch.no_grad():

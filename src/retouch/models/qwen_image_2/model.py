@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
-from retouch.models.chat_template import TURNS, VISION, ChatPrompts, QwenTemplate
+from retouch.models.base import TURNS
+from retouch.models.chat_template import VISION, ChatPrompts, QwenTemplate
 from retouch.models.parts import Source, load_image_processor, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit
 from retouch.types import Conditioning, Task

@@ -233,8 +233,9 @@ _STD = (0.229, 0.224, 0.225)
 
 
 class Dino:
-    """DINOv2 (arXiv 2304.07193) from a folder or the Hugging Face cache, frozen, in fp32. ``size``: the side in pixels to which images
-    are resized.
+    """DINOv2 (arXiv 2304.07193) from a folder or the Hugging Face cache, frozen, in fp32.
+
+    ``size``: the side in pixels to which images are resized.
 
     Raises ValueError if there are no DINOv2 weights, or if ``size`` is not a multiple of the patch size.
     """
