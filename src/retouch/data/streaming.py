@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
-from retouch.core.random import generator
+from retouch.core.random import permutation
 from retouch.data.images import Resize
 from retouch.data.rows import InvalidRow, Layout, Problem, Row, RowRequirements, split_keys, with_quoted_text
 from retouch.data.tasks import LoadedTasks, load_task
@@ -150,13 +150,11 @@ class StreamOrder:
 
         Raises ValueError after a pass with fewer than ``least`` rows, and for a row or a shard that cannot be read.
         """
-        import torch
-
         cursor = start
         while True:
-            shards = torch.randperm(self.reader.shards, generator=generator(self.seed, "shards", cursor.turn)).tolist()
+            shards = permutation(self.reader.shards, self.seed, "shards", cursor.turn)
             for begin, rows in self._pass(cursor, shards):
-                order = torch.randperm(len(rows), generator=generator(self.seed, "stream", begin.turn, begin.window)).tolist()
+                order = permutation(len(rows), self.seed, "stream", begin.turn, begin.window)
                 yield begin, [rows[place] for place in order]
                 cursor = dataclasses.replace(begin, position=begin.position + len(rows), found=begin.found + len(rows))
             if cursor.found < least:

@@ -8,7 +8,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +24,13 @@ from retouch.models.chat_template import PAD
 from retouch.models.pipeline import Area, fit
 from retouch.models.qwen_vl import QwenWriter
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
+from retouch.renderers.base import Completions
 from retouch.rewards.combination import Combine
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.run.step import TooManyMissing
 from retouch.types import Completion, Sample, Task
 
 NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Completions:
-    """The part of a trajectory that renderers of completions read."""
-
-    outputs: tuple[Completion, ...]
 
 
 class RetouchReward:
@@ -81,7 +74,7 @@ class RetouchReward:
         first = ranks.rank * len(tasks)
         rows = enumerate(zip(completion_ids, tasks, strict=True))
         outputs = tuple(self._parse(ids, key=(self.seed, step, _number(task.id), first + row)) for row, (ids, task) in rows)
-        images = self.renderer(tasks, _Completions(outputs))
+        images = self.renderer(tasks, Completions(outputs))
         judged = self.judge([Sample(task, image, out.text) for task, image, out in zip(tasks, images, outputs, strict=True)])
         self._log(judged, ranks, columns.get("log_metric"))
         return [None if reward != reward else reward for reward in judged.rewards.tolist()]

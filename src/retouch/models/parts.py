@@ -264,15 +264,11 @@ def _build(part: str) -> nn.Module:
     name = described["class"]
     found: Any = getattr(diffusers, name, None) or getattr(transformers, name, None)
     with torch.device("meta"):
-        if _is_class_of(diffusers.ModelMixin, found):
+        if isinstance(found, type) and issubclass(found, diffusers.ModelMixin):
             return found.from_config(config)  # it ignores keys of other versions, as from_pretrained does
-        if _is_class_of(transformers.PreTrainedModel, found):
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found(found.config_class(**config))
     raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
-
-
-def _is_class_of(base: type, found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
 
 
 def sharded_root(module: nn.Module) -> nn.Module:

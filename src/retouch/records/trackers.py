@@ -35,15 +35,6 @@ class Tracker(Protocol):
         ...
 
 
-@runtime_checkable
-class SampleTables(Protocol):
-    """A tracker that also shows tables of samples."""
-
-    def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Show a table. ``rows``: by column, a text, number, None, or the ``Path`` of an image; all rows have the same columns."""
-        ...
-
-
 class TensorBoard:
     """TensorBoard event files in the run's folder. Points of a killed run at or after ``first_step`` are hidden."""
 
@@ -127,7 +118,7 @@ class Trackio:
 
 
 class CompositeTracker:
-    """Forwards metrics and samples to several trackers."""
+    """Forwards metrics and samples to several trackers. A tracker shows tables of samples if it has ``log_samples``."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -137,8 +128,9 @@ class CompositeTracker:
             tracker.log(values, step)
 
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Show a table. ``rows``: by column, a text, number, None, or the ``Path`` of an image; all rows have the same columns."""
         for tracker in self._trackers:
-            if isinstance(tracker, SampleTables) and rows:
+            if rows and hasattr(tracker, "log_samples"):
                 tracker.log_samples(title, rows, step)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -11,6 +11,7 @@ from PIL.Image import Image
 from pydantic import Field
 
 from retouch.config.section import Count, Section
+from retouch.core.random import generator
 from retouch.models.base import ImageModel, LanguageModel, TokenKind
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.protocols import Renderer
@@ -139,6 +140,15 @@ class ImageModelRenderer(RendererSection):
 T = TypeVar("T")
 
 
+@contextmanager
+def no_gradient() -> Iterator[None]:
+    """``torch.no_grad()``, as a context or a decorator; imports torch when it is entered."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
 @runtime_checkable
 class HasCompletions(Protocol):
     """The field of a trajectory that a renderer of completions reads."""
@@ -175,11 +185,9 @@ class OdeSampler:
 
         With guidance, ``conditioning.negative`` is the negative branch of each row.
         """
-        import torch
-
         model, negative = self.model, conditioning.negative
         assert self.guided == (negative is not None)
-        with torch.no_grad():
+        with no_gradient():
             x = model.initial_noise(conditioning, generators)
             sigmas = model.sigmas(self.num_steps, conditioning).to(x.device)
             for k in range(self.num_steps):
@@ -199,8 +207,6 @@ def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list
 
     Raises ValueError for a completion without a key.
     """
-    from retouch.core.random import generator
-
     keys = []
     for row, completion in enumerate(completions):
         if completion.key is None:
@@ -282,17 +288,6 @@ class IgnoreCompletionsRenderer:
         return self.renderer(tasks, Completions.empty(tasks, trajectory.outputs))
 
 
-@runtime_checkable
-class HasLatents(Protocol):
-    """The fields of a trajectory that ``LatentRenderer`` reads."""
-
-    @property
-    def outputs(self) -> Tensor: ...
-
-    @property
-    def conditioning(self) -> Conditioning: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentRenderer:
     """Decodes the latents of a denoising policy (implements ``retouch.protocols.Renderer``).
@@ -302,14 +297,12 @@ class LatentRenderer:
 
     model: DenoisingModel
 
-    def __call__(self, tasks: Sequence[Task], trajectory: HasLatents) -> list[Image | None]:
-        import torch
-
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
         x = trajectory.outputs
         finite = x.flatten(1).isfinite().all(dim=1)
         if not finite.any():
             return [None] * len(x)
-        with torch.no_grad():
+        with no_gradient():
             images = iter(self.model.decode(x[finite], trajectory.conditioning))
         return [next(images) if usable else None for usable in finite.tolist()]
 

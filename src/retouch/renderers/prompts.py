@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from retouch.core.answers import answer_in
 from retouch.models.base import LanguageModel
-from retouch.renderers.base import HasCompletions, ImageModelRenderer, OdeSampler, WeightContext, noise_generators, sort_by_length
+from retouch.renderers.base import (
+    HasCompletions,
+    IgnoreCompletionsRenderer,
+    ImageModelRenderer,
+    OdeSampler,
+    WeightContext,
+    noise_generators,
+    sort_by_length,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +61,6 @@ class PromptRenderer(ImageModelRenderer):
         sharded: bool = False,
     ) -> Renderer:
         from retouch.models.pipeline import accepts_prompt
-        from retouch.renderers.base import IgnoreCompletionsRenderer
 
         text_to_image = FlowTextToImage(
             cast("DenoisingModel", image_model),  # the recipe is checked for it
@@ -63,19 +70,6 @@ class PromptRenderer(ImageModelRenderer):
         )
         sampler = PromptSampler(text_to_image, self)
         return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
-
-
-@runtime_checkable
-class TextToImage(Protocol):
-    """A frozen text-to-image model."""
-
-    def accepts(self, prompt: str) -> bool:
-        """Whether the model can read the whole prompt."""
-        ...
-
-    def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
-        """Sample an image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
-        ...
 
 
 class FlowTextToImage:
@@ -88,13 +82,11 @@ class FlowTextToImage:
         self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0, accepts: Callable[[str], bool]
     ) -> None:
         self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
-        self._accepts = accepts
+        self.accepts = accepts
         self._negative: Conditioning | None = None
 
-    def accepts(self, prompt: str) -> bool:
-        return self._accepts(prompt)
-
     def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
+        """Sample an image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
         import torch
 
         with torch.no_grad():
@@ -113,7 +105,7 @@ class PromptSampler:
     fault, if the completion has no prompt or has a prompt that the model cannot read.
     """
 
-    def __init__(self, text_to_image: TextToImage, config: PromptRenderer) -> None:
+    def __init__(self, text_to_image: FlowTextToImage, config: PromptRenderer) -> None:
         self.text_to_image = text_to_image
         self.config = config
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PrivateAttr, Tag
@@ -369,12 +369,7 @@ def completion_of(sample: Sample) -> str:
     return sample.completion
 
 
-@runtime_checkable
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
 def close(part: object) -> None:
     """Close connections and threads of a reward or its client, if it has any."""
-    if isinstance(part, _Closable):
-        part.close()
+    if (own := getattr(part, "close", None)) is not None:
+        own()

@@ -159,7 +159,7 @@ class RewardScorer:
     def _finish(self, samples: Sequence[Sample], future: "Future[_Started]") -> ScoredBatch:
         rows, scores, new, asked, began = future.result()
         if new:
-            fresh = self._collect([samples[index] for index in new], asked)
+            fresh = checked(self.reward, [samples[index] for index in new], collect_scores(asked))
             now = time.monotonic()
             seconds, self._last_scored = now - max(began, self._last_scored), now
             for name, column in fresh.items():
@@ -168,9 +168,6 @@ class RewardScorer:
                 images = [samples[index].image for index in new]
                 self.journal.record([rows[index] for index in new], fresh, images=images, seconds=seconds / len(new))
         return self._combined(samples, scores)
-
-    def _collect(self, samples: Sequence[Sample], asked: "dict[str, Future[Scores]]") -> Scores:
-        return checked(self.reward, samples, collect_scores(asked))
 
     def _combined(self, samples: Sequence[Sample], scores: Scores) -> ScoredBatch:
         faults = torch.tensor([sample.image is None for sample in samples], dtype=torch.bool)

@@ -9,9 +9,9 @@ The ``meta`` of a task contains its requirements, in GenEval's format::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -140,10 +140,8 @@ class Requirements(BaseModel):
         return list(dict.fromkeys([one.name for one in self.include] + [one.name for one in self.exclude]))
 
 
-class ColourNamer(Protocol):
-    """Classifies the colour of objects: one of ``COLOURS`` for each box."""
-
-    def __call__(self, image: Image.Image, boxes: Sequence[Box], name: str) -> list[str]: ...
+ColourNamer: TypeAlias = "Callable[[Image.Image, Sequence[Box], str], list[str]]"
+"""Classifies the colour of the objects with a name: one of ``COLOURS`` for each box."""
 
 
 class ClipColours:

@@ -1,10 +1,10 @@
 """The models of rewards: CLIP and SigLIP behind one interface, the aesthetic head, DINOv2, LPIPS on AlexNet, and open-vocabulary
 detectors (OWL-ViT, OWLv2, Grounding DINO)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -361,12 +361,8 @@ class Detection:
     box: Box
 
 
-class Detector(Protocol):
-    """Finds objects by name."""
-
-    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Detection]:
-        """Return all candidate objects, sorted by falling confidence, each with its best-matching name. Boxes may overlap."""
-        ...
+Detector: TypeAlias = Callable[[Image.Image, Sequence[str]], list[Detection]]
+"""Finds objects by name: all candidates, sorted by falling confidence, each with its best-matching name. Boxes may overlap."""
 
 
 def load_detector(path: str | Path, *, device: torch.device | str = "cpu") -> Detector:
