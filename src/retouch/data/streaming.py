@@ -202,14 +202,6 @@ def _readable(part: datasets.IterableDataset, name: str) -> Iterator[dict[str, A
         ) from error
 
 
-def first_rows(reader: StreamReader) -> Iterator[Row]:
-    """The usable rows of the stream in the order of its files."""
-    for shard in range(reader.shards):
-        for _, row, _ in reader.rows(shard):
-            if row is not None:
-                yield row
-
-
 @dataclass(frozen=True, slots=True)
 class StreamItem:
     """The task at a position of the order, or the text of the error that loading it raised. ``cursor``: the start of its window."""
@@ -395,37 +387,28 @@ def _set_up_process(parent: int, worker: int) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+@dataclass(frozen=True, eq=False)
 class _LoadedRows(torch.utils.data.IterableDataset[StreamItem]):
-    """The tasks at ``places`` of each step, from the row ``position`` on, without end. If the stream cannot be read, the last item
+    """The tasks at ``places`` of each step, from the row ``start`` on, without end. If the stream cannot be read, the last item
     has the error."""
 
-    def __init__(
-        self,
-        order: StreamOrder,
-        resize: Resize | None,
-        cursor: Cursor,
-        position: int,
-        count: int,
-        places: tuple[int, ...],
-        skip: bool,
-    ) -> None:
-        self._order = order
-        self._resize = resize
-        self._cursor = cursor
-        self._start = position
-        self._count = count
-        self._places = frozenset(places)
-        self._skip = skip
+    order: StreamOrder
+    resize: Resize | None
+    cursor: Cursor
+    start: int
+    count: int
+    places: tuple[int, ...]
+    skip: bool
 
     def __iter__(self) -> Iterator[StreamItem]:
         pending: deque[Future[StreamItem]] = deque()
-        begin = self._cursor
+        begin = self.cursor
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
-                for begin, rows in self._order.windows(self._cursor, least=self._count):
+                for begin, rows in self.order.windows(self.cursor, least=self.count):
                     for number in range(len(rows)):
                         position = begin.position + number
-                        if position >= self._start and (position - self._start) % self._count in self._places:
+                        if position >= self.start and (position - self.start) % self.count in self.places:
                             pending.append(threads.submit(self._load, begin, rows, number))
                             if len(pending) == _AHEAD_IN_PROCESS:
                                 yield pending.popleft().result()
@@ -440,10 +423,10 @@ class _LoadedRows(torch.utils.data.IterableDataset[StreamItem]):
         warnings: list[str] = []
         for place in range(number, number + min(len(rows), _TRIES)):
             try:
-                task = load_task(rows[place % len(rows)], resize=self._resize)
+                task = load_task(rows[place % len(rows)], resize=self.resize)
             except ValueError as error:
                 warnings.append(str(error))
-                if not self._skip:
+                if not self.skip:
                     break
                 continue
             return StreamItem(begin.position + number, begin, task, warnings=tuple(warnings))

@@ -263,10 +263,11 @@ def _build(part: str) -> nn.Module:
     config = described["config"]
     name = described["class"]
     found: Any = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    bases = getattr(found, "__mro__", ())
     with torch.device("meta"):
-        if isinstance(found, type) and issubclass(found, diffusers.ModelMixin):
+        if diffusers.ModelMixin in bases:
             return found.from_config(config)  # it ignores keys of other versions, as from_pretrained does
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        if transformers.PreTrainedModel in bases:
             return found(found.config_class(**config))
     raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
 

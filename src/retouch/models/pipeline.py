@@ -15,9 +15,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from PIL.Image import Image, fromarray
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from retouch.models.parts import Scheduler, compute_device, euler_scheduler, evaluating
 from retouch.protocols import DecodesTensors, DenoisingModel
@@ -371,6 +372,13 @@ def common_size(sizes: Sequence[Any], tasks: Sequence[Task] = ()) -> Any:
 
 def _pixels(size: Any) -> str:
     return " and ".join(f"{height} x {width}" for height, width in (size if isinstance(size[0], tuple) else [size]))
+
+
+def padded_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> Int[Tensor, "r l"]:
+    """The token ids of prompts, truncated or padded to ``length``."""
+    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    ids: Tensor = tokens["input_ids"]
+    return ids
 
 
 def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:

@@ -41,7 +41,10 @@ class TensorBoard:
     def __init__(self, folder: RunFolder, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        _wait_for_a_later_name(folder.tensorboard)
+        # TensorBoard reads event files in the order of their names, which begin with the second of creation. It may read two files
+        # of the same second in the wrong order; then the points of a killed run hide the points of the run that resumed it.
+        while any(folder.tensorboard.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.05)
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=first_step)
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -185,16 +188,6 @@ def _stored_id(root: Path) -> tuple[str | None, Path]:
     if not isinstance(found, dict) or not isinstance(found.get("id"), str | None) or not isinstance(found.get("folder"), str):
         raise ValueError(f"{path} was changed and holds no id; delete it, and trackers show the run as a new one")
     return found["id"], Path(found["folder"])
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait, at most one second, until the name of a new event file sorts after the names of all existing ones.
-
-    TensorBoard reads event files in the order of their names, which begin with the second of creation. It may read two files of the
-    same second in the wrong order; then the points of a killed run hide the points of the run that resumed it.
-    """
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
 
 
 def _measured(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -246,6 +246,7 @@ def unique_objects(items: Sequence[T]) -> tuple[list[T], list[int]]:
     return [items[first[number]] for number in range(len(numbers))], index
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RendererInContext:
     """Calls ``renderer`` inside the context that ``context`` opens (implements ``retouch.protocols.Renderer``).
 
@@ -253,9 +254,8 @@ class RendererInContext:
     (``retouch.models.offloading``).
     """
 
-    def __init__(self, renderer: Renderer, context: Callable[[], AbstractContextManager[None]]) -> None:
-        self.renderer = renderer
-        self.context = context
+    renderer: Renderer
+    context: WeightContext
 
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
         with self.context():
@@ -268,24 +268,22 @@ class Completions:
 
     outputs: Sequence[Completion]
 
-    @classmethod
-    def empty(cls, tasks: Sequence[Task], completions: Sequence[Completion]) -> "Completions":
-        """Replace each completion by an empty response whose text is the task's instruction; the noise stays the same."""
-        pairs = zip(tasks, completions, strict=True)
-        return cls([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
 
-
+@dataclass(frozen=True, slots=True, eq=False)
 class IgnoreCompletionsRenderer:
     """A control: makes the image of each row without its completion (implements ``retouch.protocols.Renderer``).
 
     If a policy still gains reward with this renderer, its completions are not the cause.
     """
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
+    renderer: Renderer
 
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
-        return self.renderer(tasks, Completions.empty(tasks, trajectory.outputs))
+        # An empty response whose text is the task's instruction; the noise stays the same.
+        pairs = zip(tasks, trajectory.outputs, strict=True)
+        return self.renderer(
+            tasks, Completions([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

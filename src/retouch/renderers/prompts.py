@@ -6,7 +6,7 @@ The task keeps its own instruction, and a judge sees this instruction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
@@ -98,6 +98,7 @@ class FlowTextToImage:
             return self.sampler(conditioning, generators)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptSampler:
     """Samples images from the prompts in completions (implements ``retouch.protocols.Renderer``).
 
@@ -105,9 +106,8 @@ class PromptSampler:
     fault, if the completion has no prompt or has a prompt that the model cannot read.
     """
 
-    def __init__(self, text_to_image: FlowTextToImage, config: PromptRenderer) -> None:
-        self.text_to_image = text_to_image
-        self.config = config
+    text_to_image: FlowTextToImage
+    config: PromptRenderer
 
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
         config, completions = self.config, trajectory.outputs

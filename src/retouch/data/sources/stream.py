@@ -89,7 +89,7 @@ class StreamedData(DataSource):
         return TaskContents(reference=None if "reference" in self.columns else False)
 
     def build(self, context: DataContext) -> DataSets:
-        from retouch.data.streaming import RowList, StreamOrder, StreamReader, TaskStream, first_rows
+        from retouch.data.streaming import RowList, StreamOrder, StreamReader, TaskStream
 
         allowed = self.refuse_test_sets(trains=context.trains)
         dataset = self.open().with_format(None)
@@ -100,8 +100,9 @@ class StreamedData(DataSource):
         split = all(type(part).__name__ in _SPLIT and not getattr(part, "with_indices", False) for part in _parts(dataset))
         shards = max(1, int(dataset.num_shards)) if split else 1
         reader = StreamReader(dataset, layout, context.required, shards=shards, skip=skip)
+        in_order = (row for shard in range(reader.shards) for _, row, _ in reader.rows(shard) if row is not None)
         on_train = context.eval_split == "train"
-        heldout, first, away = self._head(first_rows(reader), held_out=0 if on_train else self.held_out)
+        heldout, first, away = self._head(in_order, held_out=0 if on_train else self.held_out)
         resize = resize_to(self.size or context.size)
         found = accept_rows(RowList([*heldout, *first]), on_bad_row=self.on_bad_row, resize=resize)
         heldout = [heldout[index] for index in found.indices if index < len(heldout)]

@@ -44,7 +44,9 @@ class _CosineReward(ModelReward):
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """Return the cosine, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
-        cosines: Tensor = self.model.cosines_of_tensors([task.instruction for task in tasks], images)
+        vectors = self.model.embed_tensors(images)
+        texts = self.model.texts([task.instruction for task in tasks]).vectors.to(vectors.device)
+        cosines: Tensor = (texts * vectors).sum(dim=1)
         return cosines.to(images.device)
 
 

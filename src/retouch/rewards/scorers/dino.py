@@ -1,15 +1,17 @@
-"""Rewards by the features of DINOv2 (arXiv 2304.07193): preservation of the source image, and the style of a reference image."""
+"""Rewards by the features of a network: preservation of the source image, by DINOv2 (arXiv 2304.07193) or LPIPS (arXiv 1801.03924),
+and the style of a reference image."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from PIL import Image
+from pydantic import Field
 
 from retouch.config.section import Count
 from retouch.records.files import read_json
-from retouch.rewards.base import ModelReward, PathText, score_images, source_image
+from retouch.rewards.base import Device, LoadedModel, ModelReward, PathText, RewardSection, score_images, source_image
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from retouch.rewards.scorers.networks import Dino, DualEncoder
+    from retouch.rewards.scorers.networks import Dino, DualEncoder, Lpips
 
 
 class DinoReward(ModelReward):
@@ -77,6 +79,63 @@ class DinoReward(ModelReward):
             return (weight * cosine).sum() / weight.sum() if weight.sum() > 0 else 1.0
 
         return {"preservation": score_images(samples, score).clamp(0, 1)}
+
+
+class LpipsReward(RewardSection):
+    """Preservation of the source image outside the mask, by LPIPS (arXiv 1801.03924, version 0.1 on AlexNet).
+
+    Column ``preservation``, 0 to 1: max(0, 1 - d), where d is the LPIPS distance of the image to its source; 1 if they are equal.
+    The weight of a location of a feature map is the share of it that ``task.mask`` protects (black; white marks the area to edit).
+    The score is 1 if the mask protects nothing.
+
+    Example::
+
+        >>> list(retouch.rewards.Lpips(weights="/models/lpips.safetensors").columns)
+        ['preservation']
+    """
+
+    kind: Literal["lpips"] = "lpips"
+    weights: PathText
+    """A safetensors file with AlexNet's features (``features.<n>.weight`` and ``.bias`` of torchvision) and the linear layers of
+    LPIPS (``lin<k>.model.1.weight`` of the package lpips). Both are published as pickles: convert them if you trust the source."""
+    size: Annotated[int, Field(ge=64)] = 256
+    """Side in pixels to which both images are resized (bicubic); below 64, the last feature map would be empty."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"preservation": Column(0.0, 1.0)}
+    cli_key = "weights"
+    needs_source = True
+
+    def load(self, device: torch.device | str) -> Lpips:
+        """Load the network. Raises ValueError if the file does not exist or does not contain these weights."""
+        from retouch.rewards.scorers.networks import Lpips
+
+        return Lpips(self.weights, size=self.size, device=device)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the network's weights, and the image size."""
+        return f"weights {weights_digest(self.weights)}, size {self.size}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return the column, (b,), float32. A sample without an image scores 0.
+
+        Raises ValueError if a task has no source image.
+        """
+        sources = {id(sample.task): source_image(sample.task) for sample in samples}
+        kept = score_images(samples, lambda task, image: 1 - self.distance(sources[id(task)], image, task.mask))
+        return {"preservation": kept.clamp(0, 1)}
+
+    def distance(self, a: Image.Image, b: Image.Image, mask: Image.Image | None = None) -> float:
+        """Return the LPIPS distance, 0 for equal images: the sum over layers of the mean over locations of the weighted squared
+        difference of unit features. ``mask``: white marks locations that do not count."""
+        distance: float = self.model.distance(a, b, mask)
+        return distance
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """Yield AlexNet with the linear layers; their sizes are known."""
+        yield LoadedModel(self.kind, "float32", self.device)
 
 
 class StyleReward(ModelReward):

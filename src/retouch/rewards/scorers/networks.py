@@ -107,11 +107,6 @@ class DualEncoder:
         pixels = tensor_pixels(self.processor, images.to(self.device, torch.float32))
         return _unit(self.model.get_image_features(pixel_values=pixels))
 
-    def cosines_of_tensors(self, texts: Sequence[str], images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, " n"]:
-        """Return the cosine of each text with its image, with gradient in the images."""
-        vectors = self.embed_tensors(images)
-        return (self.texts(texts).vectors.to(vectors.device) * vectors).sum(dim=1)
-
     def cosines(self, texts: Sequence[str], images: Sequence[Image.Image]) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return the cosine of each text with its image, -1 to 1, and for each text whether it was truncated."""
         encoded = self.texts(texts)
