@@ -24,7 +24,7 @@ import retouch
 import tiny_pipelines
 from retouch.recipe.recipe import load
 from retouch.rewards.base import RewardSection, close
-from retouch.rewards.scoring import LoadedReward
+from retouch.rewards.loading import LoadedReward
 from slow_params import slow_except
 
 ROOT = Path(__file__).parents[2]

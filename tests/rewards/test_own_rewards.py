@@ -19,8 +19,9 @@ from retouch.recipe.recipe import parse
 from retouch.rewards.function import ImportedReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.kinds import KINDS
+from retouch.rewards.loading import LoadedReward
 from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward
-from retouch.rewards.scoring import LoadedReward, score
+from retouch.rewards.scoring import score
 from retouch.run.build import assemble
 from retouch.types import Sample, Task
 from retouch_plan.checks import check_scoring

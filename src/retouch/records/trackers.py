@@ -55,7 +55,17 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class _AccelerateTracker:
+    _tracker: Any
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        self._tracker.log(_measured(values), step=step)
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+class Wandb(_AccelerateTracker):
     """A run on Weights & Biases, through accelerate's tracker.
 
     The run's id is WANDB_RUN_ID if it is set, otherwise ``tracker_id``; an existing run is continued. W&B ignores steps that it
@@ -78,20 +88,14 @@ class Wandb:
         self._tracker.start()
         self._tracker.store_init_configuration(dict(recipe))
 
-    def log(self, values: Mapping[str, float | None], step: int) -> None:
-        self._tracker.log(_measured(values), step=step)
-
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         import wandb
 
         data = [[wandb.Image(str(value)) if isinstance(value, Path) else value for value in row.values()] for row in rows]
         self._tracker.log_table(f"samples/{title}", columns=list(rows[0]), data=data, step=step)
 
-    def close(self) -> None:
-        self._tracker.finish()
 
-
-class Trackio:
+class Trackio(_AccelerateTracker):
     """A Trackio run through accelerate's tracker; an existing run is continued. Trackio finds it by its name, which therefore is
     the run's name with its ``tracker_id``."""
 
@@ -106,18 +110,12 @@ class Trackio:
         )
         self._tracker.start()
 
-    def log(self, values: Mapping[str, float | None], step: int) -> None:
-        self._tracker.log(_measured(values), step=step)
-
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         import pandas  # type: ignore[import-untyped]  # comes with datasets
         import trackio
 
         shown = [{name: trackio.Image(value) if isinstance(value, Path) else value for name, value in row.items()} for row in rows]
         self._tracker.log({f"samples/{title}": trackio.Table(dataframe=pandas.DataFrame(shown))}, step=step)
-
-    def close(self) -> None:
-        self._tracker.finish()
 
 
 class CompositeTracker:

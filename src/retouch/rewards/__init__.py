@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
     if name == "load":
-        return import_module("retouch.rewards.scoring").load
+        return import_module("retouch.rewards.loading").load
     for path in import_module("retouch.rewards.parts").PARTS.paths.values():
         module, _, found = path.partition(":")
         if name in (found, found.removesuffix("Reward")):
