@@ -268,6 +268,12 @@ class Completions:
 
     outputs: Sequence[Completion]
 
+    @classmethod
+    def empty(cls, tasks: Sequence[Task], completions: Sequence[Completion]) -> "Completions":
+        """Replace each completion by an empty response whose text is the task's instruction; the noise stays the same."""
+        pairs = zip(tasks, completions, strict=True)
+        return cls([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IgnoreCompletionsRenderer:
@@ -279,11 +285,7 @@ class IgnoreCompletionsRenderer:
     renderer: Renderer
 
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
-        # An empty response whose text is the task's instruction; the noise stays the same.
-        pairs = zip(tasks, trajectory.outputs, strict=True)
-        return self.renderer(
-            tasks, Completions([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
-        )
+        return self.renderer(tasks, Completions.empty(tasks, trajectory.outputs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

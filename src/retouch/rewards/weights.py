@@ -4,9 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-import huggingface_hub
-
-from retouch.models.pretrained import require_complete
+from retouch.models.pretrained import require_complete, snapshot
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -53,7 +51,7 @@ def weights_folder(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         try:
-            folder = Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(_WANTED), local_files_only=True))
+            folder = snapshot(str(path), _WANTED, local_files_only=True)
         except (ValueError, FileNotFoundError):
             raise MissingWeights(
                 str(path),

@@ -98,7 +98,8 @@ class ComplexEditRows:
         edit = row.meta.get("edit")
         instruction = nested_value(edit, f"compound.{level - 1}.compound_instruction") if isinstance(edit, Mapping) else None
         sequence = edit.get("sequence") if isinstance(edit, Mapping) else None
-        operations = [nested_value(step, "instruction") for step in (sequence if isinstance(sequence, list) else [])[:level]]
+        steps: list[Any] = sequence if isinstance(sequence, list) else []
+        operations = [nested_value(step, "instruction") for step in steps[:level]]
         wrong = []
         if not isinstance(instruction, str) or not instruction.strip():
             wrong.append(f"'edit.compound.{level - 1}.compound_instruction': no instruction of complexity {level}")

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import ExifTags, Image
 from pydantic import Field, PrivateAttr
 
@@ -131,6 +130,7 @@ def read_hub(
     data set, split or column, a file that is not parquet, links out of the data set, and files that the library cannot read.
     """
     import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
     from pyarrow import ArrowException
 
     local = Path(path).exists()
