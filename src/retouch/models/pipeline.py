@@ -392,20 +392,6 @@ def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict
     return {"ip_hidden_states": tokens}
 
 
-def accepts_prompt(model: object, prompt: str) -> bool:
-    """Whether the model can read the prompt: it is not too long and contains no special token.
-
-    True for a model without a method ``check_prompt(prompt, task)``.
-    """
-    check = getattr(model, "check_prompt", None)
-    if check is not None:
-        try:
-            check(prompt, "written")
-        except ValueError:
-            return False
-    return True
-
-
 def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
     """mu of the exponential time shift: a line through two points (tokens, shift) of the scheduler's configuration.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from retouch.core.answers import answer_in
@@ -60,29 +59,20 @@ class PromptRenderer(ImageModelRenderer):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        from retouch.models.pipeline import accepts_prompt
-
         text_to_image = FlowTextToImage(
             cast("DenoisingModel", image_model),  # the recipe is checked for it
             num_steps=self.num_steps,
             guidance_scale=self.guidance_scale,
-            accepts=partial(accepts_prompt, image_model),
         )
         sampler = PromptSampler(text_to_image, self)
         return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
 
 
 class FlowTextToImage:
-    """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once.
+    """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once."""
 
-    ``accepts``: whether the model can read a whole prompt.
-    """
-
-    def __init__(
-        self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0, accepts: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
         self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
-        self.accepts = accepts
         self._negative: Conditioning | None = None
 
     def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
@@ -115,7 +105,7 @@ class PromptSampler:
         enhanced: dict[int, Task] = {}
         for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
             prompt = None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)
-            if prompt is not None and self.text_to_image.accepts(prompt):
+            if prompt is not None and accepts_prompt(self.text_to_image.sampler.model, prompt):
                 enhanced[row] = replace(task, instruction=prompt, images=())
         images: list[Image | None] = [None] * len(completions)
         for rows in sort_by_length(list(enhanced), length=lambda row: len(enhanced[row].instruction), batch=config.batch):
@@ -123,6 +113,20 @@ class PromptSampler:
             for row, image in zip(rows, sampled, strict=True):
                 images[row] = image
         return images
+
+
+def accepts_prompt(model: object, prompt: str) -> bool:
+    """Whether the model can read the prompt: it is not too long and contains no special token.
+
+    True for a model without a method ``check_prompt(prompt, task)``.
+    """
+    check = getattr(model, "check_prompt", None)
+    if check is not None:
+        try:
+            check(prompt, "written")
+        except ValueError:
+            return False
+    return True
 
 
 def _prompt_in(completion: Completion) -> str | None:
