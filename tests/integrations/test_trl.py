@@ -10,7 +10,7 @@ import tiny_editing
 import tiny_writers
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
-from retouch.models.chat_template import TURNS
+from retouch.models.base import TURNS
 from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
 from retouch.models.qwen_vl import QwenWriter

@@ -40,7 +40,7 @@ from retouch.models.flux import FluxFillModel, FluxModel
 from retouch.models.flux.model import FluxKontext, FluxText
 from retouch.models.flux2.model import Flux2Klein, Flux2Text
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.pipeline import Guided, accepts_prompt, pack, unpack
+from retouch.models.pipeline import Guided, pack, unpack
 from retouch.models.qwen_image import model as qwen_model
 from retouch.models.sd3 import SD3Model
 from retouch.models.sd3.model import SD3
@@ -50,6 +50,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import load, parse
+from retouch.renderers.prompts import accepts_prompt
 from retouch.run.session import run
 from retouch.types import Conditioning
 from retouch_worlds.models.family import PlaygroundModel

@@ -81,7 +81,7 @@ BRIDGING = (
     Mutant(
         "the text of a prompt template is executed as Jinja",
         "integrations/trl.py",
-        "{{{{ {_literal(template.head)} }}}}",
+        "{{{{ {literal(template.head)} }}}}",
         "{template.head}",
         f"{BRIDGE}::test_jinja_syntax_in_a_template_or_prompt_is_not_evaluated",
     ),

@@ -115,9 +115,9 @@ JUDGING = (
     ),
     Mutant(
         "the mask marks the region to preserve instead of the region to edit",
-        "rewards/scorers/dino.py",
-        "return 1 - torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
-        "return torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
+        "rewards/scorers/networks.py",
+        'return 1 - torch.from_numpy(np.array(mask.convert("L").resize(size, Resampling.BOX))).to(dtype) / 255',
+        'return torch.from_numpy(np.array(mask.convert("L").resize(size, Resampling.BOX))).to(dtype) / 255',
         "tests/rewards/scorers/test_encoders.py::test_preservation_weighs_only_features_outside_the_mask",
     ),
 )

@@ -77,8 +77,8 @@ LEDGER = (
     Mutant(
         "a missing score is stored as 0",
         "rewards/ledger/database.py",
-        'return "null"',
-        'return "0.0"',
+        'name: "null" if',
+        'name: "0.0" if',
         f"{_JOURNAL}::test_missing_scores_are_replayed_until_forget_missing_is_called",
     ),
     Mutant(

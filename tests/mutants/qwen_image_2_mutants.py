@@ -38,8 +38,8 @@ QWEN_IMAGE_2 = (
     Mutant(
         "transparent pixels become black instead of white",
         _MODEL,
-        'ground = new("RGB", image.size, (255, 255, 255))',
-        'ground = new("RGB", image.size)',
+        'ground = new("RGB", resized.size, (255, 255, 255))',
+        'ground = new("RGB", resized.size)',
         f"{_TEST}::test_an_image_round_trip_matches_the_autoencoder[qwen-image-2]",
     ),
     Mutant(

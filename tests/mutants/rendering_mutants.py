@@ -10,14 +10,14 @@ RENDERING = (
     Mutant(
         "a closing token is appended to an empty response",
         "models/qwen_image/responses.py",
-        "[[*response, closing]] if len(response) else [[]]",
-        "[[*response, closing]]",
+        "[[*response, self._closing]] if len(response) else [[]]",
+        "[[*response, self._closing]]",
         f"{READING}::test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline",
     ),
     Mutant(
         "no closing token is appended to a response",
         "models/qwen_image/responses.py",
-        "[[*response, closing]]",
+        "[[*response, self._closing]]",
         "[[*response]]",
         f"{READING}::test_response_ids_are_appended_to_the_prompt_without_retokenisation",
     ),

@@ -155,9 +155,9 @@ def test_own_text_encoder_keeps_the_encoder_of_the_editor() -> None:
     editor, writer = tiny.edit_model(), nn.Linear(1, 1)
     text = editor.text.encoder
     with IMPROVEMENTS.own_text_encoder():
-        encoder.share_encoder(editor, writer, policy_encodes=True, base_frozen=True)
+        encoder.share_encoder(editor, writer, policy_encodes=True, base_frozen=True, device=torch.device("cpu"))
         assert editor.text.encoder is text
-    encoder.share_encoder(editor, writer, policy_encodes=True, base_frozen=True)
+    encoder.share_encoder(editor, writer, policy_encodes=True, base_frozen=True, device=torch.device("cpu"))
     assert editor.text.encoder is writer
 
 

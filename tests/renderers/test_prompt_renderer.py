@@ -19,12 +19,11 @@ import tiny_writing
 from families import FAMILIES
 from retouch.core.answers import answer_in
 from retouch.models.flux.model import Flux
-from retouch.models.pipeline import accepts_prompt
 from retouch.models.qwen_image import model as qwen_model
 from retouch.models.qwen_image.model import QwenImage
 from retouch.protocols import Renderer
 from retouch.renderers.base import IgnoreCompletionsRenderer, noise_generators
-from retouch.renderers.prompts import PromptRenderer, TextToImage
+from retouch.renderers.prompts import PromptRenderer, accepts_prompt
 from retouch.types import Completion, Task
 from retouch_worlds.models.family import PlaygroundTextToImage
 from retouch_worlds.testing import check_renderer
@@ -93,7 +92,6 @@ def tasks_and_rollout():
 def test_the_prompt_renderer_passes_the_contract_checks(kind, tasks_and_rollout, options):
     draws = renderer(kind[0], **options)
     assert isinstance(draws, Renderer)
-    assert isinstance(draws.text_to_image, TextToImage)
     check_renderer(draws, *tasks_and_rollout)
     assert [image is None for image in draws(*tasks_and_rollout)] == [False, False, True, False, True, False]
 

@@ -21,11 +21,10 @@ from live_server import host, live, remote
 from retouch.objectives.reward_gradient import DRaFT
 from retouch.rewards.combination import weighted_scores
 from retouch.rewards.function import FunctionReward
-from retouch.rewards.judging import CompositeReward, RewardScorer
+from retouch.rewards.judging import CalibratedScores, CompositeReward, RewardScorer
 from retouch.rewards.loading import LoadedReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.scoring import call_reward, scores_of
-from retouch.rewards.several import CalibratedScores
 from retouch.types import Column, Sample, Scores, Task
 from retouch_view.votes.commands import Calibration
 from small_trainer import SMALL

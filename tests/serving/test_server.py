@@ -17,8 +17,8 @@ from starlette.routing import Route
 import retouch
 from live_server import LIMITS, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
+from retouch.rewards.judging import CalibratedScores
 from retouch.rewards.scoring import scores_of as scores_in_process
-from retouch.rewards.several import CalibratedScores
 from retouch.rewards.text.ocr import TextLine
 from retouch.types import Sample
 from retouch_serve.hosted import build, fingerprint, parse_specs, rebuild

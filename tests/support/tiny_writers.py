@@ -19,8 +19,7 @@ from transformers import (
 
 import tiny_models
 from retouch.core.random import generator
-from retouch.models.base import PretrainedLanguageModel
-from retouch.models.chat_template import TURNS
+from retouch.models.base import TURNS, PretrainedLanguageModel
 from retouch.models.qwen_vl import QwenWriter
 from retouch.types import Task
 

@@ -14,11 +14,11 @@ from retouch.data.sources.folder import FolderData
 from retouch.recipe.recipe import load
 from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.identity import fingerprint
-from retouch.rewards.judging import RewardScorer
+from retouch.rewards.judging import CalibratedScores, RewardScorer
 from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.rewards.several import CalibratedReward, CalibratedScores
+from retouch.rewards.several import CalibratedReward
 from retouch.types import Batch, Column, Sample, Task
 from retouch_view.votes.commands import Preference, SimulatedVoter, calibrate, export
 from retouch_view.votes.log import Side, VoteLog, VotePair

@@ -21,6 +21,13 @@ def generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
+def permutation(count: int, *key: int | str) -> list[int]:
+    """The numbers from 0 to ``count - 1`` in a random order, drawn from ``generator(*key)``."""
+    import torch
+
+    return list(torch.randperm(count, generator=generator(*key)).tolist())
+
+
 def backoff_pause(*key: int | str, attempt: int, base: float, longest: float) -> float:
     """Draw a pause in seconds before the next attempt: uniform from 0 to min(longest, base 2^attempt), which is full jitter.
 

@@ -315,9 +315,12 @@ def examine_all(
     processes = min(available_cpus(), _MAX_PROCESSES, len(indices) // (PARALLEL_FROM // 2))
     blocks = [indices[start : start + BLOCK] for start in range(0, len(indices), BLOCK)]
     if processes < 2 or sys.platform != "linux":
-        read = functools.partial(_examine_one, rows, max_pixels, decode)
         with ThreadPoolExecutor(_THREADS) as threads:
-            yield from _logged(((block, threads.map(read, block)) for block in blocks), len(indices), name)
+            read = (
+                (block, threads.map(lambda index: examine(rows, index, max_pixels=max_pixels, decode=index in decode), block))
+                for block in blocks
+            )
+            yield from _logged(read, len(indices), name)
         return
     # "fork" neither copies the rows nor imports the user's script again. The forked processes use no lock of this process.
     context = multiprocessing.get_context("fork")
@@ -363,11 +366,8 @@ def _start_process(rows: Rows, max_pixels: int, decode: Collection[int]) -> None
 
 def _examine_block(block: Sequence[int]) -> list[RowReport]:
     assert _given is not None, "_start_process has been called"
-    return [_examine_one(*_given, index) for index in block]
-
-
-def _examine_one(rows: Rows, max_pixels: int, decode: Collection[int], index: int) -> RowReport:
-    return examine(rows, index, max_pixels=max_pixels, decode=index in decode)
+    rows, max_pixels, decode = _given
+    return [examine(rows, index, max_pixels=max_pixels, decode=index in decode) for index in block]
 
 
 def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> RowReport:

@@ -165,7 +165,9 @@ def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS
     """
     with _opened(source, max_pixels=max_pixels) as image:
         upright = ImageOps.exif_transpose(image)
-        clear = _has_transparent_parts(upright)
+        clear = upright.has_transparency_data  # of 16-bit greys: a transparent value
+        if clear and not upright.mode.startswith("I"):
+            clear = upright.convert("RGBA").getchannel("A").getextrema() != (255, 255)
         mask = None if clear else _mask_values(upright)
     if mask is None:
         name = source.name if isinstance(source, EncodedImage) else source
@@ -173,12 +175,6 @@ def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS
         raise ValueError(f"{name}: {what}; save it as black and white, with white where the image should change")
     mask.info.clear()
     return mask
-
-
-def _has_transparent_parts(image: Image.Image) -> bool:
-    if not image.has_transparency_data or image.mode.startswith("I"):
-        return image.has_transparency_data  # 16-bit greys with a transparent value
-    return image.convert("RGBA").getchannel("A").getextrema() != (255, 255)
 
 
 def _mask_values(image: Image.Image) -> Image.Image | None:

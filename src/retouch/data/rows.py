@@ -132,11 +132,6 @@ class Layout:
     to_image: ToImage
     thought_keys: tuple[str, ...] = ()
 
-    @property
-    def has_images(self) -> bool:
-        """Whether rows can have images."""
-        return not self.columns.keys().isdisjoint(("image", "mask", "reference", "target", "chosen", "rejected"))
-
     def digest(self, *content: bytes | str) -> str:
         """A hash of the ``content`` of the row list and of how this layout reads it."""
         found = hashlib.sha256(json.dumps([self.name, sorted(self.columns.items()), self.tag_keys, self.thought_keys]).encode())
@@ -297,7 +292,8 @@ class ParsedRows:
 
     def identity(self) -> Identity | None:
         """The identity of the rows, if they can have images."""
-        return None if self._identity is None or not self._layout.has_images else self._identity()
+        images = self._layout.columns.keys() & {"image", "mask", "reference", "target", "chosen", "rejected"}
+        return None if self._identity is None or not images else self._identity()
 
 
 class PromptRows:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
-from retouch.core.random import generator
+from retouch.core.random import permutation
 from retouch.data.images import Resize
 from retouch.data.rows import InvalidRow, Layout, Problem, Row, RowRequirements, split_keys, with_quoted_text
 from retouch.data.tasks import LoadedTasks, load_task
@@ -150,13 +150,11 @@ class StreamOrder:
 
         Raises ValueError after a pass with fewer than ``least`` rows, and for a row or a shard that cannot be read.
         """
-        import torch
-
         cursor = start
         while True:
-            shards = torch.randperm(self.reader.shards, generator=generator(self.seed, "shards", cursor.turn)).tolist()
+            shards = permutation(self.reader.shards, self.seed, "shards", cursor.turn)
             for begin, rows in self._pass(cursor, shards):
-                order = torch.randperm(len(rows), generator=generator(self.seed, "stream", begin.turn, begin.window)).tolist()
+                order = permutation(len(rows), self.seed, "stream", begin.turn, begin.window)
                 yield begin, [rows[place] for place in order]
                 cursor = dataclasses.replace(begin, position=begin.position + len(rows), found=begin.found + len(rows))
             if cursor.found < least:
@@ -202,14 +200,6 @@ def _readable(part: datasets.IterableDataset, name: str) -> Iterator[dict[str, A
         raise ValueError(
             f"{name}: cannot be read ({type(error).__name__}: {''.join(reason)[:200]}); get the file again, or check the connection"
         ) from error
-
-
-def first_rows(reader: StreamReader) -> Iterator[Row]:
-    """The usable rows of the stream in the order of its files."""
-    for shard in range(reader.shards):
-        for _, row, _ in reader.rows(shard):
-            if row is not None:
-                yield row
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,37 +387,28 @@ def _set_up_process(parent: int, worker: int) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+@dataclass(frozen=True, eq=False)
 class _LoadedRows(torch.utils.data.IterableDataset[StreamItem]):
-    """The tasks at ``places`` of each step, from the row ``position`` on, without end. If the stream cannot be read, the last item
+    """The tasks at ``places`` of each step, from the row ``start`` on, without end. If the stream cannot be read, the last item
     has the error."""
 
-    def __init__(
-        self,
-        order: StreamOrder,
-        resize: Resize | None,
-        cursor: Cursor,
-        position: int,
-        count: int,
-        places: tuple[int, ...],
-        skip: bool,
-    ) -> None:
-        self._order = order
-        self._resize = resize
-        self._cursor = cursor
-        self._start = position
-        self._count = count
-        self._places = frozenset(places)
-        self._skip = skip
+    order: StreamOrder
+    resize: Resize | None
+    cursor: Cursor
+    start: int
+    count: int
+    places: tuple[int, ...]
+    skip: bool
 
     def __iter__(self) -> Iterator[StreamItem]:
         pending: deque[Future[StreamItem]] = deque()
-        begin = self._cursor
+        begin = self.cursor
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
-                for begin, rows in self._order.windows(self._cursor, least=self._count):
+                for begin, rows in self.order.windows(self.cursor, least=self.count):
                     for number in range(len(rows)):
                         position = begin.position + number
-                        if position >= self._start and (position - self._start) % self._count in self._places:
+                        if position >= self.start and (position - self.start) % self.count in self.places:
                             pending.append(threads.submit(self._load, begin, rows, number))
                             if len(pending) == _AHEAD_IN_PROCESS:
                                 yield pending.popleft().result()
@@ -442,10 +423,10 @@ class _LoadedRows(torch.utils.data.IterableDataset[StreamItem]):
         warnings: list[str] = []
         for place in range(number, number + min(len(rows), _TRIES)):
             try:
-                task = load_task(rows[place % len(rows)], resize=self._resize)
+                task = load_task(rows[place % len(rows)], resize=self.resize)
             except ValueError as error:
                 warnings.append(str(error))
-                if not self._skip:
+                if not self.skip:
                     break
                 continue
             return StreamItem(begin.position + number, begin, task, warnings=tuple(warnings))

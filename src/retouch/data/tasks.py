@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkabl
 
 from PIL.Image import Image
 
-from retouch.core.random import generator
+from retouch.core.random import permutation
 from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.rows import Row, Rows
 from retouch.types import Batch, Task
@@ -251,17 +251,14 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
     Every pass over the data draws each row once; the order of pass k is keyed by (seed, k). A step at the end of a pass continues
     with the next pass, so it may contain a row twice, as two groups. Raises ValueError if ``count`` or ``size`` is below 1.
     """
-    import torch
-
     if size < 1 or count < 1:
         raise ValueError(f"{count} tasks a step from {size} rows: both must be at least 1")
-
     first = step * count
     rows: list[int] = []
     for turn in range(first // size, (first + count - 1) // size + 1):
-        order = torch.randperm(size, generator=generator(seed, "tasks", turn))
+        order = permutation(size, seed, "tasks", turn)
         start = turn * size
-        rows += order[max(first - start, 0) : first + count - start].tolist()
+        rows += order[max(first - start, 0) : first + count - start]
     return rows
 
 
@@ -271,10 +268,8 @@ def further_tasks(*, seed: int, step: int, count: int, size: int, turn: int) -> 
     They are drawn without replacement over all refills of the step, keyed by (seed, step), from the rows that ``tasks_for_step``
     does not give this step. If these rows are used up, they are drawn again; if there are none, all rows are used.
     """
-    import torch
-
     own = set(tasks_for_step(seed=seed, step=step, count=count, size=size))
-    order = torch.randperm(size, generator=generator(seed, "refill", step)).tolist()
+    order = permutation(size, seed, "refill", step)
     others = [row for row in order if row not in own] or order
     first = (turn - 1) * count
     return [others[(first + place) % len(others)] for place in range(count)]
@@ -420,7 +415,5 @@ def limit(indices: Sequence[int], *, n: int, seed: int) -> tuple[int, ...]:
     """
     if n < 1:
         raise ValueError(f"a limit of {n} rows leaves nothing; use at least 1")
-    import torch
-
-    order = torch.randperm(len(indices), generator=generator(seed, "limit")).tolist()
+    order = permutation(len(indices), seed, "limit")
     return tuple(indices[place] for place in sorted(order[:n]))

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +26,13 @@ from retouch.models.chat_template import PAD
 from retouch.models.pipeline import Area, fit
 from retouch.models.qwen_vl import QwenWriter
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
+from retouch.renderers.base import Completions
 from retouch.rewards.combination import Combine
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.run.step import TooManyMissing
 from retouch.types import Completion, Sample, Task
 
 NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Completions:
-    """The part of a trajectory that renderers of completions read."""
-
-    outputs: tuple[Completion, ...]
 
 
 class RetouchReward:
@@ -81,7 +76,7 @@ class RetouchReward:
         first = ranks.rank * len(tasks)
         rows = enumerate(zip(completion_ids, tasks, strict=True))
         outputs = tuple(self._parse(ids, key=(self.seed, step, _number(task.id), first + row)) for row, (ids, task) in rows)
-        images = self.renderer(tasks, _Completions(outputs))
+        images = self.renderer(tasks, Completions(outputs))
         judged = self.judge([Sample(task, image, out.text) for task, image, out in zip(tasks, images, outputs, strict=True)])
         self._log(judged, ranks, columns.get("log_metric"))
         return [None if reward != reward else reward for reward in judged.rewards.tolist()]
@@ -167,15 +162,16 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
         raise ValueError(f"{type(writer.module).__name__} takes no images; give TRL its tokenizer as processing_class")
     generation_config: Any = writer.module.generation_config
     generation_config.eos_token_id = list(writer.stop)
+    literal = partial(json.dumps, ensure_ascii=False)  # a Jinja string literal
     block = "".join(
         [
             '{% set seen = namespace(number=0) %}{% for part in messages[0].content %}{% if part.type == "image" %}',
             "{% set seen.number = seen.number + 1 %}",
-            f"{{{{ {_literal(writer.image_block)}.replace('{{}}', seen.number | string) }}}}",
+            f"{{{{ {literal(writer.image_block)}.replace('{{}}', seen.number | string) }}}}",
             "{% else %}{{ part.text }}{% endif %}{% endfor %}",
         ]
     )
-    chat = f"{{{{ {_literal(template.head)} }}}}{block}{{{{ {_literal(template.tail)} }}}}"
+    chat = f"{{{{ {literal(template.head)} }}}}{block}{{{{ {literal(template.tail)} }}}}"
     tokenizer = copy.deepcopy(template.tokenizer)
     # TRL pads ids on the left itself, but uses the token types as this tokenizer pads them.
     tokenizer.padding_side = "left"
@@ -190,12 +186,12 @@ def dataset_of(tasks: Sequence[Task], writer: QwenWriter) -> Dataset:
     return Dataset.from_dict({"task": list(range(len(tasks)))}).with_transform(_Prompts(tasks, writer.area))
 
 
+@dataclass(frozen=True)
 class _Prompts:
     """Makes rows from task indices. It holds no model, because ``datasets`` pickles this object to fingerprint the data set."""
 
-    def __init__(self, tasks: Sequence[Task], area: Area) -> None:
-        self.tasks = tasks
-        self.area = area
+    tasks: Sequence[Task]
+    area: Area
 
     def __call__(self, batch: Mapping[str, list[int]]) -> dict[str, list[Any]]:
         tasks = [self.tasks[number] for number in batch["task"]]
@@ -204,8 +200,3 @@ class _Prompts:
             "prompt": [[{"role": "user", "content": task.instruction}] for task in tasks],
             "images": [[image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images] for task in tasks],
         }
-
-
-def _literal(text: str) -> str:
-    """Return the text as a Jinja string literal."""
-    return json.dumps(text, ensure_ascii=False)

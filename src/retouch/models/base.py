@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue
 
 from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.section import LIVE, ClassPath, Pixels, Section, live_object
+from retouch.models.pretrained import MODEL, fetch_weights, find_weights
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.records.files import read_json
 
@@ -42,6 +43,8 @@ TokenKind: TypeAlias = Literal["text", "vision"]
 CONFIGS = Path(str(files("retouch.models"))) / "configs"
 """The packaged configurations of published models that are not in the folder of a family."""
 COMFYUI_FILE = "comfyui_lora.safetensors"
+TURNS = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+"""A dialogue in Qwen's chat template, up to the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +181,6 @@ class DiffusersModel(ImageModel):
         return self.load(self.fetch_weights(), device=device)
 
     def fetch_weights(self) -> Any:
-        from retouch.models.pretrained import fetch_weights
-
         return live_object(self.path, key="model.path") if self.path.startswith(LIVE) else fetch_weights(self.path)
 
     def load(self, source: Path | DiffusionPipeline, *, device: torch.device) -> DenoisingModel:
@@ -209,8 +210,6 @@ class DiffusersModel(ImageModel):
         return import_class(cls.adapter)
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.pretrained import find_weights
-
         if self.path.startswith(LIVE):
             return None, True
         folder = find_weights(self.path)
@@ -344,8 +343,6 @@ class PretrainedLanguageModel(LanguageModel):
         return self.path.removeprefix(LIVE)
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.pretrained import MODEL, find_weights
-
         if self.path.startswith(LIVE):
             return None, True
         folder = find_weights(self.path, MODEL)
@@ -356,8 +353,6 @@ class PretrainedLanguageModel(LanguageModel):
             require_attention(self.attention, dtype=self.torch_dtype, device=device)
 
     def fetch_weights(self) -> Any:
-        from retouch.models.pretrained import MODEL, fetch_weights
-
         if self.path.startswith(LIVE):
             return live_object(self.path, key="policy.model.path")
         folder = fetch_weights(self.path, MODEL)

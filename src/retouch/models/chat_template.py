@@ -17,7 +17,6 @@ from transformers.image_utils import SizeDict
 
 PAD = "<|image_pad|>"
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
-TURNS = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
 
 Tokens = Mapping[str, Tensor]
 

@@ -112,11 +112,9 @@ class JanusImageModel(CausalText):
         for task in tasks:
             if task.images:
                 raise ValueError(f"task {task.id!r} has a source image, but Janus generates from text only; use an editing model")
-        return self.prompts([self._prompt(task.instruction) for task in tasks])
-
-    def _prompt(self, instruction: str) -> list[int]:
-        ids: list[int] = self.tokenizer(self.template.format(instruction) + BEGIN, add_special_tokens=False).input_ids
-        return [self.tokenizer.bos_token_id, *ids]
+        texts = [self.template.format(task.instruction) + BEGIN for task in tasks]
+        ids = [self.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        return self.prompts([[self.tokenizer.bos_token_id, *row] for row in ids])
 
     def encode_codes(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
         """Encode images, which are first resized to ``size`` (Lanczos), to codes."""
@@ -176,21 +174,17 @@ def load_janus(
         whole = JanusForConditionalGeneration.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **LOCAL)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         vq = JanusVQVAE(whole.config.vq_config)
-        vq.load_state_dict(_autoencoder(folder))
+        # In fp32, because codes come from a nearest-neighbour search.
+        stored = {name.removeprefix(_AUTOENCODER): tensor.float() for name, tensor in _stored(folder, _AUTOENCODER)}
+        if not stored:
+            raise ValueError(f"{folder} contains no weights of Janus' autoencoder ({_AUTOENCODER}*) in safetensors")
+        vq.load_state_dict(stored)
         vq.float()
     module = JanusImageModules(whole)
     if weights is not None:
         _load(module, weights)
     module.requires_grad_(False).eval().to(device)
     return JanusImageModel(module, tokenizer, vq=vq.to(device), gradient_checkpointing=gradient_checkpointing)
-
-
-def _autoencoder(folder: Path) -> dict[str, Tensor]:
-    """Read the autoencoder's weights in fp32, because codes come from a nearest-neighbour search."""
-    found = {name.removeprefix(_AUTOENCODER): tensor.float() for name, tensor in _stored(folder, _AUTOENCODER)}
-    if not found:
-        raise ValueError(f"{folder} contains no weights of Janus' autoencoder ({_AUTOENCODER}*) in safetensors")
-    return found
 
 
 def _load(module: JanusImageModules, folder: Path) -> None:

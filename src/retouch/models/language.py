@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import CONFIGS, Area, PartConfigs, PretrainedLanguageModel, Size, TaskInputs, TokenKind
+from retouch.models.base import CONFIGS, TURNS, Area, PartConfigs, PretrainedLanguageModel, Size, TaskInputs, TokenKind
+from retouch.models.pretrained import MODEL, TOKENIZER, fetch_weights, find_weights
 from retouch.records.files import read_json
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ class QwenFamily(PretrainedLanguageModel):
 
         ``options``: further arguments of ``load_writer``; by default, ``template`` has the enhancer's system prompt.
         """
-        from retouch.models.chat_template import TURNS
         from retouch.models.qwen_vl import load_writer
 
-        defaults = {"template": TURNS.format(system=enhancer_system_prompt(), user="{}")}
+        # The prompt says: keep the subject, add style, lighting and technical terms, be concise.
+        enhancer = (CONFIGS / "enhancer.txt").read_text(encoding="utf-8").strip()
+        defaults = {"template": TURNS.format(system=enhancer, user="{}")}
         settings = {"dtype": self.torch_dtype, "attention": self.attention, "device": device}
         return load_writer(source, **{**settings, **defaults, **options})
 
@@ -47,8 +49,6 @@ class QwenLanguageModel(QwenFamily):
     an editor."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        from retouch.models.chat_template import TURNS
-
         options: dict[str, Any] = {"area": "as_is" if self.area is None else self.area}
         if self.system is not None:
             options["template"] = TURNS.format(system=self.system, user="{}")
@@ -59,11 +59,6 @@ class QwenLanguageModel(QwenFamily):
             yield from super().editor_problems()
         if self.system is not None or self.area is not None:
             yield "policy.model.system, policy.model.area: a writer for an editor uses the editor's template and sizes; omit both"
-
-
-def enhancer_system_prompt() -> str:
-    """The system prompt for enhancing prompts: keep the subject, add style, lighting and technical terms, be concise."""
-    return (CONFIGS / "enhancer.txt").read_text(encoding="utf-8").strip()
 
 
 class Emu3Family(PretrainedLanguageModel):
@@ -129,16 +124,12 @@ class Emu3Model(Emu3Family):
     """Height and width of the images in pixels."""
 
     def fetch_weights(self) -> Any:
-        from retouch.models.pretrained import MODEL, TOKENIZER, fetch_weights
-
         for path, files in ((self.tokenizer, TOKENIZER), (self.autoencoder, MODEL)):
             if path is not None:
                 fetch_weights(path, files)
         return super().fetch_weights()
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        from retouch.models.pretrained import MODEL, TOKENIZER, fetch_weights
-
         return self.load(
             self.fetch_weights(),
             tokenizer=None if self.tokenizer is None else fetch_weights(self.tokenizer, TOKENIZER),
@@ -148,16 +139,12 @@ class Emu3Model(Emu3Family):
         )
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.pretrained import MODEL, TOKENIZER, find_weights
-
         folder, found = super().find_weights()
         tokenizer_found = self.tokenizer is None or find_weights(self.tokenizer, TOKENIZER) is not None
         autoencoder_found = self.autoencoder is None or find_weights(self.autoencoder, MODEL) is not None
         return folder, found and tokenizer_found and autoencoder_found
 
     def describe(self, folder: Path | None) -> PartConfigs:
-        from retouch.models.pretrained import MODEL, find_weights
-
         return self.describe_parts(folder, folder if self.autoencoder is None else find_weights(self.autoencoder, MODEL))
 
     @property

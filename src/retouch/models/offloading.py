@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -238,6 +239,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return str(value)
 
 
+@dataclass(frozen=True, eq=False)
 class CachedPrompts:
     """Returns the text encoders' output for prompts, from ``store`` if it is stored there (implements ``ReadsPrompts``).
 
@@ -246,25 +248,24 @@ class CachedPrompts:
     entry does not depend on the batch in which the prompt occurred first. Embeddings of a whole batch differ from it by rounding.
     """
 
-    def __init__(self, model: PipelineModel, store: EmbeddingStore, *, device: torch.device) -> None:
-        self._model = model
-        self._store = store
-        self._device = device
+    model: PipelineModel
+    store: EmbeddingStore
+    device: torch.device
 
     def __call__(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
         keys = [self._key(prompt, row) for prompt, row in zip(prompts, images, strict=True)]
-        stored = {key: self._store.read(key) for key in dict.fromkeys(keys)}
+        stored = {key: self.store.read(key) for key in dict.fromkeys(keys)}
         rows = {key: row for key, row in stored.items() if row is not None}
         missing = [key for key in stored if key not in rows]
         if missing:
-            encoders = self._model.text.encoders
-            with on_device(self._device, encoders), evaluating(*encoders):
+            encoders = self.model.text.encoders
+            with on_device(self.device, encoders), evaluating(*encoders):
                 for key in missing:
                     index = keys.index(key)
-                    encoded = self._model.embed_prompts([prompts[index]], [images[index]])
+                    encoded = self.model.embed_prompts([prompts[index]], [images[index]])
                     rows[key] = {name: tensor[0].cpu() for name, tensor in encoded.items()}
             for key in missing:
-                self._store.write(key, rows[key])
+                self.store.write(key, rows[key])
         found = [rows[key] for key in keys]
         batches = {}
         for name in found[0]:
@@ -272,7 +273,7 @@ class CachedPrompts:
             equal = all(tensor.shape == tensors[0].shape for tensor in tensors)
             # Padded on the right with zeros if the lengths differ.
             batches[name] = torch.stack(tensors) if equal else pad_sequence(tensors, batch_first=True)
-        return {name: to_device(batch, self._device) for name, batch in batches.items()}
+        return {name: to_device(batch, self.device) for name, batch in batches.items()}
 
     def _key(self, prompt: str, images: Sequence[Image]) -> str:
         digest = hashlib.sha256(self._identity)
@@ -283,7 +284,7 @@ class CachedPrompts:
 
     @cached_property
     def _identity(self) -> bytes:
-        described = [_VERSION, self._device.type, describe(self._model.text)]
+        described = [_VERSION, self.device.type, describe(self.model.text)]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 
@@ -295,12 +296,19 @@ def describe(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, nn.Module):
-        return {"class": type(value).__qualname__, "config": _config(value), "weights": _weights(value)}
+        config: Any = getattr(value, "config", None)
+        if config is not None:
+            settings = {key: inner for key, inner in config.to_dict().items() if key not in _VOLATILE}
+            config = json.loads(json.dumps([settings, getattr(config, "_attn_implementation", None)], default=str))
+        named = sorted([*value.named_parameters(), *value.named_buffers()], key=itemgetter(0))
+        hashes = torch.stack([bits_hash(tensor) for _, tensor in named]).tolist() if named else []
+        weights = [[name, str(tensor.dtype), list(tensor.shape), each] for (name, tensor), each in zip(named, hashes, strict=True)]
+        return {"class": type(value).__qualname__, "config": repr(value) if config is None else config, "weights": weights}
     if isinstance(value, PreTrainedTokenizerBase):
         words = json.dumps(sorted(value.get_vocab().items())).encode()
-        settings = (value.model_max_length, value.padding_side, value.truncation_side, value.chat_template)
+        options = (value.model_max_length, value.padding_side, value.truncation_side, value.chat_template)
         special = {name: str(token) for name, token in value.special_tokens_map.items()}
-        return {"vocabulary": hashlib.sha256(words).hexdigest(), "special": special, "settings": [str(each) for each in settings]}
+        return {"vocabulary": hashlib.sha256(words).hexdigest(), "special": special, "settings": [str(each) for each in options]}
     if isinstance(value, Mapping):
         return {str(key): describe(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -311,21 +319,6 @@ def describe(value: Any) -> Any:
         raise TypeError(f"{type(value).__name__} in a text encoder: prompt embeddings cannot be keyed by it")
     constants = {name: describe(getattr(type(value), name)) for name in dir(type(value)) if name.isupper()}
     return {"class": type(value).__qualname__, "constants": constants, **describe(vars(value))}
-
-
-def _config(module: nn.Module) -> Any:
-    config = getattr(module, "config", None)
-    if config is None:
-        return repr(module)
-    settings = {key: inner for key, inner in config.to_dict().items() if key not in _VOLATILE}
-    return json.loads(json.dumps([settings, getattr(config, "_attn_implementation", None)], default=str))
-
-
-def _weights(module: nn.Module) -> list[Any]:
-    """Return the name, dtype, shape and a hash of the bits of each tensor."""
-    named = sorted([*module.named_parameters(), *module.named_buffers()], key=itemgetter(0))
-    hashes = torch.stack([bits_hash(tensor) for _, tensor in named]).tolist() if named else []
-    return [[name, str(tensor.dtype), list(tensor.shape), each] for (name, tensor), each in zip(named, hashes, strict=True)]
 
 
 class OffloadedModel(ModelWrapper[DenoisingModel]):

@@ -263,16 +263,13 @@ def _build(part: str) -> nn.Module:
     config = described["config"]
     name = described["class"]
     found: Any = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    bases = getattr(found, "__mro__", ())
     with torch.device("meta"):
-        if _is_class_of(diffusers.ModelMixin, found):
+        if diffusers.ModelMixin in bases:
             return found.from_config(config)  # it ignores keys of other versions, as from_pretrained does
-        if _is_class_of(transformers.PreTrainedModel, found):
+        if transformers.PreTrainedModel in bases:
             return found(found.config_class(**config))
     raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
-
-
-def _is_class_of(base: type, found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
 
 
 def sharded_root(module: nn.Module) -> nn.Module:

@@ -15,9 +15,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from PIL.Image import Image, fromarray
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from retouch.models.parts import Scheduler, compute_device, euler_scheduler, evaluating
 from retouch.protocols import DecodesTensors, DenoisingModel
@@ -373,6 +374,13 @@ def _pixels(size: Any) -> str:
     return " and ".join(f"{height} x {width}" for height, width in (size if isinstance(size[0], tuple) else [size]))
 
 
+def padded_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> Int[Tensor, "r l"]:
+    """The token ids of prompts, truncated or padded to ``length``."""
+    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    ids: Tensor = tokens["input_ids"]
+    return ids
+
+
 def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:
     """Return the attention's keyword arguments with the tokens of reference images, for an IP-Adapter on the transformer; None for
     rows without reference images. They are the argument ``joint_attention_kwargs`` of diffusers' Flux transformer and
@@ -382,20 +390,6 @@ def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict
         return None
     tokens: list[Tensor] = transformer.get_submodule("encoder_hid_proj")([embeds[:, None]])
     return {"ip_hidden_states": tokens}
-
-
-def accepts_prompt(model: object, prompt: str) -> bool:
-    """Whether the model can read the prompt: it is not too long and contains no special token.
-
-    True for a model without a method ``check_prompt(prompt, task)``.
-    """
-    check = getattr(model, "check_prompt", None)
-    if check is not None:
-        try:
-            check(prompt, "written")
-        except ValueError:
-            return False
-    return True
 
 
 def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:

@@ -4,9 +4,7 @@ and JSON only), and checks that they are complete: an interrupted download is th
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from typing import Any
 
 from retouch.config import wings
 from retouch.records.files import read_json
@@ -27,6 +25,16 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format."""
 
 
+def snapshot(path: str, files: Sequence[str], **options: Any) -> Path:
+    """``snapshot_download`` of the files of a Hub id; the library is imported here, because reading a recipe must not import it.
+
+    Raises ValueError for a text that is no id and, with ``local_files_only``, FileNotFoundError if the cache has no copy.
+    """
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=[*files], **options))
+
+
 def find_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "policy.model.path") -> Path | None:
     """The folder ``path``, or the complete cached copy of the Hub id ``path``; None if the weights are not on this machine.
 
@@ -36,10 +44,10 @@ def find_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "poli
     if Path(path).is_dir():
         return Path(path)
     try:
-        cached = Path(snapshot_download(path, allow_patterns=[*files], ignore_patterns=_IGNORED_FILES, local_files_only=True))
-    except HFValidationError:
+        cached = snapshot(path, files, ignore_patterns=_IGNORED_FILES, local_files_only=True)
+    except ValueError:
         raise ValueError(f'{key}: {path} is neither a folder nor a Hugging Face id ("owner/name")') from None
-    except LocalEntryNotFoundError:
+    except FileNotFoundError:
         return None
     # An interrupted download is continued.
     return None if files != TOKENIZER and find_problems(cached) else cached
@@ -55,7 +63,7 @@ def fetch_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "pol
         return folder  # a cached copy that was found is complete
     if folder is None:
         try:
-            folder = Path(snapshot_download(path, allow_patterns=[*files], ignore_patterns=_IGNORED_FILES))
+            folder = snapshot(path, files, ignore_patterns=_IGNORED_FILES)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section, Share
+from retouch.models.pretrained import fetch_encoder
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +207,6 @@ class IpAdapter(TrainSection):
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         """Add the trainable adapter. Raises ValueError if ``init_from`` is an adapter with other tokens, projection or blocks."""
         from retouch.models import ip_adapter
-        from retouch.models.pretrained import fetch_encoder
 
         module.requires_grad_(False).eval()
         if self.lora is not None:
@@ -224,7 +224,6 @@ class IpAdapter(TrainSection):
         import torch
 
         from retouch.models.ip_adapter import ImageEncoder, ReferenceModel
-        from retouch.models.pretrained import fetch_encoder
 
         encoder = ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=getattr(torch, dtype), device=device)
         return ReferenceModel(model, encoder)

@@ -35,22 +35,16 @@ class Tracker(Protocol):
         ...
 
 
-@runtime_checkable
-class SampleTables(Protocol):
-    """A tracker that also shows tables of samples."""
-
-    def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Show a table. ``rows``: by column, a text, number, None, or the ``Path`` of an image; all rows have the same columns."""
-        ...
-
-
 class TensorBoard:
     """TensorBoard event files in the run's folder. Points of a killed run at or after ``first_step`` are hidden."""
 
     def __init__(self, folder: RunFolder, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        _wait_for_a_later_name(folder.tensorboard)
+        # TensorBoard reads event files in the order of their names, which begin with the second of creation. It may read two files
+        # of the same second in the wrong order; then the points of a killed run hide the points of the run that resumed it.
+        while any(folder.tensorboard.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.05)
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=first_step)
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -61,7 +55,17 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class _AccelerateTracker:
+    _tracker: Any
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        self._tracker.log(_measured(values), step=step)
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+class Wandb(_AccelerateTracker):
     """A run on Weights & Biases, through accelerate's tracker.
 
     The run's id is WANDB_RUN_ID if it is set, otherwise ``tracker_id``; an existing run is continued. W&B ignores steps that it
@@ -84,20 +88,14 @@ class Wandb:
         self._tracker.start()
         self._tracker.store_init_configuration(dict(recipe))
 
-    def log(self, values: Mapping[str, float | None], step: int) -> None:
-        self._tracker.log(_measured(values), step=step)
-
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         import wandb
 
         data = [[wandb.Image(str(value)) if isinstance(value, Path) else value for value in row.values()] for row in rows]
         self._tracker.log_table(f"samples/{title}", columns=list(rows[0]), data=data, step=step)
 
-    def close(self) -> None:
-        self._tracker.finish()
 
-
-class Trackio:
+class Trackio(_AccelerateTracker):
     """A Trackio run through accelerate's tracker; an existing run is continued. Trackio finds it by its name, which therefore is
     the run's name with its ``tracker_id``."""
 
@@ -112,9 +110,6 @@ class Trackio:
         )
         self._tracker.start()
 
-    def log(self, values: Mapping[str, float | None], step: int) -> None:
-        self._tracker.log(_measured(values), step=step)
-
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         import pandas  # type: ignore[import-untyped]  # comes with datasets
         import trackio
@@ -122,12 +117,9 @@ class Trackio:
         shown = [{name: trackio.Image(value) if isinstance(value, Path) else value for name, value in row.items()} for row in rows]
         self._tracker.log({f"samples/{title}": trackio.Table(dataframe=pandas.DataFrame(shown))}, step=step)
 
-    def close(self) -> None:
-        self._tracker.finish()
-
 
 class CompositeTracker:
-    """Forwards metrics and samples to several trackers."""
+    """Forwards metrics and samples to several trackers. A tracker shows tables of samples if it has ``log_samples``."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -137,8 +129,9 @@ class CompositeTracker:
             tracker.log(values, step)
 
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Show a table. ``rows``: by column, a text, number, None, or the ``Path`` of an image; all rows have the same columns."""
         for tracker in self._trackers:
-            if isinstance(tracker, SampleTables) and rows:
+            if rows and hasattr(tracker, "log_samples"):
                 tracker.log_samples(title, rows, step)
 
     def close(self) -> None:
@@ -193,16 +186,6 @@ def _stored_id(root: Path) -> tuple[str | None, Path]:
     if not isinstance(found, dict) or not isinstance(found.get("id"), str | None) or not isinstance(found.get("folder"), str):
         raise ValueError(f"{path} was changed and holds no id; delete it, and trackers show the run as a new one")
     return found["id"], Path(found["folder"])
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait, at most one second, until the name of a new event file sorts after the names of all existing ones.
-
-    TensorBoard reads event files in the order of their names, which begin with the second of creation. It may read two files of the
-    same second in the wrong order; then the points of a killed run hide the points of the run that resumed it.
-    """
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
 
 
 def _measured(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -11,6 +11,7 @@ from PIL.Image import Image
 from pydantic import Field
 
 from retouch.config.section import Count, Section
+from retouch.core.random import generator
 from retouch.models.base import ImageModel, LanguageModel, TokenKind
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.protocols import Renderer
@@ -139,6 +140,15 @@ class ImageModelRenderer(RendererSection):
 T = TypeVar("T")
 
 
+@contextmanager
+def no_gradient() -> Iterator[None]:
+    """``torch.no_grad()``, as a context or a decorator; imports torch when it is entered."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
 @runtime_checkable
 class HasCompletions(Protocol):
     """The field of a trajectory that a renderer of completions reads."""
@@ -175,11 +185,9 @@ class OdeSampler:
 
         With guidance, ``conditioning.negative`` is the negative branch of each row.
         """
-        import torch
-
         model, negative = self.model, conditioning.negative
         assert self.guided == (negative is not None)
-        with torch.no_grad():
+        with no_gradient():
             x = model.initial_noise(conditioning, generators)
             sigmas = model.sigmas(self.num_steps, conditioning).to(x.device)
             for k in range(self.num_steps):
@@ -199,8 +207,6 @@ def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list
 
     Raises ValueError for a completion without a key.
     """
-    from retouch.core.random import generator
-
     keys = []
     for row, completion in enumerate(completions):
         if completion.key is None:
@@ -240,6 +246,7 @@ def unique_objects(items: Sequence[T]) -> tuple[list[T], list[int]]:
     return [items[first[number]] for number in range(len(numbers))], index
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RendererInContext:
     """Calls ``renderer`` inside the context that ``context`` opens (implements ``retouch.protocols.Renderer``).
 
@@ -247,9 +254,8 @@ class RendererInContext:
     (``retouch.models.offloading``).
     """
 
-    def __init__(self, renderer: Renderer, context: Callable[[], AbstractContextManager[None]]) -> None:
-        self.renderer = renderer
-        self.context = context
+    renderer: Renderer
+    context: WeightContext
 
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
         with self.context():
@@ -269,28 +275,17 @@ class Completions:
         return cls([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class IgnoreCompletionsRenderer:
     """A control: makes the image of each row without its completion (implements ``retouch.protocols.Renderer``).
 
     If a policy still gains reward with this renderer, its completions are not the cause.
     """
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
+    renderer: Renderer
 
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
         return self.renderer(tasks, Completions.empty(tasks, trajectory.outputs))
-
-
-@runtime_checkable
-class HasLatents(Protocol):
-    """The fields of a trajectory that ``LatentRenderer`` reads."""
-
-    @property
-    def outputs(self) -> Tensor: ...
-
-    @property
-    def conditioning(self) -> Conditioning: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -302,14 +297,12 @@ class LatentRenderer:
 
     model: DenoisingModel
 
-    def __call__(self, tasks: Sequence[Task], trajectory: HasLatents) -> list[Image | None]:
-        import torch
-
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
         x = trajectory.outputs
         finite = x.flatten(1).isfinite().all(dim=1)
         if not finite.any():
             return [None] * len(x)
-        with torch.no_grad():
+        with no_gradient():
             images = iter(self.model.decode(x[finite], trajectory.conditioning))
         return [next(images) if usable else None for usable in finite.tolist()]
 

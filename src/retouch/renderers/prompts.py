@@ -6,13 +6,20 @@ The task keeps its own instruction, and a judge sees this instruction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from retouch.core.answers import answer_in
 from retouch.models.base import LanguageModel
-from retouch.renderers.base import HasCompletions, ImageModelRenderer, OdeSampler, WeightContext, noise_generators, sort_by_length
+from retouch.renderers.base import (
+    HasCompletions,
+    IgnoreCompletionsRenderer,
+    ImageModelRenderer,
+    OdeSampler,
+    WeightContext,
+    noise_generators,
+    sort_by_length,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -52,49 +59,24 @@ class PromptRenderer(ImageModelRenderer):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        from retouch.models.pipeline import accepts_prompt
-        from retouch.renderers.base import IgnoreCompletionsRenderer
-
         text_to_image = FlowTextToImage(
             cast("DenoisingModel", image_model),  # the recipe is checked for it
             num_steps=self.num_steps,
             guidance_scale=self.guidance_scale,
-            accepts=partial(accepts_prompt, image_model),
         )
         sampler = PromptSampler(text_to_image, self)
         return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
 
 
-@runtime_checkable
-class TextToImage(Protocol):
-    """A frozen text-to-image model."""
+class FlowTextToImage:
+    """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once."""
 
-    def accepts(self, prompt: str) -> bool:
-        """Whether the model can read the whole prompt."""
-        ...
+    def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
+        self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
+        self._negative: Conditioning | None = None
 
     def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
         """Sample an image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
-        ...
-
-
-class FlowTextToImage:
-    """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once.
-
-    ``accepts``: whether the model can read a whole prompt.
-    """
-
-    def __init__(
-        self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0, accepts: Callable[[str], bool]
-    ) -> None:
-        self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
-        self._accepts = accepts
-        self._negative: Conditioning | None = None
-
-    def accepts(self, prompt: str) -> bool:
-        return self._accepts(prompt)
-
-    def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
         import torch
 
         with torch.no_grad():
@@ -106,6 +88,7 @@ class FlowTextToImage:
             return self.sampler(conditioning, generators)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptSampler:
     """Samples images from the prompts in completions (implements ``retouch.protocols.Renderer``).
 
@@ -113,9 +96,8 @@ class PromptSampler:
     fault, if the completion has no prompt or has a prompt that the model cannot read.
     """
 
-    def __init__(self, text_to_image: TextToImage, config: PromptRenderer) -> None:
-        self.text_to_image = text_to_image
-        self.config = config
+    text_to_image: FlowTextToImage
+    config: PromptRenderer
 
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
         config, completions = self.config, trajectory.outputs
@@ -123,7 +105,7 @@ class PromptSampler:
         enhanced: dict[int, Task] = {}
         for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
             prompt = None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)
-            if prompt is not None and self.text_to_image.accepts(prompt):
+            if prompt is not None and accepts_prompt(self.text_to_image.sampler.model, prompt):
                 enhanced[row] = replace(task, instruction=prompt, images=())
         images: list[Image | None] = [None] * len(completions)
         for rows in sort_by_length(list(enhanced), length=lambda row: len(enhanced[row].instruction), batch=config.batch):
@@ -131,6 +113,20 @@ class PromptSampler:
             for row, image in zip(rows, sampled, strict=True):
                 images[row] = image
         return images
+
+
+def accepts_prompt(model: object, prompt: str) -> bool:
+    """Whether the model can read the prompt: it is not too long and contains no special token.
+
+    True for a model without a method ``check_prompt(prompt, task)``.
+    """
+    check = getattr(model, "check_prompt", None)
+    if check is not None:
+        try:
+            check(prompt, "written")
+        except ValueError:
+            return False
+    return True
 
 
 def _prompt_in(completion: Completion) -> str | None:

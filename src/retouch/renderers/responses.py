@@ -8,20 +8,22 @@ has all weights of the image model.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from retouch.config.section import Count
 from retouch.models.base import LanguageModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.renderers.base import (
     HasCompletions,
+    IgnoreCompletionsRenderer,
     ImageModelRenderer,
     OdeSampler,
     WeightContext,
     bucket,
+    no_gradient,
     noise_generators,
     sort_by_length,
     unique_objects,
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from retouch.models.qwen_image.model import QwenFlow
+    from retouch.models.qwen_image.responses import QwenContext, QwenResponses
     from retouch.models.qwen_vl import QwenWriter
     from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
-    from retouch.types import Conditioning, Task
+    from retouch.types import Task
 
 
 class ResponseRenderer(ImageModelRenderer):
@@ -65,7 +68,8 @@ class ResponseRenderer(ImageModelRenderer):
 
     def problems(self, writer: LanguageModel) -> Iterator[str]:
         if self.model.takes is None or not self.model.takes.responses:
-            editors = ", ".join(kind for kind in IMAGE_MODELS if _reads_responses(kind))
+            takes = {kind: getattr(IMAGE_MODELS.load(kind), "takes", None) for kind in IMAGE_MODELS}
+            editors = ", ".join(kind for kind, inputs in takes.items() if inputs is not None and inputs.responses)
             yield f"renderer.model.kind: {self.model.kind} reads no responses; use one of {editors}, or kind prompt"
         yield from writer.editor_problems()
 
@@ -85,14 +89,10 @@ class ResponseRenderer(ImageModelRenderer):
     def load(
         self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
     ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
-        from retouch.models.offloading import parts_of
         from retouch.models.qwen_image.responses import share_encoder
 
         writer, editor = self._load_on_cpu(build_writer)
-        share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen)
-        for part in parts_of(editor):
-            if part is not writer.module:
-                part.to(device)
+        share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen, device=device)
         return writer, editor
 
     def build(
@@ -105,60 +105,12 @@ class ResponseRenderer(ImageModelRenderer):
     ) -> Renderer:
         from retouch.models.offloading import parts_of
         from retouch.models.qwen_image.responses import QwenResponses, encoder_for
-        from retouch.renderers.base import IgnoreCompletionsRenderer
 
         frozen = not self.policy_encodes
         editor = cast("QwenFlow", image_model)  # the recipe is checked for it
         encoder = encoder_for(editor, writer.module, frozen=frozen, guided=self.guided, published=published)
         sampler = ResponseSampler(QwenResponses(editor, encoder), self, sharded=sharded and writer.module in parts_of(image_model))
         return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
-
-
-def _reads_responses(kind: str) -> bool:
-    takes = getattr(IMAGE_MODELS.load(kind), "takes", None)
-    return takes is not None and takes.responses
-
-
-@runtime_checkable
-class ResponseContext(Protocol):
-    """A task, prepared for a response. ``size``: contexts of equal size can be sampled together. ``length``: number of tokens."""
-
-    @property
-    def size(self) -> Hashable: ...
-
-    @property
-    def length(self) -> int: ...
-
-
-@runtime_checkable
-class ResponseEditor(Protocol):
-    """A frozen editor that is conditioned on a task and a response to it."""
-
-    @property
-    def model(self) -> DenoisingModel: ...
-
-    def prepare(self, task: Task) -> Any:
-        """Return a ``ResponseContext``, whose other contents the renderer does not read."""
-        ...
-
-    def accepts(self, context: Any, response: Sequence[int]) -> bool:
-        """Whether the response's token ids can be encoded."""
-        ...
-
-    def encode(self, contexts: Sequence[Any], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
-        """Return the hidden states of each row, from one call of the encoder in eval mode, without gradient. Sizes may differ."""
-        ...
-
-    def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
-        """Return the hidden states of the negative branch, from weights that do not train.
-
-        They may depend on the tasks' images, but not on the instructions.
-        """
-        ...
-
-    def condition(self, contexts: Sequence[Any], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
-        """Build a conditioning from rows of equal size."""
-        ...
 
 
 class ResponseSampler:
@@ -170,7 +122,7 @@ class ResponseSampler:
     instruction.
     """
 
-    def __init__(self, editor: ResponseEditor, config: ResponseRenderer, *, sharded: bool = False, cached: int = 64) -> None:
+    def __init__(self, editor: QwenResponses, config: ResponseRenderer, *, sharded: bool = False, cached: int = 64) -> None:
         if cached < 1:
             raise ValueError(f"cached {cached}: give at least 1")
         self.editor = editor
@@ -179,13 +131,8 @@ class ResponseSampler:
         self.sharded = sharded
         self._negatives = _NegativeStates(lambda task: editor.encode_negative([task])[0], size=cached)
 
+    @no_gradient()
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
-        import torch
-
-        with torch.no_grad():
-            return self._render(tasks, trajectory)
-
-    def _render(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
         config, completions = self.config, trajectory.outputs
         generators = noise_generators(completions, shared=config.shared_noise)
         distinct, index = unique_objects(tasks)
@@ -210,7 +157,7 @@ class ResponseSampler:
         return images
 
     def _encode(
-        self, tasks: Sequence[Task], contexts: Sequence[ResponseContext], responses: Sequence[Sequence[int]]
+        self, tasks: Sequence[Task], contexts: Sequence[QwenContext], responses: Sequence[Sequence[int]]
     ) -> tuple[dict[int, Float[Tensor, "_ d"]], dict[int, Float[Tensor, "_ d"]]]:
         """Return the states of each row and, with guidance, the states of its negative branch."""
         states: dict[int, Float[Tensor, "_ d"]] = {}

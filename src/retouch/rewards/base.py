@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PrivateAttr, Tag
@@ -23,7 +23,9 @@ from retouch.types import Column, Json, Sample, Scores, Task
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Float
     from PIL.Image import Image
+    from torch import Tensor
 
 
 def _text(path: Any) -> Any:
@@ -126,6 +128,13 @@ Combine: TypeAlias = Annotated[
 def unchanged(reward: Reward) -> Reward:
     """Return the reward unchanged: the default of ``keep``."""
     return reward
+
+
+WIN_PROBABILITY: Mapping[str, Column] = {
+    "win_probability": Column(0.0, 1.0),
+    "win_probability_sd": Column(0.0, 1.0, diagnostic=True),
+}
+"""The columns that a calibrated reward adds to those of the reward that it maps."""
 
 
 class BudgetSpent(ValueError):
@@ -342,6 +351,17 @@ def source_image(task: Task) -> Image:
     return task.images[0]
 
 
+def score_images(
+    samples: Sequence[Sample], score: Callable[[Task, Image], Float[Tensor, ""] | float], *, missing: float = 0.0
+) -> Float[Tensor, " b"]:
+    """One column, float32: ``score`` of each task and image, without gradient; ``missing`` for a sample without an image."""
+    import torch
+
+    with torch.no_grad():
+        found = [missing if sample.image is None else float(score(sample.task, sample.image)) for sample in samples]
+    return torch.tensor(found, dtype=torch.float32)
+
+
 def completion_of(sample: Sample) -> str:
     """The text that the policy wrote. Raises ValueError if there is none."""
     if sample.completion is None:
@@ -349,12 +369,7 @@ def completion_of(sample: Sample) -> str:
     return sample.completion
 
 
-@runtime_checkable
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
 def close(part: object) -> None:
     """Close connections and threads of a reward or its client, if it has any."""
-    if isinstance(part, _Closable):
-        part.close()
+    if (own := getattr(part, "close", None)) is not None:
+        own()

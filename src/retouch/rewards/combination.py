@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from retouch.config.imports import did_you_mean, is_foreign
 from retouch.types import Column, Scores
@@ -94,19 +94,14 @@ Range: TypeAlias = tuple[float, float]
 
 def names(node: Node) -> tuple[str, ...]:
     """The columns of a formula, each once, in order of appearance."""
-    return tuple(dict.fromkeys(_names(node)))
-
-
-def _names(node: Node) -> Iterator[str]:
     match node:
         case Name(name):
-            yield name
+            return (name,)
         case Sum() | Product():
-            yield from _names(node.left)
-            yield from _names(node.right)
+            return tuple(dict.fromkeys((*names(node.left), *names(node.right))))
         case Call():
-            for argument in node.arguments:
-                yield from _names(argument)
+            return tuple(dict.fromkeys(name for argument in node.arguments for name in names(argument)))
+    return ()
 
 
 def value(node: Node, columns: Mapping[str, Float[Tensor, " b"]]) -> Float[Tensor, " b"]:
@@ -223,7 +218,11 @@ _TOKEN = re.compile(
 
 def read_formula(text: str) -> Node:
     """Parse a formula into a tree. Raises ValueError with the position if the text is not a formula."""
-    return _Parser(_ALIASES.get("".join(text.split()), text)).formula()
+    parser = _Parser(_ALIASES.get("".join(text.split()), text))
+    found = parser._sum()
+    if parser._peek() is not None:
+        parser._fail("an operator (+, -, *) or the end")
+    return found
 
 
 class _Parser:
@@ -236,12 +235,6 @@ class _Parser:
         self.tokens = list(self._tokens())
         self.place = 0
         self.deep = 0
-
-    def formula(self) -> Node:
-        found = self._sum()
-        if self._peek() is not None:
-            self._fail("an operator (+, -, *) or the end")
-        return found
 
     def _tokens(self) -> Iterator[tuple[str, str, int]]:
         place = 0
@@ -295,7 +288,9 @@ class _Parser:
         kind, word, _ = token
         self.place += 1
         if kind == "number":
-            return Number(self._finite(word))
+            if math.isinf(float(word)):
+                raise ValueError(f"{self.text!r}: {word} is too large a number")
+            return Number(float(word))
         return self._call(word) if self._take("(") is not None else Name(word)
 
     def _call(self, function: str) -> Node:
@@ -310,11 +305,6 @@ class _Parser:
                 f"{self.text!r}: {function} takes {'one' if function == 'sqrt' else 'two or more'}, not {len(arguments)}"
             )
         return Call(function, tuple(arguments))
-
-    def _finite(self, word: str) -> float:
-        if math.isinf(float(word)):
-            raise ValueError(f"{self.text!r}: {word} is too large a number")
-        return float(word)
 
     def _peek(self) -> tuple[str, str, int] | None:
         return self.tokens[self.place] if self.place < len(self.tokens) else None
@@ -340,30 +330,10 @@ Combine: TypeAlias = Mapping[str, float] | str
 """Weights of columns, or a formula."""
 
 
-class Combination(Protocol):
-    """A function of the scores of a batch.
-
-    ``columns``: the columns that it reads. ``low`` and ``high``: the range of the result; ``low`` is the reward of a sample without
-    an image.
-    """
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def low(self) -> float: ...
-
-    @property
-    def high(self) -> float: ...
-
-    def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
-        """The reward (b,), float64; NaN if the score of one of the columns is NaN."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """The sum of weight x column. No weight is 0."""
+    """The sum of weight x column. No weight is 0. ``low`` and ``high``: the range of the result; ``low`` is the reward of a sample
+    without an image."""
 
     weights: Mapping[str, float]
     low: float
@@ -371,9 +341,11 @@ class WeightedSum:
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """The columns that it reads."""
         return tuple(self.weights)
 
     def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
+        """The reward, (b,), float64; NaN if the score of one of the columns is NaN."""
         import torch
 
         return torch.stack([weight * scores[name] for name, weight in self.weights.items()]).sum(dim=0)
@@ -406,6 +378,7 @@ class Formula:
         return self.text
 
 
+Combination: TypeAlias = WeightedSum | Formula
 RESERVED = frozenset({"n", "mean", "std", "count", "missing_fraction", "fault_fraction"})
 """Names that a column may not have, because a run's metrics and tables have values with these names."""
 
@@ -419,7 +392,7 @@ def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
     """
     if taken := sorted(RESERVED & set(columns)):
         raise ValueError(f"the reward has the column {taken[0]!r}, but a run's metrics use this name for something else; rename it")
-    made: WeightedSum | Formula
+    made: Combination
     if isinstance(combine, str):
         node = _resolved(read_formula(combine), columns)
         _check_columns(names(node), columns)

@@ -283,7 +283,8 @@ class _Inputs:
             return f"{kind} {getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
         if hasattr(type(value), "fingerprint"):
             return f"{self._class(type(value))} {value.fingerprint}"
-        slots = [slot for base in type(value).__mro__ for slot in _as_list(vars(base).get("__slots__", ()))]
+        own = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
+        slots = [slot for each in own for slot in ([each] if isinstance(each, str) else each)]
         attributes = {**{slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}, **getattr(value, "__dict__", {})}
         described = {}
         for key, inner in sorted(attributes.items()):
@@ -382,10 +383,6 @@ def _is_packaged(made: Any) -> bool:
     module = sys.modules.get(str(name))
     file = getattr(module, "__file__", None)
     return is_library(file) if file is not None else module is not None and name != "__main__"
-
-
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
 
 
 def _is_full(cell: types.CellType) -> bool:

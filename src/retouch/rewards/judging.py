@@ -4,20 +4,24 @@ Each sample gets a number, the worst score (the policy made no image), or NaN (i
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from retouch.config.imports import user_code_error
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.base import close, compares_groups
-from retouch.rewards.combination import NO_COMBINATION, Combine, combination
+from retouch.records import files
+from retouch.rewards.base import WIN_PROBABILITY, close, compares_groups
+from retouch.rewards.combination import NO_COMBINATION, Combine, combination, weighted_scores
 from retouch.rewards.identity import describe
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows, rows_to_score
 from retouch.rewards.scoring import call_reward, checked, given_to, scores_of, with_images
@@ -155,7 +159,7 @@ class RewardScorer:
     def _finish(self, samples: Sequence[Sample], future: "Future[_Started]") -> ScoredBatch:
         rows, scores, new, asked, began = future.result()
         if new:
-            fresh = self._collect([samples[index] for index in new], asked)
+            fresh = checked(self.reward, [samples[index] for index in new], collect_scores(asked))
             now = time.monotonic()
             seconds, self._last_scored = now - max(began, self._last_scored), now
             for name, column in fresh.items():
@@ -164,9 +168,6 @@ class RewardScorer:
                 images = [samples[index].image for index in new]
                 self.journal.record([rows[index] for index in new], fresh, images=images, seconds=seconds / len(new))
         return self._combined(samples, scores)
-
-    def _collect(self, samples: Sequence[Sample], asked: "dict[str, Future[Scores]]") -> Scores:
-        return checked(self.reward, samples, collect_scores(asked))
 
     def _combined(self, samples: Sequence[Sample], scores: Scores) -> ScoredBatch:
         faults = torch.tensor([sample.image is None for sample in samples], dtype=torch.bool)
@@ -226,8 +227,6 @@ class CompositeReward:
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """The weighted sum of the rewards' scores of ``images``, values 0 to 1, with gradient in the images."""
-        from retouch.rewards.combination import weighted_scores
-
         return weighted_scores(self.rewards, self.combine, images, tasks)
 
     def close(self) -> None:
@@ -243,3 +242,95 @@ def collect_scores(parts: "Mapping[str, Future[Scores]]") -> Scores:
         if error is not None and not isinstance(error, Exception):  # sys.exit in a reward that answers later
             raise user_code_error(error, f"reward {name}" if name else "the reward") or error
     return {f"{name}/{own}" if name else own: column for name, part in parts.items() for own, column in part.result().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted map: the win probability at each of the ascending ``scores``, linear between them and constant outside.
+
+    ``probability``, ``sd``: the win probability and its standard deviation over the bootstrap resamples. ``low``, ``high``: its
+    95 % interval. ``votes``, ``tasks``: the number of votes and of tasks on which the map was fitted.
+    """
+
+    column: str
+    scores: tuple[float, ...]
+    probability: tuple[float, ...]
+    sd: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    votes: int
+    tasks: int
+
+    def at(self, score: float) -> tuple[float, float]:
+        """Return the win probability of a score, and its standard deviation; both are NaN if the score is NaN."""
+        if math.isnan(score):
+            return math.nan, math.nan
+        return float(np.interp(score, self.scores, self.probability)), float(np.interp(score, self.scores, self.sd))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {
+            "column": self.column,
+            "votes": self.votes,
+            "tasks": self.tasks,
+            **{name: list(getattr(self, name)) for name in ("scores", "probability", "sd", "low", "high")},
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the map to a JSON file."""
+        files.write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> "Calibration":
+        """Read a map that ``save`` wrote. Raises ValueError if the file is missing, or does not contain a monotone map."""
+        if not path.is_file():
+            raise ValueError(f"no file {path}; create it with: retouch votes RUN calibrate COLUMN --to {path}")
+        found = files.read_json(path)
+        try:
+            curves = {name: tuple(map(float, found[name])) for name in ("scores", "probability", "sd", "low", "high")}
+            made = cls(column=str(found["column"]), votes=int(found["votes"]), tasks=int(found["tasks"]), **curves)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path} is not a calibration; create it with: retouch votes RUN calibrate COLUMN --to FILE") from None
+        if (
+            len({len(curve) for curve in curves.values()}) != 1
+            or not made.scores
+            or not all(math.isfinite(value) for curve in curves.values() for value in curve)
+            or not all(0 <= value <= 1 for value in made.probability)
+            or list(made.scores) != sorted(set(made.scores))
+            or list(made.probability) != sorted(made.probability)
+        ):
+            raise ValueError(f"{path} is not a monotone map from scores to probabilities; create it again with retouch votes")
+        return made
+
+
+class CalibratedScores:
+    """The scores of ``reward`` with the two added columns."""
+
+    kind: Literal["calibrated"] = "calibrated"
+
+    def __init__(self, reward: Reward, column: str, calibration: Calibration) -> None:
+        if column not in reward.columns:
+            raise ValueError(f"reward.column: the reward has no column {column!r}; its columns are {', '.join(reward.columns)}")
+        self.reward, self.column, self.calibration = reward, column, calibration
+        self.columns: Mapping[str, Column] = {**WIN_PROBABILITY, **reward.columns}
+        self.reads_completions = bool(getattr(reward, "reads_completions", False))
+        self.compares_groups = compares_groups(reward)
+
+    @property
+    def fingerprint(self) -> str:
+        """The description of the wrapped reward, the mapped column and the map, as JSON."""
+        return json.dumps([describe(self.reward), self.column, self.calibration.to_json()], sort_keys=True)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """All columns, (b,), float64; the two added columns are NaN if the mapped score is missing.
+
+        The samples must have an image. Raises the errors of ``retouch.rewards.scoring.checked``.
+        """
+        scores = checked(self.reward, samples, call_reward(self.reward, samples))
+        mapped = [self.calibration.at(value) for value in scores[self.column].tolist()]
+        added = torch.tensor(mapped, dtype=torch.float64).view(-1, 2).unbind(dim=1)
+        return {**dict(zip(WIN_PROBABILITY, added, strict=True)), **scores}
+
+    def close(self) -> None:
+        """Close the wrapped reward."""
+        close(self.reward)

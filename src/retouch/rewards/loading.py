@@ -59,7 +59,12 @@ class LoadedReward:
         """
         count = len(images)
         for name, given in {"images": images, "sources": sources, "targets": targets, "references": references}.items():
-            _require_rgb(name, given or ())
+            for row, image in enumerate(given or ()):
+                mode = getattr(image, "mode", None)
+                if not isinstance(mode, str):
+                    raise ValueError(f"{name}[{row}] is of type {type(image).__name__}; give PIL images")
+                if mode != "RGB":
+                    raise ValueError(f"{name}[{row}] has mode {mode}, but rewards read RGB images; give image.convert('RGB')")
         prompts = [prompts] * count if isinstance(prompts, str) else prompts
         lists = {
             **{"prompts": prompts, "sources": sources, "targets": targets, "masks": masks},
@@ -86,15 +91,6 @@ class LoadedReward:
             for row, image in enumerate(images)
         ]
         return {name: column.tolist() for name, column in scores_of(self.reward, samples).items()}
-
-
-def _require_rgb(name: str, images: Sequence[Any]) -> None:
-    for row, image in enumerate(images):
-        mode = getattr(image, "mode", None)
-        if not isinstance(mode, str):
-            raise ValueError(f"{name}[{row}] is of type {type(image).__name__}; give PIL images")
-        if mode != "RGB":
-            raise ValueError(f"{name}[{row}] has mode {mode}, but rewards read RGB images; give image.convert('RGB')")
 
 
 def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:

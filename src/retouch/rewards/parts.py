@@ -13,7 +13,7 @@ SINGLE = {
     "aesthetic": "retouch.rewards.scorers.clip:AestheticReward",
     "dino": "retouch.rewards.scorers.dino:DinoReward",
     "style": "retouch.rewards.scorers.dino:StyleReward",
-    "lpips": "retouch.rewards.scorers.lpips:LpipsReward",
+    "lpips": "retouch.rewards.scorers.dino:LpipsReward",
     "hps": "retouch.rewards.scorers.clip:HpsReward",
     "image_reward": "retouch.rewards.scorers.clip:ImageRewardScore",
     "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -23,9 +22,6 @@ from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, close, visible_samples
 from retouch.rewards.worker import unchanged_settings
 from retouch.types import Column, Json, Sample, Scores, Task
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _TRIED = 64
 

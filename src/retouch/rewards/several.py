@@ -4,10 +4,7 @@ score to the probability that people prefer the image.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -15,20 +12,19 @@ from pydantic import Field, field_serializer
 
 from retouch.config.section import Kinds
 from retouch.protocols import DifferentiableReward, Reward
-from retouch.records import files
 from retouch.rewards.base import (
+    WIN_PROBABILITY,
     JudgeClients,
     PathText,
     RewardSection,
     RunFacts,
     TaskFacts,
-    close,
-    compares_groups,
     unchanged,
     whole_group_problems,
 )
+from retouch.rewards.combination import gradient_weights, weighted_scores
 from retouch.rewards.parts import PARTS, SINGLE
-from retouch.types import Column, Sample, Scores, Task
+from retouch.types import Column, Task
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +107,6 @@ class SeveralRewards(RewardSection):
     def require_gradient(self) -> None:
         """Raise ValueError if a reward has no gradient in the image, or if ``combine`` is not a weighted sum of differentiable
         columns."""
-        from retouch.rewards.combination import gradient_weights
-
         for name, part in self.rewards.items():
             if not isinstance(part, DifferentiableReward):
                 raise ValueError(f"rewards.{name}: {part.name} has no gradient in the image; use it only in `reward`")
@@ -122,76 +116,7 @@ class SeveralRewards(RewardSection):
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """The weighted sum of the rewards' scores of ``images``, with gradient (``retouch.protocols.DifferentiableReward``)."""
-        from retouch.rewards.combination import weighted_scores
-
         return weighted_scores(self.rewards, self.combine, images, tasks)
-
-
-_ADDED: Mapping[str, Column] = {
-    "win_probability": Column(0.0, 1.0),
-    "win_probability_sd": Column(0.0, 1.0, diagnostic=True),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The fitted map: the win probability at each of the ascending ``scores``, linear between them and constant outside.
-
-    ``probability``, ``sd``: the win probability and its standard deviation over the bootstrap resamples. ``low``, ``high``: its
-    95 % interval. ``votes``, ``tasks``: the number of votes and of tasks on which the map was fitted.
-    """
-
-    column: str
-    scores: tuple[float, ...]
-    probability: tuple[float, ...]
-    sd: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    votes: int
-    tasks: int
-
-    def at(self, score: float) -> tuple[float, float]:
-        """Return the win probability of a score, and its standard deviation; both are NaN if the score is NaN."""
-        import numpy as np
-
-        if math.isnan(score):
-            return math.nan, math.nan
-        return float(np.interp(score, self.scores, self.probability)), float(np.interp(score, self.scores, self.sd))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        return {
-            "column": self.column,
-            "votes": self.votes,
-            "tasks": self.tasks,
-            **{name: list(getattr(self, name)) for name in ("scores", "probability", "sd", "low", "high")},
-        }
-
-    def save(self, path: Path) -> None:
-        """Write the map to a JSON file."""
-        files.write_json(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: Path) -> Calibration:
-        """Read a map that ``save`` wrote. Raises ValueError if the file is missing, or does not contain a monotone map."""
-        if not path.is_file():
-            raise ValueError(f"no file {path}; create it with: retouch votes RUN calibrate COLUMN --to {path}")
-        found = files.read_json(path)
-        try:
-            curves = {name: tuple(map(float, found[name])) for name in ("scores", "probability", "sd", "low", "high")}
-            made = cls(column=str(found["column"]), votes=int(found["votes"]), tasks=int(found["tasks"]), **curves)
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{path} is not a calibration; create it with: retouch votes RUN calibrate COLUMN --to FILE") from None
-        if (
-            len({len(curve) for curve in curves.values()}) != 1
-            or not made.scores
-            or not all(math.isfinite(value) for curve in curves.values() for value in curve)
-            or not all(0 <= value <= 1 for value in made.probability)
-            or list(made.scores) != sorted(set(made.scores))
-            or list(made.probability) != sorted(made.probability)
-        ):
-            raise ValueError(f"{path} is not a monotone map from scores to probabilities; create it again with retouch votes")
-        return made
 
 
 class CalibratedReward(RewardSection):
@@ -210,7 +135,7 @@ class CalibratedReward(RewardSection):
     map: PathText
     """The file with the map, written by ``retouch votes RUN calibrate COLUMN --to FILE``."""
 
-    columns: ClassVar[Mapping[str, Column]] = _ADDED
+    columns: ClassVar[Mapping[str, Column]] = WIN_PROBABILITY
 
     @field_serializer("of")
     def _part(self, of: RewardSection) -> dict[str, Any]:
@@ -220,7 +145,7 @@ class CalibratedReward(RewardSection):
     def known_columns(self) -> Mapping[str, Column] | None:
         """The two added columns and those of the wrapped reward; None if the columns of the wrapped reward are not known yet."""
         own = self.of.known_columns()
-        return None if own is None else {**_ADDED, **own}
+        return None if own is None else {**WIN_PROBABILITY, **own}
 
     def parts(self, path: str = "reward") -> Iterator[tuple[str, str, RewardSection]]:
         """Yield the wrapped reward."""
@@ -257,6 +182,7 @@ class CalibratedReward(RewardSection):
     ) -> Reward:
         """Build a ``CalibratedScores``; ``keep`` is applied to the wrapped reward only. Raises ValueError if the map is missing or
         was fitted for another column."""
+        from retouch.rewards.judging import CalibratedScores, Calibration
 
         calibration = Calibration.load(Path(self.map))
         if calibration.column != self.column:
@@ -264,42 +190,3 @@ class CalibratedReward(RewardSection):
                 f"{self.map} maps {calibration.column!r}, but reward.column is {self.column!r}; use the map of this column"
             )
         return CalibratedScores(self.of.build(device=device, clients=clients, keep=keep), self.column, calibration)
-
-
-class CalibratedScores:
-    """The scores of ``reward`` with the two added columns."""
-
-    kind: Literal["calibrated"] = "calibrated"
-
-    def __init__(self, reward: Reward, column: str, calibration: Calibration) -> None:
-        if column not in reward.columns:
-            raise ValueError(f"reward.column: the reward has no column {column!r}; its columns are {', '.join(reward.columns)}")
-        self.reward, self.column, self.calibration = reward, column, calibration
-        self.columns: Mapping[str, Column] = {**_ADDED, **reward.columns}
-        self.reads_completions = bool(getattr(reward, "reads_completions", False))
-        self.compares_groups = compares_groups(reward)
-
-    @property
-    def fingerprint(self) -> str:
-        """The description of the wrapped reward, the mapped column and the map, as JSON."""
-        from retouch.rewards.identity import describe
-
-        return json.dumps([describe(self.reward), self.column, self.calibration.to_json()], sort_keys=True)
-
-    def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """All columns, (b,), float64; the two added columns are NaN if the mapped score is missing.
-
-        The samples must have an image. Raises the errors of ``retouch.rewards.scoring.checked``.
-        """
-        import torch
-
-        from retouch.rewards.scoring import call_reward, checked
-
-        scores = checked(self.reward, samples, call_reward(self.reward, samples))
-        mapped = [self.calibration.at(value) for value in scores[self.column].tolist()]
-        added = torch.tensor(mapped, dtype=torch.float64).view(-1, 2).unbind(dim=1)
-        return {**dict(zip(_ADDED, added, strict=True)), **scores}
-
-    def close(self) -> None:
-        """Close the wrapped reward."""
-        close(self.reward)

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from retouch.models.pretrained import require_complete
+from retouch.models.pretrained import require_complete, snapshot
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -48,14 +48,11 @@ def weights_folder(path: str | Path) -> Path:
     Raises MissingWeights, a ValueError, if neither exists, and ValueError if the folder has no ``config.json`` or no
     ``model*.safetensors``, or if files are missing or damaged.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     folder = Path(path)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(str(path), allow_patterns=list(_WANTED), local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError):
+            folder = snapshot(str(path), _WANTED, local_files_only=True)
+        except (ValueError, FileNotFoundError):
             raise MissingWeights(
                 str(path),
                 f"the weights of {path} are not on this machine: there is no such folder and no such id in the Hugging Face cache",

@@ -16,8 +16,7 @@ from retouch.data.sources.complex_edit import Levels, read_complex_edit
 from retouch.data.sources.folder import read_folder
 from retouch.data.sources.hub import read_hub
 from retouch.rewards.base import PathText, RewardSection, source_image
-from retouch.rewards.scorers.dino import DinoReward
-from retouch.rewards.scorers.lpips import LpipsReward
+from retouch.rewards.scorers.dino import DinoReward, LpipsReward
 from retouch.rewards.scorers.pixels import AppearanceReward
 from retouch.rewards.several import SeveralRewards
 from retouch.types import Column, Sample

@@ -21,9 +21,9 @@ from retouch.protocols import Reward
 from retouch.recipe.reward_arguments import parse_reward, read_reward
 from retouch.records import files
 from retouch.rewards.base import close
+from retouch.rewards.judging import Calibration
 from retouch.rewards.ledger.database import UNREADABLE, image_hash
 from retouch.rewards.scoring import scores_of
-from retouch.rewards.several import Calibration
 from retouch.types import Sample, Task
 from retouch_view.votes.log import Choice, Vote, VoteLog, logs_of
 from retouch_view.votes.queue import QueuedGroup, VoteQueue

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from retouch.core.random import generator
-from retouch.models.chat_template import TURNS
+from retouch.models.base import TURNS
 from retouch.models.qwen_image.model import QwenImage, QwenImageEdit
 from retouch.models.qwen_vl import QwenWriter
 from retouch.policies.autoregressive import AutoregressivePolicy, has_completion

@@ -14,7 +14,7 @@ import suite_rows
 from canned_judge import JUDGE, headline, number_of, numbered_image
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
-from retouch.rewards.scorers.clip import AestheticModel
+from retouch.rewards.scorers.networks import AestheticModel
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Sample, Scores
 from retouch_bench.images import ImageFolder, image_keys

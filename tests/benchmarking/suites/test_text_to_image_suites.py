@@ -11,8 +11,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from canned_judge import JUDGE, headline, scored
-from retouch.rewards.scorers.dual_encoder import Detection
 from retouch.rewards.scorers.geneval import GenEvalModels
+from retouch.rewards.scorers.networks import Detection
 from retouch.rewards.text.ocr import TextLine
 from retouch.types import Sample, Task
 from retouch_bench.suites.text_to_image import (

@@ -13,7 +13,6 @@ import family_runs
 import tiny_models
 import tiny_writer_runs
 from retouch import cli
-from retouch.models import pretrained
 from retouch.models.base import packaged_config
 from retouch.models.flux2 import Flux2KleinModel
 from retouch.models.language import QwenLanguageModel
@@ -147,7 +146,7 @@ def test_an_interrupted_download_is_continued(cached: Path, whole: Path, monkeyp
             shutil.copy(whole / TRANSFORMER, cached / TRANSFORMER)
         return str(cached)
 
-    monkeypatch.setattr(pretrained, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert fetch_weights("me/flux") == cached
     assert find_weights("me/flux") == cached
 

@@ -10,9 +10,9 @@ from transformers import DynamicCache, Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen
 
 import tiny_models
 import tiny_writers
-from retouch.models.base import PretrainedLanguageModel, require_attention
+from retouch.models.base import TURNS, PretrainedLanguageModel, require_attention
 from retouch.models.causal import ROOM, PreallocatedCacheLayer, new_cache
-from retouch.models.chat_template import TURNS, VISION
+from retouch.models.chat_template import VISION
 from retouch.models.pipeline import fit
 from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
 from retouch.models.qwen_vl import QwenWriter, load_writer

@@ -12,8 +12,8 @@ from transformers import OwlViTImageProcessorPil
 
 import tiny_detectors
 import tiny_towers
-from retouch.rewards.scorers.dual_encoder import Detection, load_detector, suppress_overlaps
 from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
+from retouch.rewards.scorers.networks import Detection, load_detector, suppress_overlaps
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

@@ -97,7 +97,9 @@ class ComplexEditRows:
         row, level = self._images[image], self._levels[place]
         edit = row.meta.get("edit")
         instruction = nested_value(edit, f"compound.{level - 1}.compound_instruction") if isinstance(edit, Mapping) else None
-        operations = [nested_value(step, "instruction") for step in _listed(edit, "sequence")[:level]]
+        sequence = edit.get("sequence") if isinstance(edit, Mapping) else None
+        steps: list[Any] = sequence if isinstance(sequence, list) else []
+        operations = [nested_value(step, "instruction") for step in steps[:level]]
         wrong = []
         if not isinstance(instruction, str) or not instruction.strip():
             wrong.append(f"'edit.compound.{level - 1}.compound_instruction': no instruction of complexity {level}")
@@ -126,8 +128,3 @@ def read_complex_edit(
     wanted = levels(complexity)
     images = read_hub(path, split=split, revision=revision, columns=_COLUMNS, name=f"complex-edit-{split}")
     return ComplexEditRows(images, wanted)
-
-
-def _listed(edit: Any, key: str) -> list[Any]:
-    found = edit.get(key) if isinstance(edit, Mapping) else None
-    return found if isinstance(found, list) else []

@@ -130,7 +130,6 @@ def read_hub(
     data set, split or column, a file that is not parquet, links out of the data set, and files that the library cannot read.
     """
     import datasets
-    from datasets.exceptions import DatasetsError
     from huggingface_hub.constants import HF_HUB_CACHE
     from pyarrow import ArrowException
 
@@ -154,8 +153,9 @@ def read_hub(
         else:  # an absolute path: a folder "json" would be read as the name of a format
             place = str(where.resolve()) if where.is_dir() else str(path)
             loaded = datasets.load_dataset(place, config, split=split, revision=revision)
-    except (DatasetsError, ArrowException, RuntimeError, OSError, ValueError) as error:
-        reason = f"{error}: {error.__cause__}" if isinstance(error, DatasetsError) and error.__cause__ is not None else str(error)
+    except (datasets.exceptions.DatasetsError, ArrowException, RuntimeError, OSError, ValueError) as error:
+        of_library = isinstance(error, datasets.exceptions.DatasetsError) and error.__cause__ is not None
+        reason = f"{error}: {error.__cause__}" if of_library else str(error)
         raise ValueError(f"{path}: `datasets` cannot read it: {reason}") from error
     if isinstance(loaded, datasets.Dataset):
         if split is not None and loaded.split is not None and str(loaded.split) != split:

@@ -89,16 +89,20 @@ class StreamedData(DataSource):
         return TaskContents(reference=None if "reference" in self.columns else False)
 
     def build(self, context: DataContext) -> DataSets:
-        from retouch.data.streaming import RowList, StreamOrder, StreamReader, TaskStream, first_rows
+        from retouch.data.streaming import RowList, StreamOrder, StreamReader, TaskStream
 
         allowed = self.refuse_test_sets(trains=context.trains)
         dataset = self.open().with_format(None)
         dataset = dataset.decode(False) if dataset.features else dataset
         skip = self.on_bad_row == "skip"
         layout = self.layout(_columns(dataset, self.name))
-        reader = StreamReader(dataset, layout, context.required, shards=count_shards(dataset), skip=skip)
+        # One part after ``take``, ``skip``, ``interleave_datasets`` and the like: ``shard`` would apply these to each part.
+        split = all(type(part).__name__ in _SPLIT and not getattr(part, "with_indices", False) for part in _parts(dataset))
+        shards = max(1, int(dataset.num_shards)) if split else 1
+        reader = StreamReader(dataset, layout, context.required, shards=shards, skip=skip)
+        in_order = (row for shard in range(reader.shards) for _, row, _ in reader.rows(shard) if row is not None)
         on_train = context.eval_split == "train"
-        heldout, first, away = self._head(first_rows(reader), held_out=0 if on_train else self.held_out)
+        heldout, first, away = self._head(in_order, held_out=0 if on_train else self.held_out)
         resize = resize_to(self.size or context.size)
         found = accept_rows(RowList([*heldout, *first]), on_bad_row=self.on_bad_row, resize=resize)
         heldout = [heldout[index] for index in found.indices if index < len(heldout)]
@@ -253,7 +257,6 @@ def open_stream(path: str, *, split: str, config: str | None = None, revision: s
     """
     import datasets
     import pyarrow
-    from datasets.exceptions import DatasetsError
 
     local = Path(path).exists() or any(letter in path for letter in "*?[")
     if local and revision is not None:
@@ -270,7 +273,7 @@ def open_stream(path: str, *, split: str, config: str | None = None, revision: s
         else:
             found = datasets.load_dataset(path, config, split=split, revision=revision, streaming=True)
         return found.reshard() if local else found
-    except (DatasetsError, RuntimeError, OSError, ValueError, pyarrow.ArrowException) as error:
+    except (datasets.exceptions.DatasetsError, RuntimeError, OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path}: cannot be opened as a stream: {error}") from error
 
 
@@ -297,14 +300,6 @@ def require_resumable(stream: Any, name: str) -> None:
                 f"{name}: the buffer of .shuffle() is lost when a run resumes, and so are the rows in it; give the stream without "
                 "shuffle(), because Retouch shuffles it (data.shuffle)"
             )
-
-
-def count_shards(stream: datasets.IterableDataset) -> int:
-    """The number of parts into which the stream can be split so that they together have exactly its rows. It is 1 after ``take``,
-    ``skip``, ``interleave_datasets`` and similar functions, because ``shard`` would apply these to each part."""
-    parts = list(_parts(stream))
-    split = all(type(part).__name__ in _SPLIT and not getattr(part, "with_indices", False) for part in parts)
-    return max(1, int(stream.num_shards)) if split else 1
 
 
 def _parts(stream: datasets.IterableDataset) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from retouch.config.consent import data_path
 from retouch.config.section import Count, Positive
-from retouch.core.random import generator
+from retouch.core.random import permutation
 from retouch.data.base import (
     DataContext,
     DataSets,
@@ -195,15 +195,17 @@ class TokenRows:
 
     def __init__(self, lists: Sequence[str | Path], *, trusted: bool, thought_keys: Sequence[str] = ()) -> None:
         """Raises ValueError for a missing list, and for a list without file names."""
-        import numpy as np
-
         self.problems: tuple[Problem, ...] = ()
         self.parts: list[range] = []
         self._trusted, self._thought_keys = trusted, thought_keys
         self._entries: list[tuple[str, Path, str]] = []
         names: list[str] = []
         for each in lists:
-            file = list_file(each)
+            given = Path(each)
+            inside = given / FEATURES / LIST  # the layout of EARL's own archives
+            file = (inside if inside.is_file() else given / LIST) if given.is_dir() else given
+            if not file.is_file():
+                raise ValueError(f"{each}: no list of image tokens; name a {Path(LIST).name}, or the folder that has {LIST}")
             root, entries = _entries(file)
             parts = [part for part in file.resolve().parent.parts if part not in ("list", FEATURES)]
             name = "/".join(parts[-2:]) if parts[-1] in SPLITS else parts[-1]
@@ -215,8 +217,7 @@ class TokenRows:
         self._tagged = len({_data_set(name) for name in names}) > 1
         # Height, width and largest code of each row that was read. Forked processes, which read the rows of a large data set, write
         # into the same memory.
-        count = len(self._entries)
-        self._seen = np.frombuffer(mmap.mmap(-1, 3 * 8 * count), dtype=np.int64).reshape(count, 3)
+        self._seen = memoryview(mmap.mmap(-1, 3 * 8 * len(self._entries))).cast("q")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -235,19 +236,20 @@ class TokenRows:
             reason = str(error) if entry in str(error) else f"{entry}: {error}"
             raise InvalidRow([Problem(str(root), 0, reason)]) from None
         grids = [grid for grid in (feature.source, feature.target) if grid is not None]
-        self._seen[index] = (*grids[0].shape, max(int(grid.max()) for grid in grids))
+        for place, number in enumerate((*grids[0].shape, max(int(grid.max()) for grid in grids))):
+            self._seen[3 * index + place] = number
         return row
 
     def known(self, index: int) -> bool:
         """Whether the row was read without an error."""
-        return bool(self._seen[index, 0])
+        return bool(self._seen[3 * index])
 
     def require(self, indices: Sequence[int], *, grid: tuple[int, int], codes: int) -> None:
         """Check rows that were read. Raises ValueError with the files whose grid is not ``grid``, (height, width), or that have a
         code of ``codes`` or more."""
         wrong = []
         for index in indices:
-            height, width, highest = self._seen[index].tolist()
+            height, width, highest = self._seen[3 * index : 3 * index + 3]
             _, root, entry = self._entries[index]
             if (height, width) != grid:
                 wrong.append(f"{root / entry}: {height}x{width} codes, and the model's images have {grid[0]}x{grid[1]}")
@@ -269,8 +271,6 @@ def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed
     Without coefficients, each part is repeated to the size of the largest part. Raises ValueError if the number of coefficients is
     not the number of parts.
     """
-    import torch
-
     if coefficients and len(coefficients) != len(parts):
         raise ValueError(f"{len(coefficients)} coefficients for {len(parts)} lists; give one each, or none")
     largest = max((len(part) for part in parts), default=0)
@@ -279,19 +279,9 @@ def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed
         # Exact in decimal: 1.55 copies of 100 rows are 155, which binary rounding could miss.
         count = int(Fraction(str(coefficients[number])) * len(part)) if coefficients else largest
         copies, more = divmod(count, len(part)) if part else (0, 0)
-        order = torch.randperm(len(part), generator=generator(seed, "coefficients", number)).tolist()
+        order = permutation(len(part), seed, "coefficients", number)
         rows += [*part] * copies + [part[place] for place in sorted(order[:more])]
     return rows
-
-
-def list_file(place: str | Path) -> Path:
-    """The list ``place``, or the list in the folder ``place`` of a data set. Raises ValueError if there is no list."""
-    file = Path(place)
-    inside = file / FEATURES / LIST  # the layout of EARL's own archives
-    found = (inside if inside.is_file() else file / LIST) if file.is_dir() else file
-    if not found.is_file():
-        raise ValueError(f"{place}: no list of image tokens; name a {Path(LIST).name}, or the folder that has {LIST}")
-    return found
 
 
 def _entries(file: Path) -> tuple[Path, list[str]]:
@@ -312,8 +302,6 @@ def _data_set(name: str) -> str:
 
 
 def _row(name: str, root: Path, path: Path, feature: Feature) -> Row:
-    import torch
-
     task = feature.task
     stored = {part: image_under(root.parent, place) for part, place in task.get("pictures", {}).items()}
     original = stored.get("original")
@@ -332,7 +320,7 @@ def _row(name: str, root: Path, path: Path, feature: Feature) -> Row:
         reference=None,
         target=stored.get("edited"),
         text=task.get("text"),
-        source=hashlib.sha256(feature.source.to(torch.int32).numpy().tobytes()).hexdigest(),
+        source=hashlib.sha256(feature.source.int().numpy().tobytes()).hexdigest(),
         tags=task.get("tags", {}),
         meta=meta,
     )

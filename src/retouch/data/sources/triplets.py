@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeAlias
 from PIL.Image import Image
 from pydantic import Field
 
-from retouch.core.random import generator
+from retouch.core.random import permutation
 from retouch.data.base import ImageData
 from retouch.data.images import EncodedImage, load_image, load_mask
 from retouch.data.rows import Identity, InvalidRow, Problem, Row, quoted
@@ -100,10 +100,7 @@ class TripletRows:
             )
         self._others: dict[int, int] = {}  # the item whose crop each item takes
         if reference == "other":
-            import torch
-
-            order = torch.randperm(len(self._styles), generator=generator(seed, "reference")).tolist()
-            styles = [self._styles[place] for place in order]
+            styles = [self._styles[place] for place in permutation(len(self._styles), seed, "reference")]
             self._others = {number: styles[number % len(styles)] for number in self._first}
             self._others |= {style: styles[place - 1] for place, style in enumerate(styles)}
 

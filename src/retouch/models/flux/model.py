@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
 from retouch.models.parts import Scheduler, Source, load_parts, part_config
-from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size, pack, reference_inputs
+from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size, pack, padded_ids, reference_inputs
 from retouch.types import Conditioning, Task
 
 
@@ -65,8 +65,8 @@ class FluxText:
     def tokenise(self, prompts: Sequence[str]) -> tuple[Int[Tensor, "r k"], Int[Tensor, "r l"]]:
         """Return CLIP's token ids and T5's token ids."""
         return (
-            _ids(self.clip_tokenizer, prompts, self.clip_tokenizer.model_max_length),
-            _ids(self.t5_tokenizer, prompts, self.max_sequence_length),
+            padded_ids(self.clip_tokenizer, prompts, self.clip_tokenizer.model_max_length),
+            padded_ids(self.t5_tokenizer, prompts, self.max_sequence_length),
         )
 
     def read(self, clip_ids: Int[Tensor, "r k"], t5_ids: Int[Tensor, "r l"]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
@@ -74,12 +74,6 @@ class FluxText:
         pooled: Tensor = self.clip(clip_ids.to(self.clip.device)).pooler_output.float()
         embeds: Tensor = self.t5(t5_ids.to(self.t5.device)).last_hidden_state.float()
         return embeds, pooled
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> Tensor:
-    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    ids: Tensor = tokens["input_ids"]
-    return ids
 
 
 class Flux(PipelineModel):

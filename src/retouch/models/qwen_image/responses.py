@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from retouch.models.chat_template import VISION, Tokens
+from retouch.models.offloading import parts_of
 from retouch.models.parts import evaluating
 from retouch.models.qwen_image.model import Prepared, QwenFlow, QwenImageEdit, QwenImageEditPlus, QwenText
 from retouch.models.qwen_vl import STOP, QwenWriter, VisionModel
@@ -70,14 +71,18 @@ def encoder_for(
     return ResponseEncoder(writer, published, published if frozen else nullcontext)
 
 
-def share_encoder(editor: QwenFlow, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-    """Replace the editor's text encoder by the policy's module ``writer`` if possible, so that the weights are in memory once.
+def share_encoder(editor: QwenFlow, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool, device: torch.device) -> None:
+    """Replace the editor's text encoder by the policy's module ``writer`` if possible, so that the weights are in memory once, and
+    move the editor's other parts to ``device``.
 
     It is possible if the policy encodes responses, or if the policy's base weights do not train (``base_frozen``: a LoRA) and both
-    modules have the same class, attention and weights. Call it before training, and before the editor is moved to its device.
+    modules have the same class, attention and weights. Call it before training.
     """
     if policy_encodes or (base_frozen and _interchangeable(editor.text.encoder, writer)):
         editor.text.encoder = writer
+    for part in parts_of(editor):
+        if part is not writer:
+            part.to(device)
 
 
 def _interchangeable(one: nn.Module, other: nn.Module) -> bool:
@@ -111,7 +116,7 @@ class QwenContext:
 
 
 class QwenResponses:
-    """An image model that is conditioned on a task and a response (implements ``retouch.renderers.responses.ResponseEditor``).
+    """An image model that is conditioned on a task and a response, for ``retouch.renderers.responses``.
 
     ``encoder`` replaces the editor's own text encoder and uses the editor's tokenizer, template and sizes. Its states are those of
     the last layer after the final norm. The constructor freezes the autoencoder.
@@ -154,12 +159,12 @@ class QwenResponses:
 
     def encode(self, contexts: Sequence[QwenContext], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
         """Encode each context with its response, in one forward pass of the encoder; sizes and lengths may differ."""
-        return self._embed(
-            [
-                _extended(context.prepared.tokens, response, self._closing)
-                for context, response in zip(contexts, responses, strict=True)
-            ]
-        )
+        rows: list[Tokens] = []
+        for context, response in zip(contexts, responses, strict=True):
+            ids = context.prepared.tokens["input_ids"]
+            more = ids.new_tensor([[*response, self._closing]] if len(response) else [[]])
+            rows.append({**context.prepared.tokens, "input_ids": torch.cat([ids, more], dim=1)})
+        return self._embed(rows)
 
     def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
         """Encode the pipeline's negative branch (the same images, if any, and the instruction " ") with the published weights."""
@@ -214,13 +219,6 @@ def writer_for(
         stop=stop,
         gradient_checkpointing=gradient_checkpointing,
     )
-
-
-def _extended(tokens: Tokens, response: Sequence[int], closing: int) -> Tokens:
-    """Append the response and the token that closes its turn to one row's tokens; an empty response appends nothing."""
-    ids = tokens["input_ids"]
-    more = ids.new_tensor([[*response, closing]] if len(response) else [[]])
-    return {**tokens, "input_ids": torch.cat([ids, more], dim=1)}
 
 
 def _joined(rows: Sequence[Tokens], *, pad: int) -> Tokens:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
-from retouch.models.chat_template import TURNS, VISION, ChatPrompts, QwenTemplate
+from retouch.models.base import TURNS
+from retouch.models.chat_template import VISION, ChatPrompts, QwenTemplate
 from retouch.models.parts import Source, load_image_processor, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit
 from retouch.types import Conditioning, Task
@@ -67,7 +68,10 @@ class QwenImage2Latents(FrameLatents):
 
     def resize(self, image: Image, size: Size) -> Image:
         """Resize a source image for the text encoder, on a white background."""
-        return on_white(self._images.resize(image.convert("RGBA"), *size))
+        resized = self._images.resize(image.convert("RGBA"), *size)
+        ground = new("RGB", resized.size, (255, 255, 255))
+        ground.paste(resized, mask=resized.getchannel("A"))
+        return ground
 
     def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r 4 h w"]:
         return super().pixels([image.convert("RGBA") for image in images], size)
@@ -161,10 +165,3 @@ class QwenImage2(PipelineModel):
             )[0]
             rows.append(output[:, -x.shape[1] :].float())
         return torch.cat(rows)
-
-
-def on_white(image: Image) -> Image:
-    """Convert an RGBA image to RGB on a white background."""
-    ground = new("RGB", image.size, (255, 255, 255))
-    ground.paste(image, mask=image.getchannel("A"))
-    return ground

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
 from retouch.models.parts import Scheduler, Source, load_parts
-from retouch.models.pipeline import Latents, PipelineModel, Size
+from retouch.models.pipeline import Latents, PipelineModel, Size, padded_ids
 from retouch.types import Conditioning, Task
 
 CLIP_LENGTH = 77
@@ -78,7 +78,7 @@ class SD3Text:
                 states.append(torch.zeros(len(prompts), self.lengths[0], width, device=device))
                 summaries.append(torch.zeros(len(prompts), width, device=device))
                 continue
-            output = clip(self._ids(tokenizer, prompts, self.lengths[0]).to(clip.device), output_hidden_states=True)
+            output = clip(padded_ids(tokenizer, prompts, self.lengths[0]).to(clip.device), output_hidden_states=True)
             states.append(output.hidden_states[-2].to(device, torch.float32))
             summaries.append(output.text_embeds.to(device, torch.float32))
         words = torch.cat(states, dim=-1)
@@ -87,15 +87,9 @@ class SD3Text:
         if self.t5 is None:
             longer = torch.zeros(len(prompts), length, self.joint_dim, device=device)
         else:
-            ids = self._ids(self.tokenizers[2], prompts, length)
+            ids = padded_ids(self.tokenizers[2], prompts, length)
             longer = self.t5(ids.to(self.t5.device)).last_hidden_state.to(device, torch.float32)
         return torch.cat([words, longer], dim=1), torch.cat(summaries, dim=-1)
-
-    @staticmethod
-    def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> Tensor:
-        tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-        ids: Tensor = tokens["input_ids"]
-        return ids
 
 
 def _clip_widths(clips: Sequence[CLIPTextModelWithProjection | None], pooled_dim: int) -> tuple[int, int]:

@@ -211,7 +211,11 @@ def encode_text(value: str) -> str:
 
 def encode_scores(scores: Mapping[str, float]) -> str:
     """Scores by column as JSON, without loss of precision: NaN becomes null, infinity becomes 1e999, which is read as infinity."""
-    return "{" + ", ".join(f"{json.dumps(name)}: {_number(value)}" for name, value in scores.items()) + "}"
+    kept = {
+        name: "null" if math.isnan(value) else repr(value) if math.isfinite(value) else "1e999" if value > 0 else "-1e999"
+        for name, value in scores.items()
+    }
+    return "{" + ", ".join(f"{json.dumps(name)}: {number}" for name, number in kept.items()) + "}"
 
 
 def decode_scores(text: str) -> dict[str, float]:
@@ -229,12 +233,6 @@ def all_finite(scores: Mapping[str, float]) -> bool:
     """Whether each score is missing (NaN) or finite in float32. Stored scores that are infinite are never reused, so they cannot
     block a run."""
     return all(value != value or abs(value) <= _LARGEST for value in scores.values())
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "null"
-    return repr(value) if math.isfinite(value) else "1e999" if value > 0 else "-1e999"
 
 
 def _require_format(connection: sqlite3.Connection, path: Path, *, allow_new: bool) -> None:

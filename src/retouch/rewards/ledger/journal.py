@@ -5,7 +5,7 @@ completion and judge. Missing scores are stored too. Each rank has its own journ
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -121,7 +121,12 @@ class Journal:
         names = list(columns)
         with self.database.writing() as connection:
             kept = connection.execute("SELECT group_id, slot, scores FROM samples WHERE split = ? AND step = ?", (split, step))
-            missing = [(split, step, group, slot) for group, slot, given in kept.fetchall() if _misses(decode_scores(given), names)]
+            found = [(group, slot, decode_scores(given)) for group, slot, given in kept.fetchall()]
+            missing = [
+                (split, step, group, slot)
+                for group, slot, scores in found
+                if any(name in scores and scores[name] != scores[name] for name in names)
+            ]
             connection.executemany("DELETE FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ?", missing)
 
     def _kept(self, rows: Sequence[JournalRow]) -> dict[JournalRow, dict[str, float]]:
@@ -140,7 +145,3 @@ class Journal:
             found = connection.execute(query, (split, step, min(groups), max(groups), self.judge)).fetchall()
         decoded = ((JournalRow(*row), decode_scores(scores)) for *row, scores in found)
         return {row: scores for row, scores in decoded if all_finite(scores)}
-
-
-def _misses(scores: Mapping[str, float], names: Iterable[str]) -> bool:
-    return any(name in scores and scores[name] != scores[name] for name in names)

@@ -15,16 +15,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from retouch.rewards.base import Device, ModelReward, PathText, RewardSection
+from retouch.rewards.base import Device, ModelReward, PathText, RewardSection, score_images
 from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
     import torch
     from jaxtyping import Float
+    from PIL.Image import Image
     from torch import Tensor
 
-    from retouch.rewards.scorers.dual_encoder import DualEncoder
+    from retouch.rewards.scorers.networks import AestheticModel, DualEncoder
 
 
 class _CosineReward(ModelReward):
@@ -32,7 +33,7 @@ class _CosineReward(ModelReward):
 
     def load(self, device: torch.device | str) -> DualEncoder:
         """Load the model. Raises ValueError if its weights are not on this machine, or are of another type of model."""
-        from retouch.rewards.scorers.dual_encoder import DualEncoder
+        from retouch.rewards.scorers.networks import DualEncoder
 
         return DualEncoder(self.path, device=device)
 
@@ -43,7 +44,9 @@ class _CosineReward(ModelReward):
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """Return the cosine, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
-        cosines: Tensor = self.model.cosines_of_tensors([task.instruction for task in tasks], images)
+        vectors = self.model.embed_tensors(images)
+        texts = self.model.texts([task.instruction for task in tasks]).vectors.to(vectors.device)
+        cosines: Tensor = (texts * vectors).sum(dim=1)
         return cosines.to(images.device)
 
 
@@ -162,10 +165,9 @@ class AestheticReward(ModelReward):
 
     def load(self, device: torch.device | str) -> AestheticModel:
         """Load the CLIP model and the head. Raises ValueError if there are no weights, or if the layers do not fit together."""
-        from retouch.rewards.scorers.dual_encoder import DualEncoder
+        from retouch.rewards.scorers.networks import AestheticModel
 
-        layers = _layers(Path(self.head))
-        return AestheticModel(DualEncoder(self.path, device=device), layers, head=self.head)
+        return AestheticModel.open(self.path, self.head, device=device)
 
     @property
     def fingerprint(self) -> str:
@@ -174,63 +176,11 @@ class AestheticReward(ModelReward):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return the column, (b,), float32. A sample without an image scores 0."""
-        import torch
-
-        scores = torch.zeros(len(samples))
-        drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
-        if drawn:
-            vectors = self.model.encoder.images([image for sample in samples if (image := sample.image) is not None])
-            scores[drawn] = self.model.rate(vectors).clamp(0, 10)
-        return {"aesthetic": scores}
+        return {"aesthetic": self.model.score_samples(samples).clamp(0, 10)}
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """Return the head's rating, not clamped, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
         return self.model.rate(self.model.encoder.embed_tensors(images)).to(images.device)
-
-
-class AestheticModel:
-    """A CLIP model and the layers of a head, each (weight (o, i), bias (o,)).
-
-    Raises ValueError if the head expects embeddings of another width.
-    """
-
-    def __init__(self, encoder: DualEncoder, layers: Sequence[tuple[Tensor, Tensor]], *, head: str) -> None:
-        width, takes = encoder.model.config.projection_dim, layers[0][0].shape[1]
-        if takes != width:
-            raise ValueError(
-                f"the head {head} expects embeddings of width {takes}, and the CLIP model has {width}; "
-                "set path to the CLIP model for which the head was trained"
-            )
-        self.encoder, self.layers = encoder, layers
-
-    def rate(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
-        """Return the head's rating of each image embedding."""
-        for weight, bias in self.layers:
-            vectors = vectors @ weight.to(vectors.device).T + bias.to(vectors.device)
-        return vectors[:, 0]
-
-
-def _layers(path: Path) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError):
-        raise ValueError(f"head: {path} is not a safetensors file; give one with the layers of the aesthetic head") from None
-    numbers = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdecimal()})
-    names = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}
-    if not numbers or names != set(tensors):
-        raise ValueError(f"{path} has {', '.join(sorted(tensors))}, not only layers.<n>.weight and layers.<n>.bias")
-    layers = [(tensors[f"layers.{number}.weight"].float(), tensors[f"layers.{number}.bias"].float()) for number in numbers]
-    width, fits = layers[0][0].shape[1], True
-    for weight, bias in layers:
-        fits &= weight.ndim == 2 and weight.shape[1] == width and bias.shape == weight.shape[:1]
-        width = weight.shape[0]
-    if not fits or width != 1:
-        shapes = [tuple(weight.shape) for weight, _ in layers]
-        raise ValueError(f"the layers of {path} cannot be applied one after the other to give one number: {shapes}")
-    return layers
 
 
 _RANGE = 10.0  # in standard deviations, the unit of the model's scores; typical images score -2.5 to 2.5
@@ -264,9 +214,14 @@ class ImageRewardScore(RewardSection):
         """Load the package's model. Raises ValueError if the package is not installed, or if the checkpoint does not exist."""
         if self.weights is not None and not Path(self.weights).is_file():
             raise ValueError(f"weights: {self.weights} is not a file; give the path of ImageReward's checkpoint, ImageReward.pt")
-        package = _package()
+        try:
+            import ImageReward
+        except ImportError as error:
+            raise ValueError(
+                f"ImageReward's package cannot be imported ({error}): pip install image-reward, and a torchvision that fits torch"
+            ) from None
         with contextlib.redirect_stdout(io.StringIO()):  # the package prints while it loads
-            return package.load(
+            return ImageReward.load(
                 "ImageReward-v1.0" if self.weights is None else self.weights, device=str(device), download_root=self.cache
             )
 
@@ -277,24 +232,9 @@ class ImageRewardScore(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return the column, (b,), float32. A sample without an image scores -10."""
-        import torch
 
-        with torch.no_grad():
-            return {"image_reward": torch.tensor([self._score(sample) for sample in samples], dtype=torch.float32)}
+        def score(task: Task, image: Image) -> float:
+            found = float(self.model.score(task.instruction, image.convert("RGB")))
+            return min(max(found, -_RANGE), _RANGE) if math.isfinite(found) else math.nan
 
-    def _score(self, sample: Sample) -> float:
-        """Score one sample. The package takes a ``PIL.Image`` or the path of a file."""
-        if sample.image is None:
-            return -_RANGE
-        score = float(self.model.score(sample.task.instruction, sample.image.convert("RGB")))
-        return min(max(score, -_RANGE), _RANGE) if math.isfinite(score) else math.nan
-
-
-def _package() -> Any:
-    try:
-        import ImageReward
-    except ImportError as error:
-        raise ValueError(
-            f"ImageReward's package cannot be imported ({error}): pip install image-reward, and a torchvision that fits torch"
-        ) from None
-    return ImageReward
+        return {"image_reward": score_images(samples, score, missing=-_RANGE)}

@@ -1,15 +1,17 @@
-"""Rewards by the features of DINOv2 (arXiv 2304.07193): preservation of the source image, and the style of a reference image."""
+"""Rewards by the features of a network: preservation of the source image, by DINOv2 (arXiv 2304.07193) or LPIPS (arXiv 1801.03924),
+and the style of a reference image."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from PIL import Image
+from pydantic import Field
 
 from retouch.config.section import Count
 from retouch.records.files import read_json
-from retouch.rewards.base import ModelReward, PathText, source_image
+from retouch.rewards.base import Device, LoadedModel, ModelReward, PathText, RewardSection, score_images, source_image
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-_MEAN = (0.485, 0.456, 0.406)  # ImageNet statistics, with which DINOv2 was trained
-_STD = (0.229, 0.224, 0.225)
+    from retouch.rewards.scorers.networks import Dino, DualEncoder, Lpips
 
 
 class DinoReward(ModelReward):
@@ -45,22 +46,14 @@ class DinoReward(ModelReward):
     columns: ClassVar[Mapping[str, Column]] = {"preservation": Column(0.0, 1.0)}
     needs_source = True
 
-    def load(self, device: torch.device | str) -> Any:
+    def load(self, device: torch.device | str) -> Dino:
         """Load the model, frozen, in fp32.
 
         Raises ValueError if there are no DINOv2 weights, or if ``size`` is not a multiple of the patch size.
         """
-        import torch
-        from transformers import Dinov2Config, Dinov2Model
+        from retouch.rewards.scorers.networks import Dino
 
-        folder = weights_folder(self.path)
-        config = Dinov2Config.from_pretrained(folder, local_files_only=True)
-        if config.model_type != "dinov2" or self.size % config.patch_size:
-            raise ValueError(
-                f"{self.path}, size {self.size}: give a DINOv2 model and a multiple of its patch size of {config.patch_size} pixels"
-            )
-        model = Dinov2Model.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
-        return model.requires_grad_(False).eval().to(device)
+        return Dino(self.path, size=self.size, device=device)
 
     @property
     def fingerprint(self) -> str:
@@ -72,62 +65,77 @@ class DinoReward(ModelReward):
 
         Raises ValueError if a task has no source image.
         """
-        import torch
+        from retouch.rewards.scorers.networks import unmasked_share
 
-        scores = torch.zeros(len(samples))
-        sources: dict[int, Tensor] = {}
-        for row, sample in enumerate(samples):
-            source = source_image(sample.task)
-            if sample.image is None:
-                continue
-            if id(source) not in sources:
-                sources[id(source)] = self._patches(source)
-            cosine = (sources[id(source)] * self._patches(sample.image)).sum(dim=1).clamp(0, 1)
-            weight = self._kept(sample.task)
-            scores[row] = (weight * cosine).sum() / weight.sum() if weight.sum() > 0 else 1.0
-        return {"preservation": scores.clamp(0, 1)}
+        sources = {id(sample.task): source_image(sample.task) for sample in samples}
+        features: dict[int, Tensor] = {}
 
-    def _patches(self, image: Image.Image) -> Float[Tensor, "n d"]:
-        """Return a unit vector for each patch, in row-major order."""
-        import torch
+        def score(task: Task, image: Image.Image) -> Float[Tensor, ""] | float:
+            source = sources[id(task)]
+            if id(source) not in features:
+                features[id(source)] = self.model.patches(source)
+            cosine = (features[id(source)] * self.model.patches(image)).sum(dim=1).clamp(0, 1)
+            weight = unmasked_share(task.mask, (self.model.grid, self.model.grid), cosine.dtype).flatten()
+            return (weight * cosine).sum() / weight.sum() if weight.sum() > 0 else 1.0
 
-        pixels = normalised_pixels([image], self.size).to(self.model.device)
-        with torch.no_grad():
-            features = self.model(pixel_values=pixels).last_hidden_state[0, 1:]
-            return torch.nn.functional.normalize(features.double(), dim=1).cpu()
-
-    def _kept(self, task: Task) -> Float[Tensor, " n"]:
-        """Return the share of each patch that the mask protects, 0 to 1."""
-        import numpy as np
-        import torch
-
-        grid = self.size // self.model.config.patch_size
-        if task.mask is None:
-            return torch.ones(grid**2, dtype=torch.float64)
-        small = task.mask.convert("L").resize((grid, grid), Image.Resampling.BOX)
-        return 1 - torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255
+        return {"preservation": score_images(samples, score).clamp(0, 1)}
 
 
-def normalised_pixels(images: Sequence[Image.Image], size: int) -> Float[Tensor, "n 3 s s"]:
-    """Resize images to ``size`` pixels a side (bicubic), and normalise them with ImageNet's mean and standard deviation."""
-    import numpy as np
-    import torch
+class LpipsReward(RewardSection):
+    """Preservation of the source image outside the mask, by LPIPS (arXiv 1801.03924, version 0.1 on AlexNet).
 
-    small = [image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for image in images]
-    pixels = torch.from_numpy(np.stack([np.asarray(image).astype(np.float32) for image in small]))
-    return ((pixels / 255 - torch.tensor(_MEAN)) / torch.tensor(_STD)).permute(0, 3, 1, 2)
+    Column ``preservation``, 0 to 1: max(0, 1 - d), where d is the LPIPS distance of the image to its source; 1 if they are equal.
+    The weight of a location of a feature map is the share of it that ``task.mask`` protects (black; white marks the area to edit).
+    The score is 1 if the mask protects nothing.
 
+    Example::
 
-_ROWS = 16
-_SIZE = 224  # pixels a side for DINOv2
+        >>> list(retouch.rewards.Lpips(weights="/models/lpips.safetensors").columns)
+        ['preservation']
+    """
 
+    kind: Literal["lpips"] = "lpips"
+    weights: PathText
+    """A safetensors file with AlexNet's features (``features.<n>.weight`` and ``.bias`` of torchvision) and the linear layers of
+    LPIPS (``lin<k>.model.1.weight`` of the package lpips). Both are published as pickles: convert them if you trust the source."""
+    size: Annotated[int, Field(ge=64)] = 256
+    """Side in pixels to which both images are resized (bicubic); below 64, the last feature map would be empty."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
 
-class StyleEncoder(Protocol):
-    """A model that turns images into vectors."""
+    columns: ClassVar[Mapping[str, Column]] = {"preservation": Column(0.0, 1.0)}
+    cli_key = "weights"
+    needs_source = True
 
-    def images(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
-        """Return a unit vector for each image."""
-        ...
+    def load(self, device: torch.device | str) -> Lpips:
+        """Load the network. Raises ValueError if the file does not exist or does not contain these weights."""
+        from retouch.rewards.scorers.networks import Lpips
+
+        return Lpips(self.weights, size=self.size, device=device)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the network's weights, and the image size."""
+        return f"weights {weights_digest(self.weights)}, size {self.size}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return the column, (b,), float32. A sample without an image scores 0.
+
+        Raises ValueError if a task has no source image.
+        """
+        sources = {id(sample.task): source_image(sample.task) for sample in samples}
+        kept = score_images(samples, lambda task, image: 1 - self.distance(sources[id(task)], image, task.mask))
+        return {"preservation": kept.clamp(0, 1)}
+
+    def distance(self, a: Image.Image, b: Image.Image, mask: Image.Image | None = None) -> float:
+        """Return the LPIPS distance, 0 for equal images: the sum over layers of the mean over locations of the weighted squared
+        difference of unit features. ``mask``: white marks locations that do not count."""
+        distance: float = self.model.distance(a, b, mask)
+        return distance
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """Yield AlexNet with the linear layers; their sizes are known."""
+        yield LoadedModel(self.kind, "float32", self.device)
 
 
 class StyleReward(ModelReward):
@@ -151,9 +159,12 @@ class StyleReward(ModelReward):
 
     columns: ClassVar[Mapping[str, Column]] = {"style": Column(0.0, 1.0)}
 
-    def load(self, device: torch.device | str) -> StyleEncoder:
+    def load(self, device: torch.device | str) -> Dino | DualEncoder:
         """Load the encoder, frozen, in fp32. Raises ValueError if there are no weights, or if the model is of another type."""
-        return open_encoder(self.path, device=device)
+        from retouch.rewards.scorers.networks import Dino, DualEncoder
+
+        kind = read_json(weights_folder(self.path) / "config.json").get("model_type")
+        return (Dino if kind == "dinov2" else DualEncoder)(self.path, device=device)
 
     @property
     def fingerprint(self) -> str:
@@ -165,18 +176,13 @@ class StyleReward(ModelReward):
 
         Raises ValueError if a task has no reference, or if ``where`` is ``mask`` and a task has no mask.
         """
-        import torch
-
-        scores = torch.zeros(len(samples))
         references = {id(sample.task): _reference(sample.task) for sample in samples}
-        rows = [(row, sample.task, sample.image) for row, sample in enumerate(samples) if sample.image is not None]
-        if rows:
-            made = self.model.images([self._part(task, image) for _, task, image in rows])
-            distinct = list(references)
-            wanted = dict(zip(distinct, self.model.images([references[task] for task in distinct]), strict=True))
-            for (row, task, _), vector in zip(rows, made, strict=True):
-                scores[row] = (vector * wanted[id(task)]).sum().clamp(0, 1)
-        return {"style": scores}
+        drawn = [(sample.task, sample.image) for sample in samples if sample.image is not None]
+        if not drawn:
+            return {"style": score_images(samples, lambda task, image: 0.0)}
+        made = iter(self.model.images([self._part(task, image) for task, image in drawn]))
+        wanted = dict(zip(references, self.model.images(list(references.values())), strict=True))
+        return {"style": score_images(samples, lambda task, image: (next(made) * wanted[id(task)]).sum().clamp(0, 1))}
 
     def _part(self, task: Task, image: Image.Image) -> Image.Image:
         if self.where == "picture":
@@ -211,43 +217,10 @@ def dinov2_features(
 ) -> list[Float[Tensor, "n d"]]:
     """Return DINOv2's class tokens of each set of images, in fp32 on the CPU. ``path`` and errors are those of
     ``distance_of_sets``."""
-    encoder = _Dino(path, device=device)
+    from retouch.rewards.scorers.networks import Dino
+
+    encoder = Dino(path, device=device)
     return [encoder.states(images) for images in sets]
-
-
-def open_encoder(path: str, *, device: torch.device | str) -> StyleEncoder:
-    """Load DINOv2, CLIP or SigLIP from a folder or the Hugging Face cache. Raises ValueError if there are no weights, or if the
-    model is of another type."""
-    kind = read_json(weights_folder(path) / "config.json").get("model_type")
-    if kind == "dinov2":
-        return _Dino(path, device=device)
-    from retouch.rewards.scorers.dual_encoder import DualEncoder
-
-    return DualEncoder(path, device=device)
-
-
-class _Dino:
-    """Encodes images with DINOv2: the class token after the final norm."""
-
-    def __init__(self, path: str, *, device: torch.device | str) -> None:
-        self._model = DinoReward(path=path, size=_SIZE).load(device)
-
-    def images(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
-        """Return a unit vector for each image."""
-        import torch
-
-        return torch.nn.functional.normalize(self.states(images), dim=1)
-
-    def states(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
-        """Return the class token of each image, in fp32 on the CPU."""
-        import torch
-
-        found = []
-        for first in range(0, len(images), _ROWS):
-            pixels = normalised_pixels(images[first : first + _ROWS], _SIZE)
-            with torch.no_grad():
-                found.append(self._model(pixel_values=pixels.to(self._model.device)).last_hidden_state[:, 0].float().cpu())
-        return torch.cat(found)
 
 
 def _reference(task: Task) -> Image.Image:

@@ -9,9 +9,9 @@ The ``meta`` of a task contains its requirements, in GenEval's format::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from retouch.rewards.scorers.dual_encoder import Box, Detection, Detector
+    from retouch.rewards.scorers.networks import Box, Detection, Detector
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 DIRECTIONS = ("left of", "right of", "above", "below")
@@ -63,7 +63,7 @@ class GenEvalReward(RewardSection):
 
     def load(self, device: torch.device | str) -> GenEvalModels:
         """Load the detector, and the CLIP model if ``clip`` is set. Raises ValueError if there are no weights."""
-        from retouch.rewards.scorers.dual_encoder import load_detector
+        from retouch.rewards.scorers.networks import load_detector
 
         colours = None if self.clip is None else ClipColours(self.clip, device=device)
         return GenEvalModels(load_detector(self.detector, device=device), colours)
@@ -84,7 +84,7 @@ class GenEvalReward(RewardSection):
         """
         import torch
 
-        from retouch.rewards.scorers.dual_encoder import suppress_overlaps
+        from retouch.rewards.scorers.networks import suppress_overlaps
 
         scores = {name: torch.zeros(len(samples)) for name in self.columns}
         for row, sample in enumerate(samples):
@@ -140,10 +140,8 @@ class Requirements(BaseModel):
         return list(dict.fromkeys([one.name for one in self.include] + [one.name for one in self.exclude]))
 
 
-class ColourNamer(Protocol):
-    """Classifies the colour of objects: one of ``COLOURS`` for each box."""
-
-    def __call__(self, image: Image.Image, boxes: Sequence[Box], name: str) -> list[str]: ...
+ColourNamer: TypeAlias = "Callable[[Image.Image, Sequence[Box], str], list[str]]"
+"""Classifies the colour of the objects with a name: one of ``COLOURS`` for each box."""
 
 
 class ClipColours:
@@ -151,7 +149,7 @@ class ClipColours:
     detector of boxes has no mask for that."""
 
     def __init__(self, path: str | Path = "openai/clip-vit-large-patch14", *, device: torch.device | str = "cpu") -> None:
-        from retouch.rewards.scorers.dual_encoder import DualEncoder
+        from retouch.rewards.scorers.networks import DualEncoder
 
         self._encoder = DualEncoder(path, device=device)
 

@@ -6,6 +6,7 @@ Images are (h, w, 3), 0 to 1, float64. They are scored one at a time, so that a 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
@@ -14,7 +15,7 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.config.section import Count, NonNegative, Share
-from retouch.rewards.base import RewardSection, source_image
+from retouch.rewards.base import RewardSection, score_images, source_image
 from retouch.types import Column, Json, Sample, Scores, Task
 
 if TYPE_CHECKING:
@@ -28,22 +29,22 @@ LUMA = (0.299, 0.587, 0.114)
 
 def to_tensor(image: Image.Image) -> Float[Tensor, "h w 3"]:
     """Return red, green and blue of every pixel, 0 to 1, float64."""
-    import numpy as np
     import torch
 
-    pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    return torch.from_numpy(pixels.astype(np.float64)) / 255
+    pixels = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, 3).double() / 255
 
 
 def pixels_of_tasks(
     images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task], pixels_of: Callable[[Task, tuple[int, int]], Float[Tensor, "3 h w"]]
 ) -> Float[Tensor, "r 3 h w"]:
     """Return ``pixels_of(task, (w, h))`` for the task of each image, with dtype and device of the images; once for equal tasks."""
-    import torch
-
     height, width = images.shape[-2:]
     made = {key: pixels_of(task, (width, height)) for key, task in {id(task): task for task in tasks}.items()}
-    return torch.stack([made[id(task)] for task in tasks]).to(images)
+    pixels = images.new_empty(images.shape)
+    for row, task in enumerate(tasks):
+        pixels[row] = made[id(task)]
+    return pixels
 
 
 class ShareReward(RewardSection):
@@ -66,17 +67,11 @@ class ShareReward(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return the column, (b,), float32. A sample without an image scores 0."""
-        import torch
-
-        shares = [0.0 if sample.image is None else float(self._share(sample.image)) for sample in samples]
-        return {"share": torch.tensor(shares, dtype=torch.float32)}
+        return {"share": score_images(samples, lambda task, image: self._shares(to_tensor(image)).mean())}
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """Return ``share``, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
         return self._shares(images.movedim(1, -1)).flatten(1).mean(dim=1)
-
-    def _share(self, image: Image.Image) -> Float[Tensor, ""]:
-        return self._shares(to_tensor(image)).mean()
 
     def _shares(self, pixels: Float[Tensor, "*r h w 3"]) -> Float[Tensor, "*r h w"]:
         """Return the share of the channel in each pixel."""
@@ -105,14 +100,11 @@ class TargetReward(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return the column, (b,), float32. A sample without an image scores 0."""
-        import torch
-
-        scores = torch.zeros(len(samples))
-        for row, sample in enumerate(samples):
-            if sample.image is not None:
-                image = to_tensor(sample.image).movedim(-1, 0)
-                scores[row] = self.score_tensors(image[None], [sample.task])[0]
-        return {"closeness": scores}
+        return {
+            "closeness": score_images(
+                samples, lambda task, image: self.score_tensors(to_tensor(image).movedim(-1, 0)[None], [task])[0]
+            )
+        }
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """Return ``closeness``, with gradient in the images (``retouch.protocols.DifferentiableReward``).
@@ -124,11 +116,9 @@ class TargetReward(RewardSection):
 
     @staticmethod
     def _target(task: Task, size: tuple[int, int]) -> Float[Tensor, "3 h w"]:
-        from PIL.Image import Resampling
-
         if task.target is None:
             raise ValueError(f"task {task.id!r} has no target image, which the target reward needs; use data with target images")
-        target = task.target if task.target.size == size else task.target.resize(size, Resampling.LANCZOS)
+        target = task.target if task.target.size == size else task.target.resize(size, Image.Resampling.LANCZOS)
         return to_tensor(target).movedim(-1, 0)
 
 
@@ -152,14 +142,13 @@ class CompressibilityReward(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return the column, (b,), float32. A sample without an image scores 0."""
-        import torch
 
-        return {"compressibility": torch.tensor([0.0 if sample.image is None else self._saved(sample.image) for sample in samples])}
+        def saved(task: Task, image: Image.Image) -> float:
+            buffer = io.BytesIO()
+            image.convert("RGB").save(buffer, "JPEG", quality=self.quality, optimize=False, subsampling="4:2:0")
+            return max(0.0, 1 - buffer.tell() / (3 * image.width * image.height))
 
-    def _saved(self, image: Image.Image) -> float:
-        buffer = io.BytesIO()
-        image.convert("RGB").save(buffer, "JPEG", quality=self.quality, optimize=False, subsampling="4:2:0")
-        return max(0.0, 1 - buffer.tell() / (3 * image.width * image.height))
+        return {"compressibility": score_images(samples, saved)}
 
 
 Byte: TypeAlias = Annotated[int, Field(ge=0, le=255)]
@@ -221,10 +210,14 @@ class PhotosReward(RewardSection):
         for row, sample in enumerate(samples):
             source = source_image(sample.task)
             if sample.image is not None:
-                table[row, 0] = _structure_kept(
-                    *(self._shrunk(image) for image in (at_size(source, sample.image.size), sample.image))
-                )
-                table[row, 1] = self._closeness(sample.image)
+                before, after = (_structure(self._shrunk(each)) for each in (at_size(source, sample.image.size), sample.image))
+                energy = (before.square().mean() + FLOOR) * (after.square().mean() + FLOOR)
+                correlation = ((before * after).mean() + FLOOR) / energy.sqrt()
+                table[row, 0] = 1 - (1 - correlation).clamp(0, 1).sqrt()
+                pixels = to_tensor(sample.image)
+                wanted = pixels.new_tensor(self.colour) / 255
+                distance = (pixels.mean(dim=(0, 1)) - wanted).norm()
+                table[row, 1] = 1 - (distance / wanted.maximum(1 - wanted).norm()).clamp(max=1)
         preservation, colour = table.unbind(dim=1)
         scores = {"preservation": preservation, "colour": colour, "reward": preservation**self.preserve * colour}
         return {name: column.float() for name, column in scores.items()}
@@ -244,34 +237,15 @@ class PhotosReward(RewardSection):
         width, height = (max(1, round(length * self.side / min(image.size))) for length in image.size)
         return image.convert("RGB").resize((width, height), Image.Resampling.BOX)
 
-    def _closeness(self, image: Image.Image) -> Float[Tensor, ""]:
-        import torch
-
-        colour = torch.tensor(self.colour, dtype=torch.float64) / 255
-        farthest = torch.maximum(colour, 1 - colour).norm()
-        distance = (to_tensor(image).mean(dim=(0, 1)) - colour).norm()
-        closeness: Tensor = 1 - (distance / farthest).clamp(max=1)
-        return closeness
-
 
 def at_size(source: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The source image at ``size`` (width, height), resized with Lanczos if it has another size."""
     return source if source.size == size else source.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
-def _structure_kept(source: Image.Image, image: Image.Image) -> Float[Tensor, ""]:
-    """Compute the column ``preservation`` for a source and an image of the same size."""
-    before, after = _structure(source), _structure(image)
-    energy = (before.square().mean() + FLOOR) * (after.square().mean() + FLOOR)
-    correlation = ((before * after).mean() + FLOOR) / energy.sqrt()
-    distance: Tensor = (1 - correlation).clamp(0, 1).sqrt()
-    return 1 - distance
-
-
 def _structure(image: Image.Image) -> Float[Tensor, "h w"]:
-    import torch
-
-    luminance = to_tensor(image) @ torch.tensor(LUMA, dtype=torch.float64)
+    pixels = to_tensor(image)
+    luminance = pixels @ pixels.new_tensor(LUMA)
     radius = max(1, min(luminance.shape) // 16)
     mean = _local_mean(luminance, radius)
     variance = (_local_mean(luminance.square(), radius) - mean.square()).clamp(min=0)
@@ -320,43 +294,31 @@ class AppearanceReward(RewardSection):
         """Return each column, (b,), float32. A sample without an image scores 0."""
         import torch
 
-        luma = torch.tensor(LUMA, dtype=torch.float64)
         table = torch.zeros(len(samples), len(self.columns), dtype=torch.float64)
         for row, sample in enumerate(samples):
             if sample.image is not None:
                 pixels = to_tensor(sample.image)
-                luminance = pixels @ luma
-                kept = _preservation(sample.task, sample.image)
-                table[row] = torch.stack([luminance.mean(), _saturation(pixels), _detail(luminance), kept])
+                luminance = pixels @ pixels.new_tensor(LUMA)
+                most, least = pixels.amax(dim=2), pixels.amin(dim=2)
+                # Parseval's theorem: sqrt(sum of |F|^2 over the fine frequencies) / number of pixels
+                spectrum = torch.fft.fft2(luminance)
+                down, across = (torch.fft.fftfreq(length, dtype=torch.float64).abs() > 0.25 for length in luminance.shape)
+                fine = down[:, None] | across[None, :]
+                table[row, 0] = luminance.mean()
+                table[row, 1] = ((most - least) / most.masked_fill(most == 0, 1)).mean()
+                table[row, 2] = spectrum.abs().square()[fine].sum().sqrt() / luminance.numel()
+                table[row, 3] = _preservation(sample.task, sample.image)
         return {name: column.float().clamp(0, 1) for name, column in zip(self.columns, table.unbind(dim=1), strict=True)}
 
 
-def _saturation(pixels: Float[Tensor, "h w 3"]) -> Float[Tensor, ""]:
-    most, least = pixels.amax(dim=2), pixels.amin(dim=2)
-    return ((most - least) / most.masked_fill(most == 0, 1)).mean()
-
-
-def _detail(luminance: Float[Tensor, "h w"]) -> Float[Tensor, ""]:
-    """Compute the column ``detail`` by Parseval's theorem: sqrt(sum of |F|^2 over the fine frequencies) / number of pixels."""
-    import torch
-
-    spectrum = torch.fft.fft2(luminance)
-    down, across = (torch.fft.fftfreq(length, dtype=torch.float64).abs() > 0.25 for length in luminance.shape)
-    fine = down[:, None] | across[None, :]
-    return spectrum.abs().square()[fine].sum().sqrt() / luminance.numel()
-
-
-def _preservation(task: Task, image: Image.Image) -> Float[Tensor, ""]:
-    import torch
-
-    missing = torch.tensor(float("nan"), dtype=torch.float64)
+def _preservation(task: Task, image: Image.Image) -> Float[Tensor, ""] | float:
     if task.mask is None or not task.images:
-        return missing
+        return math.nan
     source = task.images[0].convert("RGB")
     mask = task.mask.convert("L").resize(image.size, Image.Resampling.BOX)
     difference = (to_tensor(image) - to_tensor(source.resize(image.size, Image.Resampling.LANCZOS))).abs().mean(dim=2)
     weight = 1 - to_tensor(mask)[:, :, 0]
-    return 1 - (weight * difference).sum() / weight.sum() if weight.sum() > 0 else missing
+    return 1 - (weight * difference).sum() / weight.sum() if weight.sum() > 0 else math.nan
 
 
 _LEAST = 1e-8  # the gradient of a root is infinite at 0
@@ -392,14 +354,11 @@ class GradeReward(RewardSection):
 
         Raises ValueError if a task has no source image.
         """
-        import torch
 
-        scores = torch.zeros(len(samples))
-        for row, sample in enumerate(samples):
-            if sample.image is not None:
-                image = to_tensor(sample.image).movedim(-1, 0)
-                scores[row] = 1 - (image - self._graded(sample.task, sample.image.size)).square().mean().sqrt()
-        return {"closeness": scores}
+        def closeness(task: Task, image: Image.Image) -> Float[Tensor, ""]:
+            return 1 - (to_tensor(image).movedim(-1, 0) - self._graded(task, image.size)).square().mean().sqrt()
+
+        return {"closeness": score_images(samples, closeness)}
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """Return ``closeness``, with gradient in the images (``retouch.protocols.DifferentiableReward``).
@@ -411,10 +370,7 @@ class GradeReward(RewardSection):
 
     def _graded(self, task: Task, size: tuple[int, int]) -> Float[Tensor, "3 h w"]:
         """The source image of the task after the grade, at ``size`` (width, height), 0 to 1, float64."""
-        import torch
-
         pixels = to_tensor(at_size(source_image(task), size))
-        grey = (pixels @ torch.tensor(LUMA, dtype=pixels.dtype))[..., None]
+        grey = (pixels @ pixels.new_tensor(LUMA))[..., None]
         colourful = (grey + self.saturation * (pixels - grey)).clamp(0, 1)
-        mixed: Tensor = torch.lerp(colourful, torch.tensor(self.colour, dtype=pixels.dtype) / 255, self.strength)
-        return mixed.movedim(-1, 0)
+        return colourful.lerp(pixels.new_tensor(self.colour) / 255, self.strength).movedim(-1, 0)

@@ -222,10 +222,8 @@ class TextLine:
     corners: Corners = ()
 
 
-class TextReader(Protocol):
-    """Finds the lines of text in an image, from top to bottom."""
-
-    def __call__(self, image: Image) -> list[TextLine]: ...
+TextReader: TypeAlias = Callable[[Image], list[TextLine]]
+"""Finds the lines of text in an image, from top to bottom."""
 
 
 @runtime_checkable
@@ -425,7 +423,10 @@ class UnrequestedTextReward(RewardSection):
                 continue
             lines = self._lines(sample.image)
             if lines and id(task) not in known:
-                known[id(task)] = self._requested(task)
+                # A line is requested if it is a part of one of these. The lines of each source image are joined, because readers
+                # split lines differently.
+                sources = ["".join(self._lines(source)) for source in task.images]
+                known[id(task)] = [comparable(task.text or ""), comparable(task.instruction), *sources]
             unrequested = [line for line in lines if not any(line in text for text in known[id(task)])]
             scores["unrequested_text"][row] = float(any(len(line) >= _LETTERS for line in unrequested))
             scores["text_to_judge"][row] = float(_TO_A_JUDGE.search("".join(unrequested)) is not None)
@@ -433,11 +434,3 @@ class UnrequestedTextReward(RewardSection):
 
     def _lines(self, image: Image) -> list[str]:
         return [comparable(line.text) for line in self.model(image) if line.confidence >= self.confidence]
-
-    def _requested(self, task: Task) -> list[str]:
-        """The requested texts; a line is requested if it is a part of one. The lines of each source image are joined, because
-        readers split lines differently."""
-        given = [comparable(task.text or ""), comparable(task.instruction)]
-        for source in task.images:
-            given.append("".join(self._lines(source)))
-        return given

@@ -1,21 +1,26 @@
-"""The models of rewards: CLIP and SigLIP behind one interface, and open-vocabulary detectors (OWL-ViT, OWLv2, Grounding DINO)."""
+"""The models of rewards: CLIP and SigLIP behind one interface, the aesthetic head, DINOv2, LPIPS on AlexNet, and open-vocabulary
+detectors (OWL-ViT, OWLv2, Grounding DINO)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from PIL import Image
 from PIL.Image import Resampling
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPModel,
+    Dinov2Config,
+    Dinov2Model,
     GroundingDinoForObjectDetection,
     GroundingDinoImageProcessorPil,
     Owlv2ForObjectDetection,
@@ -62,8 +67,7 @@ class DualEncoder:
         require_processors(folder, path=path)
         model_class, processor_class, self._pad = _KINDS[kind]
         self.device = torch.device(device)
-        self.model = model_class.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
-        self.model.requires_grad_(False).eval().to(self.device)
+        self.model = _frozen(model_class, folder, self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.processor = processor_class.from_pretrained(folder, local_files_only=True)
         self.longest: int = self.model.config.text_config.max_position_embeddings
@@ -102,11 +106,6 @@ class DualEncoder:
         """Return a unit vector for each image, with gradient in the images, on the device of the model. ``images``: 0 to 1."""
         pixels = tensor_pixels(self.processor, images.to(self.device, torch.float32))
         return _unit(self.model.get_image_features(pixel_values=pixels))
-
-    def cosines_of_tensors(self, texts: Sequence[str], images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, " n"]:
-        """Return the cosine of each text with its image, with gradient in the images."""
-        vectors = self.embed_tensors(images)
-        return (self.texts(texts).vectors.to(vectors.device) * vectors).sum(dim=1)
 
     def cosines(self, texts: Sequence[str], images: Sequence[Image.Image]) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return the cosine of each text with its image, -1 to 1, and for each text whether it was truncated."""
@@ -171,6 +170,179 @@ def _unit(features: Any) -> Float[Tensor, "n d"]:
     return functional.normalize(vectors.float(), dim=1)
 
 
+class AestheticModel:
+    """A CLIP model and the layers of a head, each (weight (o, i), bias (o,)).
+
+    Raises ValueError if the head expects embeddings of another width.
+    """
+
+    def __init__(self, encoder: DualEncoder, layers: Sequence[tuple[Tensor, Tensor]], *, head: str) -> None:
+        width, takes = encoder.model.config.projection_dim, layers[0][0].shape[1]
+        if takes != width:
+            raise ValueError(
+                f"the head {head} expects embeddings of width {takes}, and the CLIP model has {width}; "
+                "set path to the CLIP model for which the head was trained"
+            )
+        self.encoder, self.layers = encoder, layers
+
+    @classmethod
+    def open(cls, path: str, head: str, *, device: torch.device | str) -> "AestheticModel":
+        """Load both. Raises ValueError if there are no weights, or if the layers of the head do not fit together."""
+        try:
+            tensors = load_file(head)
+        except (OSError, SafetensorError):
+            raise ValueError(f"head: {head} is not a safetensors file; give one with the layers of the aesthetic head") from None
+        numbers = sorted(
+            {int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdecimal()}
+        )
+        names = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}
+        if not numbers or names != set(tensors):
+            raise ValueError(f"{head} has {', '.join(sorted(tensors))}, not only layers.<n>.weight and layers.<n>.bias")
+        layers = [(tensors[f"layers.{number}.weight"].float(), tensors[f"layers.{number}.bias"].float()) for number in numbers]
+        width, fits = layers[0][0].shape[1], True
+        for weight, bias in layers:
+            fits &= weight.ndim == 2 and weight.shape[1] == width and bias.shape == weight.shape[:1]
+            width = weight.shape[0]
+        if not fits or width != 1:
+            shapes = [tuple(weight.shape) for weight, _ in layers]
+            raise ValueError(f"the layers of {head} cannot be applied one after the other to give one number: {shapes}")
+        return cls(DualEncoder(path, device=device), layers, head=head)
+
+    def rate(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """Return the head's rating of each image embedding."""
+        for weight, bias in self.layers:
+            vectors = vectors @ weight.to(vectors.device).T + bias.to(vectors.device)
+        return vectors[:, 0]
+
+    def score_samples(self, samples: Sequence[Sample]) -> Float[Tensor, " b"]:
+        """Return the rating of each sample's image; 0 for a sample without an image."""
+        scores = torch.zeros(len(samples))
+        drawn = {row: sample.image for row, sample in enumerate(samples) if sample.image is not None}
+        if drawn:
+            scores[list(drawn)] = self.rate(self.encoder.images(list(drawn.values())))
+        return scores
+
+
+_MEAN = (0.485, 0.456, 0.406)  # ImageNet statistics, with which DINOv2 was trained
+_STD = (0.229, 0.224, 0.225)
+
+
+class Dino:
+    """DINOv2 (arXiv 2304.07193) from a folder or the Hugging Face cache, frozen, in fp32.
+
+    ``size``: the side in pixels to which images are resized.
+
+    Raises ValueError if there are no DINOv2 weights, or if ``size`` is not a multiple of the patch size.
+    """
+
+    def __init__(self, path: str, *, size: int = 224, device: torch.device | str) -> None:
+        folder = weights_folder(path)
+        config = Dinov2Config.from_pretrained(folder, local_files_only=True)
+        if config.model_type != "dinov2" or size % config.patch_size:
+            raise ValueError(
+                f"{path}, size {size}: give a DINOv2 model and a multiple of its patch size of {config.patch_size} pixels"
+            )
+        self.size, self.grid = size, size // config.patch_size
+        self.model = _frozen(Dinov2Model, folder, device)
+
+    @torch.no_grad()
+    def patches(self, image: Image.Image) -> Float[Tensor, "n d"]:
+        """Return a unit vector for each patch, in row-major order."""
+        features = self.model(pixel_values=normalised_pixels([image], self.size).to(self.model.device)).last_hidden_state[0, 1:]
+        return functional.normalize(features.double(), dim=1).cpu()
+
+    def images(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
+        """Return a unit vector for each image."""
+        return functional.normalize(self.states(images), dim=1)
+
+    @torch.no_grad()
+    def states(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
+        """Return the class token of each image after the final norm, in fp32 on the CPU."""
+        found = []
+        for first in range(0, len(images), _ROWS):
+            pixels = normalised_pixels(images[first : first + _ROWS], self.size).to(self.model.device)
+            found.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
+        return torch.cat(found)
+
+
+def normalised_pixels(images: Sequence[Image.Image], size: int) -> Float[Tensor, "n 3 s s"]:
+    """Resize images to ``size`` pixels a side (bicubic), and normalise them with ImageNet's mean and standard deviation."""
+    small = [image.convert("RGB").resize((size, size), Resampling.BICUBIC) for image in images]
+    pixels = torch.from_numpy(np.stack([np.asarray(image).astype(np.float32) for image in small]))
+    return ((pixels / 255 - torch.tensor(_MEAN)) / torch.tensor(_STD)).permute(0, 3, 1, 2)
+
+
+def unmasked_share(mask: Image.Image | None, size: tuple[int, int], dtype: torch.dtype) -> Float[Tensor, "h w"]:
+    """Return the share of each location that the mask protects, 0 to 1; 1 without a mask. ``size``: (width, height)."""
+    if mask is None:
+        return torch.ones(size[1], size[0], dtype=dtype)
+    return 1 - torch.from_numpy(np.array(mask.convert("L").resize(size, Resampling.BOX))).to(dtype) / 255
+
+
+# (name, output channels, input channels, kernel, stride, padding, whether the maps are halved before the convolution)
+_CONVOLUTIONS = (
+    ("features.0", 64, 3, 11, 4, 2, False),
+    ("features.3", 192, 64, 5, 1, 2, True),
+    ("features.6", 384, 192, 3, 1, 1, True),
+    ("features.8", 256, 384, 3, 1, 1, False),
+    ("features.10", 256, 256, 3, 1, 1, False),
+)
+_SHIFT = (-0.030, -0.088, -0.188)
+_SCALE = (0.458, 0.448, 0.450)
+
+
+class Lpips:
+    """LPIPS (arXiv 1801.03924, version 0.1 on AlexNet), in fp32, of images that are resized to ``size`` pixels a side (bicubic).
+
+    ``path``: a safetensors file. Raises ValueError if it does not exist or does not contain these weights.
+    """
+
+    def __init__(self, path: str, *, size: int, device: torch.device | str) -> None:
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError):
+            raise ValueError(
+                f"weights: {path} is not a safetensors file; LPIPS needs one with AlexNet's features and LPIPS's linear layers"
+            ) from None
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, (name, outputs, inputs, kernel, _, _, _) in enumerate(_CONVOLUTIONS):
+            shapes[f"{name}.weight"] = (outputs, inputs, kernel, kernel)
+            shapes[f"{name}.bias"] = (outputs,)
+            shapes[f"lin{layer}.model.1.weight"] = (1, outputs, 1, 1)
+        wrong = [name for name, shape in shapes.items() if name not in tensors or tuple(tensors[name].shape) != shape]
+        if wrong:
+            raise ValueError(
+                f"{path} lacks {', '.join(wrong)}, or has them in other shapes; these are not weights of LPIPS on AlexNet"
+            )
+        self.size, self.device = size, device
+        self.weights = {name: tensors[name].float().to(device) for name in shapes}
+
+    @torch.no_grad()
+    def distance(self, a: Image.Image, b: Image.Image, mask: Image.Image | None) -> float:
+        """See ``LpipsReward.distance``."""
+        total = 0.0
+        for layer, (left, right) in enumerate(zip(self._maps(a), self._maps(b), strict=True)):
+            linear = self.weights[f"lin{layer}.model.1.weight"]
+            difference = functional.conv2d((left - right).square()[None], linear)[0, 0].cpu()
+            weight = unmasked_share(mask, (difference.shape[1], difference.shape[0]), torch.float32)
+            total += float((weight * difference).sum() / weight.sum()) if weight.sum() > 0 else 0.0
+        return total
+
+    def _maps(self, image: Image.Image) -> list[Float[Tensor, "c h w"]]:
+        """Return the five feature maps, each normalised to unit length at every location."""
+        small = image.convert("RGB").resize((self.size, self.size), Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.asarray(small).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
+        shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (_SHIFT, _SCALE))
+        x = ((pixels - shift) / scale).to(self.device)[None]
+        maps = []
+        for name, _, _, _, stride, padding, halved in _CONVOLUTIONS:
+            if halved:
+                x = functional.max_pool2d(x, kernel_size=3, stride=2)
+            x = functional.conv2d(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], stride, padding).relu()
+            maps.append((x / (x.square().sum(dim=1, keepdim=True).sqrt() + 1e-10))[0])
+        return maps
+
+
 Box = tuple[float, float, float, float]
 _OWL: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObjectDetection}
 
@@ -184,12 +356,8 @@ class Detection:
     box: Box
 
 
-class Detector(Protocol):
-    """Finds objects by name."""
-
-    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Detection]:
-        """Return all candidate objects, sorted by falling confidence, each with its best-matching name. Boxes may overlap."""
-        ...
+Detector: TypeAlias = Callable[[Image.Image, Sequence[str]], list[Detection]]
+"""Finds objects by name: all candidates, sorted by falling confidence, each with its best-matching name. Boxes may overlap."""
 
 
 def load_detector(path: str | Path, *, device: torch.device | str = "cpu") -> Detector:
