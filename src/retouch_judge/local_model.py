@@ -150,9 +150,7 @@ class LocalJudge:
         """Generate answers. Returns the ids of each row up to its end token, and the logits of each row's first token."""
         drawn = [_Gumbel(questions)] if any(question.temperature > 0 for question in questions) else []
         made: Any = self.model.generate(
-            **inputs,
-            generation_config=self._settings(longest),
-            logits_processor=LogitsProcessorList(drawn),
+            **inputs, generation_config=self._settings(longest), logits_processor=LogitsProcessorList(drawn)
         )
         rows = made.sequences[:, inputs["input_ids"].shape[1] :].cpu()
         ends = [(row == self._end).nonzero().flatten().tolist() for row in rows]

@@ -302,10 +302,7 @@ class CompletionQualityReward(JudgeReward):
 
     kind: Literal["completion_quality"] = "completion_quality"
 
-    columns: ClassVar[Mapping[str, Column]] = {
-        **dict.fromkeys(_WRITTEN, Column(_LOW, _HIGH)),
-        "completion": Column(0.0, 1.0),
-    }
+    columns: ClassVar[Mapping[str, Column]] = {**dict.fromkeys(_WRITTEN, Column(_LOW, _HIGH)), "completion": Column(0.0, 1.0)}
     rubrics: ClassVar[tuple[str, ...]] = ("completion",)
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("completion", 0),)
     reads_completions = True

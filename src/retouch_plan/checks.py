@@ -271,10 +271,7 @@ def check_engines(recipe: Recipe) -> Iterator[Finding]:
         if isinstance(policy, AutoregressivePolicyKeys):
             assert isinstance(rollout, TokenRollout), "the recipe's checks ensure it"
             found[rollout.engine] = rollout.engine.diagnose(
-                rollout,
-                base_model=policy.model.base_model,
-                full_weights=full_weights,
-                image_grammar=policy.model.image_grammar,
+                rollout, base_model=policy.model.base_model, full_weights=full_weights, image_grammar=policy.model.image_grammar
             )
         else:
             assert isinstance(rollout, DenoisingRollout), "the recipe's checks ensure it"

@@ -33,9 +33,7 @@ BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^( *)```(?P<language>\w*)\n(?
 LANGUAGES = {"python", "sh", "jsonnet", "jsonl", "toml", "text"}
 RUN_ELSEWHERE = {"README.md", "docs/python.md", "docs/your-own.md", "docs/coming-from.md"}
 
-PARSED = {
-    "docs/rewards.md": "it loads a published CLIP, which is not on this machine",
-}
+PARSED = {"docs/rewards.md": "it loads a published CLIP, which is not on this machine"}
 """Pages whose Python is only compiled, and why."""
 TINY_PIPELINE = {"size": (32, 32), "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}}}
 TINY_RUN = {"steps": 2, "group_size": 2, "tasks_per_step": 2, "device": "cpu", "trackers": ()}

@@ -23,10 +23,7 @@ STACKS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "update"),
-    [("qwen-image-edit/flow-grpo", "update"), ("flux-fill/ip-adapter-grpo", "rl: update")],
-)
+@pytest.mark.parametrize(("name", "update"), [("qwen-image-edit/flow-grpo", "update"), ("flux-fill/ip-adapter-grpo", "rl: update")])
 def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str) -> None:
     done = subprocess.run(
         [python(), "-W", "ignore", str(SUPPORT / "dry_run_depths.py"), str(tmp_path / "model"), name],

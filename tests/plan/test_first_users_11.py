@@ -146,7 +146,7 @@ def test_fault_11_next_steps_combine_overrides_and_list_other_commands() -> None
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
     asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
     assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
-        "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200",
+        "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200"
     ]
     assert DoctorOptions(estimate=True).words() == ["--estimate"]
     assert DoctorOptions(dry_run=False).words() == ["--no-rehearsal"]

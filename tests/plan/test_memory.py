@@ -111,14 +111,7 @@ def dry_run(**rewards: int) -> DryRun:
     update = Stage(most={(0, ("mm", GB, False)): (held.total(), held)})
     weights = {int(name.removeprefix("device")): Counter({"weights: reward x": size}) for name, size in rewards.items()}
     return DryRun(
-        stages={"update": update},
-        world=1,
-        phases=(),
-        evaluations=1,
-        checkpoint=GB,
-        host_peak=2 * GB,
-        units={},
-        rewards=weights,
+        stages={"update": update}, world=1, phases=(), evaluations=1, checkpoint=GB, host_peak=2 * GB, units={}, rewards=weights
     )
 
 
@@ -133,12 +126,7 @@ def test_weights_of_reward_models_are_added_on_their_device() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "devices"),
-    [
-        ((), {2: 0.61}),
-        (("devices=null",), {0: 0.61}),
-        (("devices.reward=cpu",), {}),
-        (("devices.reward=null",), {0: 0.61}),
-    ],
+    [((), {2: 0.61}), (("devices=null",), {0: 0.61}), (("devices.reward=cpu",), {}), (("devices.reward=null",), {0: 0.61})],
 )
 def test_weights_of_a_clip_reward_are_on_the_device_of_the_recipe(changes: tuple[str, ...], devices: dict[int, float]) -> None:
     found = reward_weights(load(ENHANCER, changes))

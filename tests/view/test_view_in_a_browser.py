@@ -116,12 +116,7 @@ def test_unknown_run_returns_404(tab, address: str, write_run) -> None:
 
 @pytest.mark.parametrize(
     ("place", "marker"),
-    [
-        ("#/", "2 of 2 runs"),
-        ("#/run/one", "All metrics"),
-        ("#/samples/one", "make it red"),
-        ("#/compare/one,two", "make it red"),
-    ],
+    [("#/", "2 of 2 runs"), ("#/run/one", "All metrics"), ("#/samples/one", "make it red"), ("#/compare/one,two", "make it red")],
 )
 def test_a_saved_page_shows_the_same_without_a_server(
     write_run, tab, address: str, place: str, marker: str, tmp_path: Path

@@ -128,13 +128,7 @@ def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(wri
     database = Database(folder.root / "ledger.sqlite")
     assert run.overview()["judges"] is None
     AnswerCache(database).record([JudgeCall(content="a", **paid)])
-    assert run.overview()["judges"] == {
-        "requests": 1,
-        "input_tokens": 1000,
-        "output_tokens": 10,
-        "cost": None,
-        "unpriced": 1,
-    }
+    assert run.overview()["judges"] == {"requests": 1, "input_tokens": 1000, "output_tokens": 10, "cost": None, "unpriced": 1}
     AnswerCache(database).record([JudgeCall(content="b", cost=0.25, **paid), JudgeCall(content="c", cost=0.5, attempts=3, **paid)])
     found = run.overview()["judges"]
     assert (found["requests"], found["cost"], found["unpriced"]) == (5, 0.75, 1)

@@ -140,10 +140,7 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
 
     async def checkpoints(request: Request) -> Response:
         run = await run_of(request, catalogue)
-        found = {
-            "steps": await run_in_threadpool(_steps, run.folder),
-            "inputs": await run_in_threadpool(trial_inputs, run.folder),
-        }
+        found = {"steps": await run_in_threadpool(_steps, run.folder), "inputs": await run_in_threadpool(trial_inputs, run.folder)}
         return JSONResponse(found, headers=FRESH)
 
     async def attempt(request: Request) -> Response:
@@ -151,10 +148,7 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
         asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
         return StreamingResponse(bench.events(run.folder, asked, request), media_type="application/x-ndjson")
 
-    return [
-        Route("/api/runs/{name}/checkpoints", checkpoints),
-        Route("/api/runs/{name}/try", attempt, methods=["POST"]),
-    ]
+    return [Route("/api/runs/{name}/checkpoints", checkpoints), Route("/api/runs/{name}/try", attempt, methods=["POST"])]
 
 
 def _steps(folder: RunFolder) -> list[int]:

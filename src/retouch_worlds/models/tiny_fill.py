@@ -36,11 +36,7 @@ class TinyFluxFill(FluxFill):
         for frozen in (*reader.encoders, vae):
             frozen.requires_grad_(False).eval().to(device)
         super().__init__(
-            transformer=module.to(device),
-            vae=vae,
-            text=reader,
-            scheduler_config=dict(scheduler().config),
-            size=(size[0], size[1]),
+            transformer=module.to(device), vae=vae, text=reader, scheduler_config=dict(scheduler().config), size=(size[0], size[1])
         )
 
 

@@ -73,12 +73,7 @@ JOINS: dict[int, tuple[str, ...]] = {
     3: ("{}, {} and {}", "first {}, then {} and {}", "{}, then {}, then {}", "{}; {}; {}", "{} and {}, then {}"),
     4: ("{}, {}, {} and {}", "first {}, then {}, then {} and {}", "{}; {}; {}; {}", "{} and {}, then {} and {}"),
 }
-KEEPS = (
-    "leave the {thing} alone",
-    "keep the {thing} as it is",
-    "do not touch the {thing}",
-    "the {thing} stays where it is",
-)
+KEEPS = ("leave the {thing} alone", "keep the {thing} as it is", "do not touch the {thing}", "the {thing} stays where it is")
 OPENERS = (
     "please",
     "now",

@@ -31,16 +31,7 @@ from retouch.types import Batch, Conditioning, Task
 from retouch_worlds.data import WordData
 from retouch_worlds.models.tiny_fill import autoencoder, scheduler, untrained
 from retouch_worlds.playground import playground_weights
-from retouch_worlds.pretraining.training import (
-    build,
-    halved,
-    held_out,
-    log,
-    one_cycle,
-    train_jointly,
-    ungrouped_batch,
-    write_index,
-)
+from retouch_worlds.pretraining.training import build, halved, held_out, log, one_cycle, train_jointly, ungrouped_batch, write_index
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ WRITER = WriterTraining(
         WriterRound(1500, 2e-3, (1, 2, 3)),
         WriterRound(1200, 1e-3, (1, 2, 3), distillation=1.0),
         WriterRound(2000, 1e-3, (1, 2, 3), distillation=3.0),
-    ),
+    )
 )
 HELD_OUT = 330
 EVAL_STEPS = 6
@@ -187,10 +187,7 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
     reads the completion and by complexity."""
     tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(
-        writer_for(editor, module),
-        sampling=TokenRollout(max_new_tokens=LONGEST),
-        microbatch=HELD_OUT,
-        copies=WeightCopies(module),
+        writer_for(editor, module), sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(module)
     )
     config = ResponseRenderer(
         model=PlaygroundModel(), encoder="frozen", num_steps=EVAL_STEPS, encoder_batch=HELD_OUT, batch=HELD_OUT
