@@ -121,10 +121,8 @@ def compared(
 def differences(
     suite: Suite, items: Sequence[SuiteItem], a: Mapping[str, Float[ndarray, " n"]], b: Mapping[str, Float[ndarray, " n"]]
 ) -> dict[str, dict[str, Any]]:
-    """Return for each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``.
-
-    Both results are aggregated over the same resamples of items. An item without a score in one result is left out of both.
-    """
+    """Return for each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``. Both
+    results are aggregated over the same resamples of items. An item without a score in one result is left out of both."""
     both = {name: np.where(np.isnan(a[name]) | np.isnan(b[name]), np.nan, 0.0) for name in a}
     sides = [{name: side[name] + both[name] for name in a} for side in (a, b)]
     clusters = [item.cluster for item in items]

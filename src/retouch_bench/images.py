@@ -122,10 +122,8 @@ _PLAYGROUND = ("retouch_worlds.models.family:PlaygroundModel", "retouch_worlds.m
 
 
 class ImageGenerator(Protocol):
-    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once.
-
-    ``kind``: the model in messages. ``most_sources``: the number of source images that a task can have.
-    """
+    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once. ``kind``:
+    the model in messages. ``most_sources``: the number of source images that a task can have."""
 
     @property
     def identity(self) -> dict[str, Json]: ...
@@ -162,10 +160,8 @@ class PolicyGenerator:
 
 
 class PipelineGenerator:
-    """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call.
-
-    Raises ValueError if the suite edits images and the pipeline does not, or if the pipeline has no argument of this name.
-    """
+    """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call. Raises ValueError if the
+    suite edits images and the pipeline does not, or if the pipeline has no argument of this name."""
 
     batch = 1
 
@@ -197,10 +193,7 @@ class PipelineGenerator:
 
 def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
     """Open ``model``: a run (its folder, or its name in the folder ``runs``), a recipe, the folder or Hub id of a pipeline, or a
-    loaded pipeline.
-
-    Raises ValueError if there is no such model, or if it cannot generate the images of the suite.
-    """
+    loaded pipeline. Raises ValueError if there is no such model, or if it cannot generate the images of the suite."""
     if not isinstance(model, str | Path):
         identity: dict[str, Json] = {"model": f"a loaded {type(model).__name__}", "call": dict(call)}
         if lora is not None:
@@ -255,11 +248,9 @@ def is_ours(name: str) -> bool:
 def _playground_maker(
     folder: Path, identity: dict[str, Json], *, lora: str | Path | None, call: Mapping[str, Any], device: str
 ) -> ImageGenerator:
-    """Open a playground model, with a LoRA that diffusers loads into its transformer.
-
-    The pipeline class would resize every source image to a megapixel, but playground models edit images of 24 x 24 px. So the model
-    family runs the model, with the settings of the quickstart recipe.
-    """
+    """Open a playground model, with a LoRA that diffusers loads into its transformer. The pipeline class would resize every source
+    image to a megapixel, but playground models edit images of 24 x 24 px. So the model family runs the model, with the settings of
+    the quickstart recipe."""
     import diffusers
 
     from retouch.config.imports import import_class

@@ -110,11 +110,8 @@ def inception_features(
 
 
 class InceptionFeatures:
-    """Inception V3 as the original FID uses it, from its tensors by name.
-
-    It differs from torchvision's network in three ways: its weights are others, averages do not count the padding, and the last
-    block takes the maximum instead of an average.
-    """
+    """Inception V3 as the original FID uses it, from its tensors by name. It differs from torchvision's network in three ways: its
+    weights are others, averages do not count the padding, and the last block takes the maximum instead of an average."""
 
     def __init__(self, weights: Mapping[str, Tensor], *, device: torch.device | str) -> None:
         self._weights = {name: tensor.float().to(device) for name, tensor in weights.items()}

@@ -52,11 +52,8 @@ class ImageRow:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """The stored result of a benchmark.
-
-    ``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: a row for each image.
-    ``items``: the items, without the paths of their images.
-    """
+    """The stored result of a benchmark. ``folder``: where it is stored. ``about``: what was measured, with the table, as JSON.
+    ``rows``: a row for each image. ``items``: the items, without the paths of their images."""
 
     folder: Path
     about: Mapping[str, Any]
@@ -240,10 +237,8 @@ def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
 
 
 def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:
-    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score.
-
-    None for fewer than two clusters. Resamples without a scored item (NaN) are left out.
-    """
+    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score. None
+    for fewer than two clusters. Resamples without a scored item (NaN) are left out."""
     known = estimates[~np.isnan(estimates)]
     if clusters < 2 or not len(known):
         return None

@@ -41,10 +41,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Items:
-    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used.
-
-    ``data``: path of the data. ``digest``: hash of the ids and prompts of all items, also of those that are not chosen.
-    """
+    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used. ``data``: path of the
+    data. ``digest``: hash of the ids and prompts of all items, also of those that are not chosen."""
 
     chosen: Sequence[tuple[int, SuiteItem]]
     broken: Sequence[BrokenItem]
@@ -238,10 +236,8 @@ def make_images(
 
 
 def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -> Items:
-    """Return all items of the suite, or always the same ``subset`` of them, drawn as evenly from the categories as possible.
-
-    Raises ValueError if the data are missing, have no usable item, or have two items with the same id.
-    """
+    """Return all items of the suite, or always the same ``subset`` of them, drawn as evenly from the categories as possible. Raises
+    ValueError if the data are missing, have no usable item, or have two items with the same id."""
     items, broken = suite.items(None if data is None else Path(data))
     numbered, place = list(enumerate(items)), None if data is None else str(data)
     digest = hashlib.sha256(json.dumps([(item.id, item.prompt, item.later) for item in items]).encode()).hexdigest()[:16]

@@ -37,9 +37,7 @@ _MOST_CHUNKS = 8  # chunks that are scored at the same time
 @dataclass(frozen=True)
 class Scorer:
     """The reward that scores the images of a suite. ``own``: it follows the protocol of the suite; otherwise the user chose it.
-
-    ``name``: the name of the folder of the scores, and in the table.
-    """
+    ``name``: the name of the folder of the scores, and in the table."""
 
     suite: Suite
     section: RewardSection

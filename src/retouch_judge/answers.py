@@ -472,11 +472,9 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
 
 
 def _blocks(text: str) -> tuple[list[Json], str] | None:
-    """Return the JSON values that are on lines of their own, and the text without them.
-
-    Returns None if a value is not valid JSON, if a fence is not closed, if there is other text both before and after the values, or
-    if the text introduces the values as a quotation or retracts them.
-    """
+    """Return the JSON values that are on lines of their own, and the text without them. Returns None if a value is not valid JSON,
+    if a fence is not closed, if there is other text both before and after the values, or if the text introduces the values as a
+    quotation or retracts them."""
     if not _fences_hold_answers(text):
         return None
     text = _FENCE.sub(lambda fence: " " * len(fence[0]), text)

@@ -49,10 +49,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """The rungs of one ladder, and its probes. ``base``: the name of the rung from which the probes of biases were made.
-
-    Raises ValueError for fewer than two different truths, or for two probes with the same name.
-    """
+    """The rungs of one ladder, and its probes. ``base``: the name of the rung from which the probes of biases were made. Raises
+    ValueError for fewer than two different truths, or for two probes with the same name."""
 
     id: str
     rungs: tuple[Probe, ...]

@@ -303,10 +303,8 @@ class ChatClient:
             submit(self._wait_until_up()).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return an answer to each question, in order. Several threads may call this method.
-
-        Raises BudgetSpent if the quota does not suffice for all questions; no question was sent then.
-        """
+        """Return an answer to each question, in order. Several threads may call this method. Raises BudgetSpent if the quota does
+        not suffice for all questions; no question was sent then."""
         if self.quota is not None:
             self.quota.claim(len(questions))
         began = time.monotonic()
@@ -329,10 +327,8 @@ class ChatClient:
         submit(self._client.close()).result()
 
     async def _wait_until_up(self) -> None:
-        """Request the list of models until the server replies without a server error (5xx).
-
-        Raises ValueError if there is no such reply within ``wait`` seconds.
-        """
+        """Request the list of models until the server replies without a server error (5xx). Raises ValueError if there is no such
+        reply within ``wait`` seconds."""
         own = self.endpoint
         began = message_at = time.monotonic()
         while True:
@@ -450,10 +446,8 @@ class ChatClient:
         return self._read(question, body)
 
     def _refused(self, status: int, message: str, later: str | None) -> _Fault:
-        """Convert a reply with an error status to a fault. Only a final fault keeps the server's message: it says what to change.
-
-        A redirect is final, because the question would go to an address that the user did not choose.
-        """
+        """Convert a reply with an error status to a fault. Only a final fault keeps the server's message: it says what to change. A
+        redirect is final, because the question would go to an address that the user did not choose."""
         if status in _TRANSIENT or status >= 500:
             return _Fault(f"HTTP {status}", wait=retry_after(later))
         return _Fault(f"HTTP {status}: {redacted(message[:_LONGEST_MESSAGE])[:200]}", final=True)

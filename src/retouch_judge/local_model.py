@@ -179,9 +179,8 @@ class _Row:
 
 
 class _Gumbel:
-    """A logits processor that samples with the Gumbel-max trick: logits / temperature + Gumbel noise, before greedy search.
-
-    Each question has its own generator, so that the draws of a row do not depend on the other rows. Rows with temperature 0 are not
+    """A logits processor that samples with the Gumbel-max trick: logits / temperature + Gumbel noise, before greedy search. Each
+    question has its own generator, so that the draws of a row do not depend on the other rows. Rows with temperature 0 are not
     changed."""
 
     def __init__(self, questions: Sequence[Question]) -> None:

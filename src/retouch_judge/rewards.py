@@ -397,10 +397,8 @@ def _vie_scores(
     reward: JudgeReward, samples: Sequence[Sample], edit: str, picture: str, *, top: int
 ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n"], Scores]:
     """Semantic consistency and perceptual quality of each repeat, float64, NaN if there is none; and the mean of each sub-score.
-
     ``edit``, ``picture``: the rubrics. ``top``: the highest score of an answer. A task without a source image has the rubric
-    ``vie-prompt``, except in EditScore, which needs a source.
-    """
+    ``vie-prompt``, except in EditScore, which needs a source."""
     import torch
 
     prompts = []
@@ -459,10 +457,8 @@ class ComplexEditReward(JudgeReward):
     needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Return each column, (b,), float32.
-
-        Raises ValueError if a task has no source image, or if its operations are not a list of texts.
-        """
+        """Return each column, (b,), float32. Raises ValueError if a task has no source image, or if its operations are not a list
+        of texts."""
         import torch
 
         prompts = [*map(_following, samples)]

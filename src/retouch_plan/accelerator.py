@@ -196,10 +196,8 @@ def _small(tensor: Tensor) -> bool:
 
 
 def _values_of(func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Any:
-    """Return the values of the result ``made`` if they follow from known values; otherwise None.
-
-    If a result of unknown values contains integers, such as sampled tokens, they are made up, so that later values are known.
-    """
+    """Return the values of the result ``made`` if they follow from known values; otherwise None. If a result of unknown values
+    contains integers, such as sampled tokens, they are made up, so that later values are known."""
     empty = func.overloadpacket in _EMPTY
     known = not empty and torch.Tag.nondeterministic_seeded not in func.tags and all(_small(each) for each in tensors_of(made))
     for tensor in tensors_of(args, kwargs) if known else ():

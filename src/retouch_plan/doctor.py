@@ -118,11 +118,8 @@ def run_checks(recipe: Recipe | None, *, distributed: bool, options: DoctorOptio
 
 @dataclass
 class _Report:
-    """Prints findings as they arrive, on the first rank.
-
-    ``arguments``: the recipe as the user typed it. ``options``: the other options of `retouch doctor`, for a suggestion to call it
-    again. ``world``: number of launched ranks; None without a launcher.
-    """
+    """Prints findings as they arrive, on the first rank. ``arguments``: the recipe as the user typed it. ``options``: the other
+    options of `retouch doctor`, for a suggestion to call it again. ``world``: number of launched ranks; None without a launcher."""
 
     arguments: Sequence[str]
     options: Sequence[str]
@@ -162,10 +159,8 @@ class _Report:
 
 
 def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: Sequence[str] = ()) -> Iterator[str]:
-    """Yield what to do: the commands for the failures, and last this command with all options that the failures need.
-
-    ``options``: the options of this command besides ``arguments``; an option that a failure needs replaces the given one.
-    """
+    """Yield what to do: the commands for the failures, and last this command with all options that the failures need. ``options``:
+    the options of this command besides ``arguments``; an option that a failure needs replaces the given one."""
     failures = list(failures)
     options_of = [option for failure in failures for option in (failure.fix, failure.then)]
     needed = dict.fromkeys(option for option in options_of if option.startswith("--"))

@@ -39,9 +39,7 @@ class Repeats:
         in_all_stages: bool = False,
     ) -> Callable[..., Any]:
         """Wrap ``call``: it runs once per stage for each ``key`` of its arguments; repeated calls return ``again(result)``.
-
-        ``in_all_stages``: run it once for all stages together.
-        """
+        ``in_all_stages``: run it once for all stages together."""
         seen: dict[Any, tuple[Work, Rise, Callable[[], Any]]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -220,10 +218,8 @@ class FewTokens:
         return generation
 
     def _decode_static(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool, count: int) -> Generation:
-        """Decode with the whole cache until the work between two checks by the host is known; it is the same for all tokens.
-
-        A run decodes until the first check at which all rows have ended.
-        """
+        """Decode with the whole cache until the work between two checks by the host is known; it is the same for all tokens. A run
+        decodes until the first check at which all rows have ended."""
         model, asks = self.decoder.model, self.decoder.any_rank
         every = self.decoder.check_every or CHECK_EVERY
         period = math.ceil(CHECK_EVERY / every) * every

@@ -54,9 +54,7 @@ _LOG = logging.getLogger("retouch.serving")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """The rewards, the address and the limits of a server. ``single_score``: the columns of ``POST /score``; None disables it.
-
-    ``allowed_hosts``: further host names under which clients without a token may reach the server.
-    """
+    ``allowed_hosts``: further host names under which clients without a token may reach the server."""
 
     rewards: Sequence[str]
     host: str

@@ -81,11 +81,8 @@ class LedgerSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LedgerView:
-    """The content of a run's ledgers.
-
-    ``files``: one for each rank, in order. ``rescored``: the files of later rescorings, by name. ``samples``: ordered by split,
-    step, group and slot; a column of the rescoring NAME is called NAME:COLUMN.
-    """
+    """The content of a run's ledgers. ``files``: one for each rank, in order. ``rescored``: the files of later rescorings, by name.
+    ``samples``: ordered by split, step, group and slot; a column of the rescoring NAME is called NAME:COLUMN."""
 
     run: Path
     files: Sequence[Path]
@@ -297,9 +294,7 @@ def agree(samples: Sequence[LedgerSample], columns: tuple[str, str]) -> tuple[di
 
 def worst(samples: Sequence[LedgerSample], columns: tuple[str, str], run: Path, *, top: int) -> tuple[list[dict[str, Any]], str]:
     """The ``top`` samples with the largest difference of ranks in the two columns. Ranks are used because scales may differ.
-
-    ``rank_difference``: the difference of the ranks, from 0 to 1 (first in one column, last in the other).
-    """
+    ``rank_difference``: the difference of the ranks, from 0 to 1 (first in one column, last in the other)."""
     samples, values, _ = _paired(samples, columns)
     ranks = [measures.ranks(column) for column in values.unbind(1)]
     difference = (ranks[0] - ranks[1]).abs() / max(len(samples) - 1, 1)

@@ -33,10 +33,8 @@ _MAX_CHUNK = 64  # samples
 
 
 class RunTasks:
-    """The tasks of a run. Raises ValueError if the data cannot be found at the path in the recipe.
-
-    A task with a source image as tokens is available only if the data has the image too.
-    """
+    """The tasks of a run. Raises ValueError if the data cannot be found at the path in the recipe. A task with a source image as
+    tokens is available only if the data has the image too."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

@@ -299,9 +299,7 @@ def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
 
 def indirect(task: Task, *, incomplete: float = 0.0) -> Task:
     """The task of ``PlaygroundTasks`` with an indirect instruction and a completion, drawn with a generator keyed by the task's id.
-
-    ``incomplete``: the probability of an empty completion for a task with several edits.
-    """
+    ``incomplete``: the probability of an empty completion for a task with several edits."""
     edits, scene = edits_of(task), Scene.from_json(task.meta["scene"])
     choices = RandomChoices(generator(0, "indirect", task.id))
     completed = [] if choices.uniform() < incomplete and len(edits) > 1 else edits

@@ -474,9 +474,7 @@ class ReadTextReward(RewardSection):
 
 def accuracy(wanted: str, lines: Sequence[str]) -> float:
     """Return 1 - edit distance / length, ignoring case and spaces, 0 to 1; 1 if the recognized text contains the wanted text.
-
-    Source: the reward of Flow-GRPO (arXiv 2505.05470).
-    """
+    Source: the reward of Flow-GRPO (arXiv 2505.05470)."""
     wanted, found = wanted.replace(" ", "").lower(), "".join(lines).replace(" ", "").lower()
     if wanted in found:
         return 1.0
@@ -493,10 +491,8 @@ def units(text: str, *, chinese: bool) -> list[str]:
 
 
 def word_share(wanted: str, lines: Sequence[str], *, chinese: bool) -> float:
-    """Return the share of the wanted words that were recognized, counting repetitions; 0 if there are no wanted words.
-
-    Source: LongText-Bench (X-Omni, arXiv 2507.22058).
-    """
+    """Return the share of the wanted words that were recognized, counting repetitions; 0 if there are no wanted words. Source:
+    LongText-Bench (X-Omni, arXiv 2507.22058)."""
     right, found = Counter(units(wanted, chinese=chinese)), Counter(units(" ".join(lines), chinese=chinese))
     return (right & found).total() / right.total() if right else 0.0
 

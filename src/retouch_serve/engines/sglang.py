@@ -48,9 +48,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
     """``count`` images of one prompt; image k is sampled with ``seed + k``. ``negative``: the prompt of the unconditional branch.
-
-    ``size``: (height, width) in pixels.
-    """
+    ``size``: (height, width) in pixels."""
 
     prompt: str
     negative: str

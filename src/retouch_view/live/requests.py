@@ -43,10 +43,8 @@ _HEADERS = {
 
 
 class Gate:
-    """ASGI middleware that checks host, origin and token of every request, and adds security headers to every reply.
-
-    ``writes``: allow POST, for an application with endpoints that change something; otherwise only GET and HEAD are allowed.
-    """
+    """ASGI middleware that checks host, origin and token of every request, and adds security headers to every reply. ``writes``:
+    allow POST, for an application with endpoints that change something; otherwise only GET and HEAD are allowed."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = (), writes: bool = False) -> None:
         self._app, self._token, self._writes = app, token, writes

@@ -55,10 +55,8 @@ class LineTail:
         self.damaged = 0
 
     def update(self) -> bool:
-        """Read the new lines. Returns whether the file was replaced or removed, so that the lines from before are not valid.
-
-        Raises OSError if the file exists and cannot be read, and ValueError if it has more than 1 GiB.
-        """
+        """Read the new lines. Returns whether the file was replaced or removed, so that the lines from before are not valid. Raises
+        OSError if the file exists and cannot be read, and ValueError if it has more than 1 GiB."""
         try:
             file = open_file(self._path)
         except FileNotFoundError:  # not written yet, or removed
@@ -216,10 +214,8 @@ class LiveRun:
         }
 
     def since(self, generation: int, metrics: int, timings: int) -> dict[str, Any]:
-        """Return the lines after the first ``metrics`` and ``timings`` lines.
-
-        If ``generation`` is not the current one, the files were replaced, and the lines start with the first.
-        """
+        """Return the lines after the first ``metrics`` and ``timings`` lines. If ``generation`` is not the current one, the files
+        were replaced, and the lines start with the first."""
         row = self._row()
         with self._lock:
             if generation != self._generation:

@@ -44,10 +44,8 @@ class TrialWorker:
         self._busy = False
 
     async def events(self, folder: RunFolder, asked: Mapping[str, Any], request: Request) -> AsyncIterator[str]:
-        """Yield lines of JSON: ``stage`` with the number of model ``calls`` so far, and at the end ``done`` or ``error``.
-
-        Empty lines keep the connection alive. If the client disconnects, the process is killed.
-        """
+        """Yield lines of JSON: ``stage`` with the number of model ``calls`` so far, and at the end ``done`` or ``error``. Empty
+        lines keep the connection alive. If the client disconnects, the process is killed."""
         if self._busy:
             yield json.dumps({"error": "another try is being computed; wait until it is done"}) + "\n"
             return
@@ -179,10 +177,7 @@ def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
 
 def trial_inputs(folder: RunFolder) -> Mapping[str, bool]:
     """Return whether the page asks for a ``mask`` and a ``reference`` image, and whether the reference can be ``context``
-    (``retouch.inference.sampling``).
-
-    All are false if the recipe of the run cannot be read; a try then fails with the reason.
-    """
+    (``retouch.inference.sampling``). All are false if the recipe of the run cannot be read; a try then fails with the reason."""
     try:
         recipe = parse(folder.read_recipe()["recipe"])
     except (ValueError, OSError):

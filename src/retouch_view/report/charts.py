@@ -232,11 +232,8 @@ def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
 
 
 def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Average consecutive points, so that at most ``most`` points remain.
-
-    The band of a mean of m independent points with half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the
-    mean.
-    """
+    """Average consecutive points, so that at most ``most`` points remain. The band of a mean of m independent points with
+    half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the mean."""
     return [_mean(part) for part in _parts(points, most)]
 
 
@@ -322,9 +319,7 @@ def reward_section(
     metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, split: str
 ) -> Html | None:
     """Draw the training reward and the evaluations, in one chart if their scales match, otherwise in two; None without values.
-
-    ``split``: how to call the evaluation tasks, for example "held-out".
-    """
+    ``split``: how to call the evaluation tasks, for example "held-out"."""
     raw = reward_points(metrics)
     column = headline_column(evals, summary)
     heldout = heldout_points(evals, column=column) if column else []

@@ -155,9 +155,7 @@ def _cell(cell: str, width: int, place: int) -> str:
 
 def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
     """Embed the image at ``path``, reduced to ``edge`` pixels if it is large; a box with the reason if there is no image.
-
-    ``words``: the alternative text.
-    """
+    ``words``: the alternative text."""
     if path is None:
         return tag("span", "no image", class_="nothing")
     try:

@@ -22,11 +22,8 @@ _MOST_TASKS = 20  # more tasks are advised only if at most this many times as ma
 
 
 def write_report(run: Path) -> Path:
-    """Write ``report.html`` into a run's folder and return its path.
-
-    The same folder gives the same bytes. A section that has no data yet says so. Raises ValueError if ``run`` is not the folder of
-    a run.
-    """
+    """Write ``report.html`` into a run's folder and return its path. The same folder gives the same bytes. A section that has no
+    data yet says so. Raises ValueError if ``run`` is not the folder of a run."""
     folder = RunFolder(run)
     write_atomic(folder.report, run_page(run).encode())
     return folder.report

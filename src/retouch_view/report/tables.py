@@ -110,10 +110,8 @@ def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, 
 
 
 def columns_of(line: Mapping[str, Any]) -> list[str]:
-    """Return the columns of an evaluation in their order, without the number of tasks.
-
-    The combined reward is left out if it equals one of the other columns.
-    """
+    """Return the columns of an evaluation in their order, without the number of tasks. The combined reward is left out if it equals
+    one of the other columns."""
     rows = line["table"].values()
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "n"))
     others = [column for column in columns if column != "reward"]
@@ -122,10 +120,8 @@ def columns_of(line: Mapping[str, Any]) -> list[str]:
 
 
 def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Describe every score that declined: its interval after training is entirely worse than its interval before training.
-
-    Only rows with at least ``FEWEST_TASKS`` tasks are compared.
-    """
+    """Describe every score that declined: its interval after training is entirely worse than its interval before training. Only
+    rows with at least ``FEWEST_TASKS`` tasks are compared."""
     found = []
     for row, cells in after["table"].items():
         if (cells.get("n") or 0) < FEWEST_TASKS:
@@ -141,10 +137,8 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
-    """Compare the first and the last evaluation of each split, with the column ``first`` in front.
-
-    ``split_name``: the displayed name of the split "heldout". Columns that share a prefix ("success/") get a separate table.
-    """
+    """Compare the first and the last evaluation of each split, with the column ``first`` in front. ``split_name``: the displayed
+    name of the split "heldout". Columns that share a prefix ("success/") get a separate table."""
     found = []
     for split in dict.fromkeys(line["split"] for line in evals):
         lines = sorted((line for line in evals if line["split"] == split), key=lambda line: int(line["step"]))

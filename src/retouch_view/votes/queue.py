@@ -78,11 +78,8 @@ class VoteQueue:
         self._known: dict[str, QueuedGroup] = {}
 
     def put(self, task: Task, images: Sequence[Image.Image], *, pairs: int | None) -> QueuedGroup:
-        """Queue the distinct images of a task, at least two.
-
-        The same images of the same task give the same group, so that a resumed run finds the existing votes. ``pairs``: the maximum
-        number of pairs to vote on; None for all pairs.
-        """
+        """Queue the distinct images of a task, at least two. The same images of the same task give the same group, so that a
+        resumed run finds the existing votes. ``pairs``: the maximum number of pairs to vote on; None for all pairs."""
         hashes = [image_hash(image) for image in images]
         assert len(set(hashes)) == len(hashes) > 1, "the images must be distinct"
         identity = hashlib.sha256(json.dumps([task.id, task.instruction, pairs, *hashes]).encode()).hexdigest()[:16]

@@ -326,11 +326,8 @@ def _assembled(**parts: Any) -> QwenImageEdit:
 
 
 def deepened(model: QwenImageEdit, factor: int, seed: int) -> QwenImageEdit:
-    """The editor with ``factor`` times as many blocks, whose output is still the same.
-
-    Each block is followed by new blocks, which add nothing before they are trained, because their modulation is 0 (adaLN-Zero,
-    Peebles and Xie 2023, arXiv 2212.09748).
-    """
+    """The editor with ``factor`` times as many blocks, whose output is still the same. Each block is followed by new blocks, which
+    add nothing before they are trained, because their modulation is 0 (adaLN-Zero, Peebles and Xie 2023, arXiv 2212.09748)."""
     torch.manual_seed(seed)
     old: Any = model.module
     new = transformer(factor * len(old.transformer_blocks))
@@ -403,10 +400,8 @@ EVAL_STEPS = 6
 def build_editor(
     out: Path | None, *, seed: int, autoencoder: AutoencoderTraining = AUTOENCODER, editor: EditorTraining = EDITOR
 ) -> dict[str, float]:
-    """Train the autoencoder and the editor and write them to ``out`` (None: into the package). Returns held-out means.
-
-    It takes about an hour on one core of a laptop.
-    """
+    """Train the autoencoder and the editor and write them to ``out`` (None: into the package). Returns held-out means. It takes
+    about an hour on one core of a laptop."""
     folder = playground_weights() if out is None else out
 
     def train() -> QwenImageEdit:
@@ -420,10 +415,7 @@ def build_editor(
 
 def build_large_editor(out: Path | None, *, seed: int, editor: EditorTraining = LARGE) -> dict[str, float]:
     """Make the packaged editor four times as deep, continue to train it, and write it to ``out`` (None: `LARGE_FOLDER`). Returns
-    held-out means.
-
-    The packaged editor was trained on different tasks. It takes about a quarter of an hour on one core.
-    """
+    held-out means. The packaged editor was trained on different tasks. It takes about a quarter of an hour on one core."""
     folder = LARGE_FOLDER if out is None else out
 
     def train() -> QwenImageEdit:

@@ -58,8 +58,7 @@ TEMPLATE = TURNS.format(system="Paint the picture.", user="{}")
 @dataclass(frozen=True, kw_only=True)
 class TextToImageTraining:
     """``learning_rate``: the peak after the warm-up, from which the learning rate falls to 0 along a cosine. ``unconditional``: the
-    share of the tasks with a blank description, which guidance needs.
-    """
+    share of the tasks with a blank description, which guidance needs."""
 
     steps: int
     seed: int = 0
@@ -73,10 +72,7 @@ class TextToImageTraining:
 
 def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining) -> QwenImage:
     """Train the parts of the editor as a text-to-image model, with tasks and noise from the seed. Returns the model with averaged
-    weights.
-
-    The editor knows colours, shapes and positions, but was never trained to generate images without a source image.
-    """
+    weights. The editor knows colours, shapes and positions, but was never trained to generate images without a source image."""
     model = QwenImage(
         transformer=editor.module,
         vae=editor.latents.vae,
@@ -202,9 +198,7 @@ def build_text_to_image(
     out: Path | None, *, seed: int, text_to_image: TextToImageTraining = TEXT_TO_IMAGE, enhancer: EnhancerTraining = ENHANCER
 ) -> dict[str, float]:
     """Train both models and write them to ``out``/text_to_image and ``out``/enhancer (None: into the package). Returns the means.
-
-    It takes about half an hour on one core of a laptop.
-    """
+    It takes about half an hour on one core of a laptop."""
     folders = [playground_weights(name) if out is None else out / name for name in ("text_to_image", "enhancer")]
 
     def train() -> tuple[QwenImage, QwenWriter]:

@@ -257,10 +257,7 @@ def build(
     command: str | None = None,
 ) -> dict[str, float]:
     """Train models, write and measure them (``finish``), and write the held-out means, the seed and the command to ``build.json``
-    of each folder. Returns the means.
-
-    It trains with one thread, so that the bits do not depend on the number of cores.
-    """
+    of each folder. Returns the means. It trains with one thread, so that the bits do not depend on the number of cores."""
     began, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -287,11 +284,8 @@ def held_out(
     column: str,
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
 ) -> tuple[EvaluationResult, EvaluationResult]:
-    """The scores of the targets or completions of the tasks (the ceiling), and the scores of the policy's outputs.
-
-    ``column``: the column of ``reward`` that is used as the reward. All tasks are one batch, and each must have a target or a
-    completion.
-    """
+    """The scores of the targets or completions of the tasks (the ceiling), and the scores of the policy's outputs. ``column``: the
+    column of ``reward`` that is used as the reward. All tasks are one batch, and each must have a target or a completion."""
     evaluate = Evaluator(
         tasks=tasks,
         renderer=renderer,

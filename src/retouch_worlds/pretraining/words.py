@@ -172,10 +172,7 @@ def build_words(
     out: Path | None, *, seed: int, autoencoder: WordAutoencoderTraining = AUTOENCODER, words: WordTraining = WORDS
 ) -> dict[str, float]:
     """Train the autoencoder and the model and write them to ``out`` (None: into the package). Returns held-out means. An OCR model
-    computes these, so the extra ``ocr`` must be installed.
-
-    It takes about 20 minutes on one core of a laptop.
-    """
+    computes these, so the extra ``ocr`` must be installed. It takes about 20 minutes on one core of a laptop."""
     folder = playground_weights("words") if out is None else out
     judge = OcrReward(where="box", line_width=160).build()
 

@@ -161,10 +161,8 @@ EVAL_STEPS = 6
 
 
 def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER) -> dict[str, float]:
-    """Train the writer for the packaged editor and write it to ``out`` (None: into the package). Returns held-out means.
-
-    It takes about 25 minutes on one core of a laptop.
-    """
+    """Train the writer for the packaged editor and write it to ``out`` (None: into the package). Returns held-out means. It takes
+    about 25 minutes on one core of a laptop."""
     folder = playground_weights("writer") if out is None else out
 
     def train() -> tuple[QwenImageEdit, Qwen2_5_VLForConditionalGeneration]:
