@@ -165,7 +165,6 @@ class InceptionFeatures:
         return x
 
     def _convolve(self, x: Tensor, name: str, *, stride: int = 1, padded: bool = True) -> Tensor:
-        """Convolution, batch norm and ReLU. ``padded``: for stride 1, the output has the height and width of the input."""
         from torch.nn.functional import batch_norm, conv2d
 
         kernel = self._weights[f"{name}.conv.weight"]

@@ -112,7 +112,6 @@ def _layer(key: str) -> str:
 
 
 def _values_in(pipeline: Any) -> set[float]:
-    """Return all values in the weights of the numbered LoRA, over all parts of the pipeline."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]

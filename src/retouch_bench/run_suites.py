@@ -129,7 +129,6 @@ class RunSuites(Hook):
         return [suite for suite in self._suites if ends or (suite.keys.every and step % suite.keys.every == 0)]
 
     def _run(self, suite: OpenSuite, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Run a suite and return the line that the run's folder stores for its result."""
         folder = self._path(suite, step)
         images, seed = ImageFolder(folder / "images", suite=suite.scorer.suite), self._recipe.eval.seed
         maker = PolicyGenerator(self._parts, {"model": f"{self._recipe.name}, step {step}"})

@@ -168,7 +168,6 @@ class _Shown:
 def _start(
     scorer: Scorer, score: Any, places: Sequence[ImageKey], images: ImageFolder
 ) -> tuple[list[_Shown], Future[ScoredBatch] | None]:
-    """Start to score the images of a chunk that can be read, in their order."""
     hasher = ImageHasher()
     shown, samples, numbers, slots = [], [], [], []
     for place in places:

@@ -374,7 +374,6 @@ def _monotony(scored: Sequence[ProbeScores], scale: JudgeScale) -> AuditLine:
 
 
 def _inversion(scored: Sequence[ProbeScores]) -> str:
-    """Name the two rungs in the wrong order whose means differ most."""
     means, worst, found = rung_means(scored), 0.0, "which rungs depends on the item"
     truths = {rung.name: rung.truth for one in scored for rung in one.item.rungs if rung.truth is not None}
     for better in truths:

@@ -210,7 +210,6 @@ def _score_item(
 
 
 def _scaled(combination: Combination, scores: Scores) -> list[float]:
-    """Return the combined scores, rescaled from their range to 0 to 1."""
     values = combination(scores).double()
     return ((values - combination.low) / (combination.high - combination.low)).tolist()
 

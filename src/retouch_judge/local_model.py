@@ -158,12 +158,10 @@ class LocalJudge:
         return ids, made.logits[0].float().cpu()
 
     def _settings(self, longest: int) -> GenerationConfig:
-        """Return settings for greedy search, which ignore the folder's generation_config.json."""
         ends = {"eos_token_id": self._end, "pad_token_id": self._end}
         return GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **ends)
 
     def _first(self, logits: Float[Tensor, " v"]) -> dict[str, float]:
-        """Return the most likely first tokens with log-probabilities."""
         values, ids = logits.log_softmax(dim=0).topk(min(_LIKELIEST, len(logits)))
         texts = [self.tokenizer.decode([token]) for token in ids.tolist()]
         return first_tokens(zip(texts, values.tolist(), strict=True))
@@ -199,12 +197,10 @@ class _Gumbel:
 
 
 def _longest(question: Question) -> int:
-    """Return the maximum number of tokens of an answer; 1 if the form reads the first token."""
     return 1 if question.form.schema() is None else question.form.max_tokens
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield batches of question indices, at most ``size`` each, whose answers have the same maximum length."""
     by_length: dict[int, list[int]] = {}
     for index, question in enumerate(questions):
         by_length.setdefault(_longest(question), []).append(index)

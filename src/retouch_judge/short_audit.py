@@ -160,7 +160,6 @@ def result_of(judge: str, asked: AuditAnswers) -> ShortAudit:
 
 
 def _mean(scored: Sequence[ProbeScores], *, top: bool) -> float:
-    """Return the mean score of the best (``top``) or the worst rungs of all items."""
     means = []
     for one in scored:
         truths = [rung.truth for rung in one.item.rungs if rung.truth is not None]

@@ -372,7 +372,6 @@ class Accelerator(TorchDispatchMode):
         return mapped(remembered, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
 
     def _to_host(self, packet: Any, args: Any, made: Tensor, values: Any) -> Any:
-        """Return the result of a copy to the host: a real tensor if it is small."""
         if packet is aten.copy_:
             self.on_read("copy to the host")
             target, source = args[0], args[1]

@@ -158,7 +158,6 @@ def check_folder(recipe: Recipe) -> Finding:
 
 
 def _data_of(recipe: Recipe) -> list[DataSource]:
-    """The different data of all phases, in the order of the phases."""
     found: list[DataSource] = []
     for phase in recipe.resolved_phases():
         if phase.data not in found:

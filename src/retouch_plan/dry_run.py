@@ -175,7 +175,6 @@ def _reward_models(recipe: Recipe) -> list[LoadedModel]:
 
 
 def _described(path: str) -> dict[str, Any] | None:
-    """The model's class and configuration; None if it is not known, or if its parameters cannot be counted."""
     try:
         folder = find_weights(path, MODEL) if "/" in path else None
         if folder is None:
@@ -388,7 +387,6 @@ class _Step:
             parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
 
     def _label_moments(self, stepper: Any) -> None:
-        """Label AdamW's moments, which exist after the first optimizer step."""
         engine = getattr(stepper, "engine", stepper)
         optimizer = getattr(getattr(engine, "optimizer", None), "optimizer", getattr(engine, "optimizer", None))
         if optimizer is not None:

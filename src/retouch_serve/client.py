@@ -112,7 +112,6 @@ async def _exchange(
 
 
 def _seconds(text: str | None) -> float:
-    """The seconds of a Retry-After header, 0 if it has none."""
     try:
         seconds = float(text or 0)
     except ValueError:

@@ -63,7 +63,6 @@ class Replica:
         self._service, self._app = make_app(settings, hosted, token=token)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application; Ray calls this method once."""
         return self._app
 
     def check_health(self) -> None:
@@ -224,7 +223,6 @@ def _cluster(address: str | None) -> Iterator[Any]:
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
-    """Install the signal handlers for the duration of the block."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

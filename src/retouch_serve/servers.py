@@ -77,7 +77,6 @@ def serve_command(arguments: argparse.Namespace) -> int:
 
 
 def _limits(words: Sequence[str]) -> Limits:
-    """The limits of texts ``NAME=N``."""
     kinds = {each.name: each.type for each in dataclasses.fields(Limits)}
     limits: dict[str, Any] = {}
     for word in words:

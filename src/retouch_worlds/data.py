@@ -219,7 +219,6 @@ class PlaygroundTasks(GeneratedTasks):
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
-        """Draw a scene, edits and an instruction of this split."""
         random = generator(self.seed, "playground", self.split, index)
         choices = RandomChoices(random)
         filler = choices.uniform() < self._filler
@@ -390,7 +389,6 @@ class TextToImageTasks(GeneratedTasks):
         )
 
     def _named(self, things: Sequence[Placed], choices: RandomChoices) -> Sequence[Placed]:
-        """The things that the completion names."""
         incomplete, one = choices.uniform() < self._incomplete, choices.uniform() < _ONE
         if not incomplete or len(things) == 1:
             return things

@@ -206,7 +206,6 @@ def _listed(name: str, meta: Mapping[str, Any], key: str, nouns: str) -> list[di
 
 
 def _dpg_columns(questions: Sequence[Mapping[str, Any]], answers: Sequence[float]) -> dict[str, float]:
-    """Compute the columns of one image from the answers."""
     counted: dict[int, float] = {one["id"]: answer for one, answer in zip(questions, answers, strict=True)}
     for one in questions:  # in the published order, so that a question also counts as no if its parent has just become no
         if any(counted.get(parent) == 0 for parent in one["parents"]):

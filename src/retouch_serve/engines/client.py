@@ -172,7 +172,6 @@ class Client:
         raise RequestRefused(status, text)
 
     def _is_healthy(self) -> bool:
-        """Whether the server's engine is alive; if it is dead, vLLM and SGLang answer with HTTP 503."""
         # A new connection: a server may close the old one after an error, which would look as if the engine were dead.
         try:
             with httpx.Client(**self._options) as http:

@@ -357,7 +357,6 @@ class SglangSampling:
             raise EngineFault(f"{client.server} gave an invalid response: {invalid}") from None
 
     def _has_lost(self, client: Client) -> bool:
-        """Whether any rank finds that the server has other weights than the policy."""
         return self._any_rank(self._on_all_ranks(lambda: self._weights.has_lost(client)))
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:

@@ -259,7 +259,6 @@ class LiveRun:
             self._generation += 1
 
     def _faults(self) -> list[str]:
-        """Return a sentence about each file with damage that was left out."""
         tails = {"metrics": self._metrics, "timings": self._timings, "evals": self._evals, "suites": self._suites}
         counted = [f"{name}.jsonl: {tail.damaged} damaged lines were skipped" for name, tail in tails.items() if tail.damaged]
         return [*counted, *(problem for _, _, problem in self._documents.values() if problem is not None)]

@@ -150,7 +150,6 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
 
 
 def _steps(folder: RunFolder) -> list[int]:
-    """Return the steps of the stored checkpoints."""
     names = (path.parent.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*/manifest.json"))
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 

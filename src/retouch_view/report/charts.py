@@ -180,7 +180,6 @@ def draw(
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Split the points into segments at missing values."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point.y):
@@ -203,7 +202,6 @@ def _tooltips(lines: Sequence[Line], last_step: int) -> str:
 
 
 def _description(title: str, lines: Sequence[Line]) -> str:
-    """Describe the chart in words, for its alternative text."""
     sentences = []
     for line in lines:
         known = [point for point in line.points if math.isfinite(point.y)]

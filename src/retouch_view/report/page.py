@@ -262,8 +262,6 @@ def gap_bar(summary: Summary) -> Html | None:
 
 
 def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The recipe's main settings, the time and the cost."""
-
     def plain(value: object) -> str:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -283,7 +281,6 @@ def _facts(rows: Sequence[tuple[str, str]], style: str) -> Html:
 
 
 def _alarm_note(record: Mapping[str, Any] | None) -> Html | None:
-    """Say why an alarm stopped the run; None if no alarm stopped it."""
     if record is None:
         return None
     back = "" if record["back_to"] is None else f" The run is back in the state of step {record['back_to']}."
@@ -292,7 +289,6 @@ def _alarm_note(record: Mapping[str, Any] | None) -> Html | None:
 
 
 def _declines_note(declines: Sequence[str]) -> Html | None:
-    """Warn about the held-out scores that declined significantly; None if there are no declines."""
     if not declines:
         return None
     shown = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")

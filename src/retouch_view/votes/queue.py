@@ -168,7 +168,6 @@ class VoteQueue:
 
 
 def _is_png(name: object) -> bool:
-    """Whether this is the name of a PNG file in a folder, and not a path out of it."""
     return isinstance(name, str) and name.endswith(".png") and Path(name).name == name
 
 

@@ -27,7 +27,6 @@ def _coverage(shape: str) -> Float[ndarray, "8 8"]:
 
 
 def _templates() -> UInt8[ndarray, "4 19 8 8 3"]:
-    """The pixels of the cell of each code on each background."""
     templates = np.empty((len(BACKGROUNDS), len(CODES), CELL, CELL, 3), dtype=np.uint8)
     covers = {shape: _coverage(shape)[..., None] for shape in SHAPES}
     for background, grey in enumerate(BACKGROUNDS):

@@ -163,7 +163,6 @@ def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning
 
 
 def _padded(conditioning: Conditioning) -> Conditioning:
-    """The conditioning with three more positions of padding."""
     tensors = dict(conditioning.tensors)
     for name in conditioning.padded:
         tensor = tensors[name]

@@ -216,7 +216,6 @@ def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequ
 
 
 def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-    """The largest KL of an action, and the gradient of the sum over actions."""
     columns = []
     for part in policy.microbatches(trajectory):
         kl = policy.evaluate(trajectory, part, needs).kl
