@@ -14,15 +14,24 @@ from urllib.parse import quote
 import torch
 from PIL.Image import Image
 
+from retouch.config import packaged
+from retouch.config.imports import import_class
 from retouch.core.random import generator
 from retouch.data.images import SUFFIXES, load_image
-from retouch.distributed.ranks import find_device
+from retouch.distributed.ranks import find_device, init_distributed_from_recipe, plan_placement
+from retouch.inference.opening import open_policy, read_target
 from retouch.inference.sampling import sample_tasks
+from retouch.models.pretrained import fetch_weights
+from retouch.policies.weights import WeightCopies
+from retouch.recipe.recipe import load
 from retouch.records.files import read_json, write_png
 from retouch.records.folder import RunFolder, find_run
+from retouch.records.libraries import silence_libraries
+from retouch.run.build import PolicyParts
 from retouch.types import Json, Task
 from retouch_bench.lora import load_lora, lora_digest
 from retouch_bench.suite import Suite, SuiteItem
+from retouch_worlds.playground import playground_weights
 
 _LONGEST = 180
 
@@ -202,11 +211,6 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
         return PipelineGenerator(model, identity, call=call, suite=suite)
     from diffusers import DiffusionPipeline
 
-    from retouch.inference.opening import open_policy, read_target
-    from retouch.models.pretrained import fetch_weights
-    from retouch.records.libraries import silence_libraries
-    from retouch_worlds.playground import playground_weights
-
     name = str(model)
     ours = is_ours(name)
     if ours and (lora is not None or call):
@@ -238,11 +242,9 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
 
 def is_ours(name: str) -> bool:
     """Whether ``name`` is the folder of a run, the name of a run in the folder ``runs``, or a recipe."""
-    from retouch.config.packaged import SUFFIXES, is_recipe
-
-    if RunFolder(find_run(name)).recipe.is_file() or name.endswith(SUFFIXES):
+    if RunFolder(find_run(name)).recipe.is_file() or name.endswith(packaged.SUFFIXES):
         return True
-    return not Path(name).is_dir() and name != "playground" and is_recipe(name)
+    return not Path(name).is_dir() and name != "playground" and packaged.is_recipe(name)
 
 
 def _playground_maker(
@@ -252,12 +254,6 @@ def _playground_maker(
     image to a megapixel, but playground models edit images of 24 x 24 px. So the model family runs the model, with the settings of
     the quickstart recipe."""
     import diffusers
-
-    from retouch.config.imports import import_class
-    from retouch.distributed.ranks import init_distributed_from_recipe, plan_placement
-    from retouch.policies.weights import WeightCopies
-    from retouch.recipe.recipe import load
-    from retouch.run.build import PolicyParts
 
     kind = read_json(folder / "model_index.json")["_class_name"]
     sections: list[Any] = [import_class(path) for path in _PLAYGROUND]
@@ -275,14 +271,6 @@ def _playground_maker(
         load_lora(pipeline, lora)
         model.module = pipeline.transformer
         identity["lora"] = lora_digest(lora)
-    return PolicyGenerator(
-        PolicyParts(
-            recipe=recipe,
-            ranks=ranks,
-            placement=plan_placement(recipe, ranks),
-            model=model,
-            image_model=model,
-            copies=WeightCopies(model.module),
-        ),
-        identity,
-    )
+    placement, copies = plan_placement(recipe, ranks), WeightCopies(model.module)
+    parts = PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=model, copies=copies)
+    return PolicyGenerator(parts, identity)

@@ -154,7 +154,14 @@ def score(
         )
     except ValueError as error:
         fault = error
-    _raise_on_all(fault, ranks)
+    # Raised on every rank if scoring failed on one, so that no rank waits for the others forever.
+    worst = int(ranks.max(torch.tensor(0.0 if fault is None else 2.0 if isinstance(fault, BudgetSpent) else 1.0)))
+    if isinstance(fault, BudgetSpent):
+        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues the benchmark") from fault
+    if fault is not None:
+        raise fault
+    if worst:
+        raise (BudgetSpent if worst == 2 else ValueError)("scoring failed on another rank; its log says why")
     if ranks.world > 1:
         files.write_lines(folder / f"rank{ranks.rank}.{ROWS}", [asdict(row) for row in rows])
         ranks.barrier()
@@ -187,18 +194,6 @@ def score(
     result = BenchmarkResult(folder, about, rows, used)
     result.write()
     return result
-
-
-def _raise_on_all(fault: ValueError | None, ranks: Ranks) -> None:
-    """Raise on every rank if scoring failed on one, so that no rank waits for the others forever."""
-    worst = int(ranks.max(torch.tensor(0.0 if fault is None else 2.0 if isinstance(fault, BudgetSpent) else 1.0)))
-    if isinstance(fault, BudgetSpent):
-        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues the benchmark") from fault
-    if fault is not None:
-        raise fault
-    if worst:
-        kind = BudgetSpent if worst == 2 else ValueError
-        raise kind("scoring failed on another rank; its log says why")
 
 
 def make_images(

@@ -268,11 +268,6 @@ def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     return found if set(found) == set(scales) and _stands(text, mentions) else None
 
 
-def unmarked(text: str) -> str:
-    """Replace each sign of Markdown emphasis by a space."""
-    return re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", text)
-
-
 def unboxed(text: str) -> str:
     """Replace TeX's boxed answers by tags ("\\boxed{7}" by "<answer>7</answer>"), or by the bare number after a label."""
 
@@ -296,7 +291,9 @@ def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | No
             yield from _of_tag(text, name, scale, _own(name))
             yield from _of_label(text, name, scale, _own(name), decimal_comma=False)
             continue
-        yield from _without_figure(text, rf"{_own(name)}|{_FINAL}")
+        # Every label without a number: "Score: TBD", or "Final score:" at the end of a truncated text.
+        without = compiled(rf"(?<!\w)(?:{_own(name)}|{_FINAL})\s*[:：=](?!\s*[0-9])", re.IGNORECASE)
+        yield from (None for _ in without.finditer(text))
         yield from _of_tag(text, name, scale, rf"{_own(name)}|{_TAGS}")
         yield from _of_label(text, name, scale, rf"{_own(name)}|{_FINAL}", decimal_comma=False)
         yield from _of_label(text, name, scale, _FOREIGN, decimal_comma=True)
@@ -308,12 +305,6 @@ def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statemen
         whole = tag.match(text, opening.start())
         value = None if whole is None else _value(whole, scale, decimal_comma=False)
         yield None if whole is None or value is None else Statement(name, value, whole.start(), whole.end())
-
-
-def _without_figure(text: str, label: str) -> Iterator[None]:
-    """Yield None for every label without a number: "Score: TBD", or "Final score:" at the end of a truncated text."""
-    for _ in compiled(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", re.IGNORECASE).finditer(text):
-        yield None
 
 
 def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
@@ -455,7 +446,7 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     words = without_quotes(prose)
     if words is None or is_refusal(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
-    words = squeezed(unmarked(unboxed(words)))
+    words = squeezed(re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", unboxed(words)))  # without the signs of Markdown emphasis
     if re.search(r"[{}]|<\|", words):
         return None
     if not objects:

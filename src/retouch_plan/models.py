@@ -24,7 +24,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
-from transformers import Emu3VQVAE, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
 from retouch.models import emu3
 from retouch.models.base import DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
@@ -171,20 +171,6 @@ EMU3 = {
 }
 _VISUAL_TOKENS = 32768
 _T5 = {"<pad>": 0, "</s>": 1, "<unk>": 2}
-
-
-def _stand_in(cls: Any, folder: Path) -> PreTrainedTokenizerBase:
-    """Return a replacement for a tokenizer that is not on this machine: about one token per word, and the special tokens with their
-    real ids. Raises ValueError if there is none for this class. Words are split with the pattern of Qwen's tokenizer, so the
-    official templates have their official lengths."""
-    kind = cls.__name__
-    if "CLIP" in kind:
-        return _tokenizer(_CLIP, size=49408, pad="<|endoftext|>", end="<|endoftext|>", start="<|startoftext|>", most=77)
-    if "T5" in kind:
-        return _tokenizer(_T5, size=32100, pad="<pad>", end="</s>")
-    if "Qwen" in kind:
-        return _tokenizer(QWEN, size=151657, pad="<|endoftext|>", end=None)
-    raise ValueError(f"{folder}: a dry run has no tokenizer in place of {kind}; download the model's tokenizer files")
 
 
 def _tokenizer(
@@ -389,7 +375,16 @@ def without_weights(
     def tokenizer(cls: Any, folder: Any, **options: Any) -> Any:
         if any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")):
             return _TOKENIZER(cls, folder, **options)
-        return _stand_in(cls, Path(folder))
+        # About one token per word, split with the pattern of Qwen's tokenizer, so that the official templates have their official
+        # lengths; the special tokens have their real ids.
+        kind = cls.__name__
+        if "CLIP" in kind:
+            return _tokenizer(_CLIP, size=49408, pad="<|endoftext|>", end="<|endoftext|>", start="<|startoftext|>", most=77)
+        if "T5" in kind:
+            return _tokenizer(_T5, size=32100, pad="<pad>", end="</s>")
+        if "Qwen" in kind:
+            return _tokenizer(QWEN, size=151657, pad="<|endoftext|>", end=None)
+        raise ValueError(f"{folder}: a dry run has no tokenizer in place of {kind}; download the model's tokenizer files")
 
     with ExitStack() as stack:
         replacements: tuple[tuple[type, Any], ...] = (

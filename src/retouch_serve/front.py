@@ -426,7 +426,11 @@ class Body:
                 async for part in request.stream():
                     if len(content) + len(part) > max_bytes:
                         raise RequestError("too_large")
-                    self._hold(len(part))
+                    if self._is_slow:
+                        self._bodies.slow.hold(len(part))
+                        self._held_slowly += len(part)
+                    self._bodies.memory.hold(len(part))
+                    self._held += len(part)
                     content += part
                     deadline.reschedule(latest + len(content) / limits.min_body_rate)
         except TimeoutError:
@@ -452,10 +456,3 @@ class Body:
         """Release the memory."""
         self._bodies.memory.release(self._held)
         self._held = 0
-
-    def _hold(self, count: int) -> None:
-        if self._is_slow:
-            self._bodies.slow.hold(count)
-            self._held_slowly += count
-        self._bodies.memory.hold(count)
-        self._held += count

@@ -213,20 +213,11 @@ def _description(title: str, lines: Sequence[Line]) -> str:
 
 def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
     """Draw horizontal bars: (name, length from 0 to 1, note behind the bar)."""
-    return tag(
-        "div",
-        [
-            tag(
-                "div",
-                tag("span", name, class_="name"),
-                tag("span", tag("span", style=f"width:{100 * share:.2f}%"), class_="track"),
-                tag("span", note, class_="note"),
-                class_="bar",
-            )
-            for name, share, note in rows
-        ],
-        class_="bars",
-    )
+    drawn = []
+    for name, share, note in rows:
+        track = tag("span", tag("span", style=f"width:{100 * share:.2f}%"), class_="track")
+        drawn.append(tag("div", tag("span", name, class_="name"), track, tag("span", note, class_="note"), class_="bar"))
+    return tag("div", drawn, class_="bars")
 
 
 def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
@@ -406,17 +397,12 @@ def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
     line = Line(name.rpartition("/")[2], "plain", average_with_envelope(points, 160))
     latest = format_number(known[-1].y) if known else "no value yet"
     note = (SIGNALS | WATCHED).get(name)
-    return tag(
-        "figure",
-        tag(
-            "figcaption",
-            tag("span", name, class_="name"),
-            tag("span", latest, class_="latest"),
-            tag("span", note, class_="note") if note else None,
-        ),
-        draw(name, [line], int(metrics[-1]["step"])),
-        class_="small",
+    words = (
+        tag("span", name, class_="name"),
+        tag("span", latest, class_="latest"),
+        tag("span", note, class_="note") if note else None,
     )
+    return tag("figure", tag("figcaption", *words), draw(name, [line], int(metrics[-1]["step"])), class_="small")
 
 
 def time_bars(timings: Sequence[Mapping[str, Any]]) -> Html | None:

@@ -62,14 +62,8 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
 
 def _flat(children: Iterable[Child]) -> Iterable[str]:
     for child in children:
-        if child is None:
-            continue
-        if isinstance(child, Html):
-            yield child
-        elif isinstance(child, str):
-            yield text(child)
-        else:
-            yield join(child)
+        if child is not None:
+            yield child if isinstance(child, Html) else text(child) if isinstance(child, str) else join(child)
 
 
 def format_number(value: float | int | None) -> str:
@@ -153,17 +147,21 @@ def _cell(cell: str, width: int, place: int) -> str:
     return cell.rjust(width) if numeric and place else cell.ljust(width)
 
 
+def scrolled(head: Html, rows: Child, *, style: str | None = None) -> Html:
+    """A table with a head, in a box that scrolls. ``style``: the class of the table."""
+    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_=style), class_="scroll")
+
+
 def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
     """Embed the image at ``path``, reduced to ``edge`` pixels if it is large; a box with the reason if there is no image.
     ``words``: the alternative text."""
-    if path is None:
-        return tag("span", "no image", class_="nothing")
+    reason = "no image"
     try:
-        return embedded(read_bytes(path), words=words, edge=edge)
-    except FileNotFoundError:
-        return tag("span", "file not found", class_="nothing")
-    except OSError:
-        return tag("span", "not readable", class_="nothing")
+        if path is not None:
+            return embedded(read_bytes(path), words=words, edge=edge)
+    except OSError as error:
+        reason = "file not found" if isinstance(error, FileNotFoundError) else "not readable"
+    return tag("span", reason, class_="nothing")
 
 
 def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
@@ -182,11 +180,10 @@ def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
 
 def _encode(image: Image.Image, edge: int) -> tuple[str, bytes]:
     """Encode a small image as PNG, and a large one reduced as JPEG: 20 photographs as PNG would take tens of megabytes."""
-    buffer = io.BytesIO()
+    buffer, reduced = io.BytesIO(), image.convert("RGB")
     if max(image.size) <= EXACT:
-        image.convert("RGB").save(buffer, format="PNG")
+        reduced.save(buffer, format="PNG")
         return "png", buffer.getvalue()
-    reduced = image.convert("RGB")
     reduced.thumbnail((edge, edge), Image.Resampling.LANCZOS)
     reduced.save(buffer, format="JPEG", quality=88)
     return "jpeg", buffer.getvalue()

@@ -15,7 +15,17 @@ from retouch.records.folder import RunFolder, Summary, split_label
 from retouch.run.hooks import Hook, StepResult
 from retouch.run.step import ScoredRollout
 from retouch_view.report import charts, tables
-from retouch_view.report.markup import Html, decimals_for, format_duration, format_percent, format_score, format_signed, join, tag
+from retouch_view.report.markup import (
+    Html,
+    decimals_for,
+    format_duration,
+    format_percent,
+    format_score,
+    format_signed,
+    join,
+    scrolled,
+    tag,
+)
 
 log = logging.getLogger("retouch")
 _MOST_TASKS = 20  # more tasks are advised only if at most this many times as many would be enough
@@ -40,6 +50,7 @@ def run_page(run: Path) -> str:
     checks, groups = folder.read_preflight(), tables.groups(folder)
     passed = sum(bool(check["ok"]) for check in checks)
     more = [tag("details", tag("summary", f"The same at step {step}"), strip) for step, strip in groups[1:]]
+    document = json.dumps(recipe, indent=2, ensure_ascii=False)
     sections = [
         _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
         *_suites(folder.read_suites()),
@@ -56,13 +67,7 @@ def run_page(run: Path) -> str:
         ),
         _section(
             "Recipe",
-            [
-                tag(
-                    "details",
-                    tag("summary", "The resolved recipe, with all defaults"),
-                    tag("pre", json.dumps(recipe, indent=2, ensure_ascii=False)),
-                )
-            ],
+            [tag("details", tag("summary", "The resolved recipe, with all defaults"), tag("pre", document))],
             "",
         ),
         _section("Versions", [_facts([(name, str(value)) for name, value in versions.items()], "facts versions")], ""),
@@ -162,7 +167,7 @@ def _suites(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
                 "div",
                 tag("p", tag("b", name), f", {column}", class_="caption"),
                 charts.draw(f"{name}, {column}", [], last, marks=marks) if points and last > 0 else None,
-                tag("div", tag("table", tag("thead", head), tag("tbody", body)), class_="scroll"),
+                scrolled(head, body),
                 tag("p", f"Alarm: {'; '.join(alarms)}.", class_="warning") if alarms else None,
             )
         )

@@ -75,7 +75,17 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
             f"evaluate does not reproduce the rollout: |ratio - 1| is {deviation:.2e} ({log_ratio}); the limit is {limit:.0e}",
         )
     _check_slicing(policy, trajectory, trained)
-    _check_mask(policy, trajectory, batch, trained)
+    rows, actions = trajectory.mask.shape
+    checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
+    mask = trajectory.mask & checkers.to(trajectory.mask.device)
+    coefficients = _coefficients(trajectory) * mask
+    halved = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
+    minibatch = Minibatch(batch, halved, advantages=coefficients.masked_fill(~mask, 1e6), weights=mask.float())
+    losses = [loss.value for loss in PolicyGradient(clip_low=0.5, clip_high=0.5).losses(policy, minibatch)]
+    found = _grad(-torch.stack(losses).sum(), trained)
+    expected = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
+    distance = relative_distance(found, expected)
+    require(distance <= ROUNDING, f"masked actions change the gradient by {distance:.2e} of its norm")
     if trajectory.values is not None:
         _check_values(policy, trajectory, trajectory.values)
     _check_changed_weights(policy, trajectory, trained, needs)
@@ -184,21 +194,6 @@ def _check_values(policy: Policy, trajectory: Trajectory, values: Tensor) -> Non
         mask = trajectory.mask[part.rows, part.actions]
         expected = values[part.rows, part.actions][mask]
         require_close(found.detach()[mask], expected, limit=ROUNDING, what=f"values of {part} and those of the rollout")
-
-
-def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: Sequence[Tensor]) -> None:
-    """Check that with half of the actions masked, the objective's gradient equals the gradient of the other half alone."""
-    rows, actions = trajectory.mask.shape
-    checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
-    mask = trajectory.mask & checkers.to(trajectory.mask.device)
-    coefficients = _coefficients(trajectory) * mask
-    halved = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
-    minibatch = Minibatch(batch, halved, advantages=coefficients.masked_fill(~mask, 1e6), weights=mask.float())
-    losses = [loss.value for loss in PolicyGradient(clip_low=0.5, clip_high=0.5).losses(policy, minibatch)]
-    found = _grad(-torch.stack(losses).sum(), trained)
-    expected = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
-    distance = relative_distance(found, expected)
-    require(distance <= ROUNDING, f"masked actions change the gradient by {distance:.2e} of its norm")
 
 
 def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor], needs: Needs) -> None:
