@@ -30,8 +30,6 @@ OWN_DATA = {"import", "playground", "preservation", "multi-turn", "pickscore", "
 
 def test_the_suites_page_equals_the_generated_one():
     spec = importlib.util.spec_from_file_location("generate_suites", ROOT / "docs" / "generate_suites.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.page() == (ROOT / "docs" / "suites.md").read_text(encoding="utf-8"), "run `python docs/generate_suites.py`"
@@ -41,7 +39,6 @@ def test_every_suite_has_a_name_a_headline_column_and_a_protocol():
     assert set(PUBLISHED) | OWN_DATA == set(SUITES)
     for name in set(SUITES) - {"import"}:
         suite = SUITES.load(name)
-        assert suite is not None
         assert suite.name == name
         assert suite.headline_column in suite.columns
         assert suite.protocol.endswith(".")

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,28 +17,27 @@ pytest.importorskip("playwright.sync_api", reason="needs the package playwright"
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
+def options():
     return {"trying": "cpu"}
 
 
 @pytest.fixture
-def signs(tmp_path: Path) -> Path:
+def signs(tmp_path):
     """The folder of a run; its images are 64 x 32 px."""
     tiny_sign_runs.make_run(tmp_path / "runs")
     return tmp_path / "runs" / "signs"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
+def files(tmp_path):
     task = tiny_sign_runs.task()
     found = {"source": task.images[0], "reference": task.reference, "mask": task.mask}
     for name, image in found.items():
-        assert image is not None
         image.save(tmp_path / f"{name}.png")
     return {name: tmp_path / f"{name}.png" for name in found}
 
 
-def drag(tab: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+def drag(tab, start, end):
     """Drag the pointer over the drawing between two points, given as shares of its width and height."""
     drawing = tab.get_by_role("img", name="the drawn mask")
     drawing.scroll_into_view_if_needed()
@@ -51,7 +49,7 @@ def drag(tab: Any, start: tuple[float, float], end: tuple[float, float]) -> None
     tab.mouse.up()
 
 
-def image_of(text: str | None) -> Image.Image:
+def image_of(text):
     assert text is not None
     return Image.open(io.BytesIO(base64.b64decode(text)))
 
@@ -60,7 +58,7 @@ def image_of(text: str | None) -> Image.Image:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_a_drawn_mask_and_a_reference_reach_the_model(signs: Path, files: dict[str, Path], tab: Any, address: str) -> None:
+def test_a_drawn_mask_and_a_reference_reach_the_model(signs, files, tab, address):
     tab.goto(f"{address}/#/try/signs")
     requests: list[dict[str, Any]] = []
     tab.on("request", lambda request: requests.append(json.loads(request.post_data)) if request.method == "POST" else None)
@@ -100,13 +98,11 @@ def test_a_drawn_mask_and_a_reference_reach_the_model(signs: Path, files: dict[s
 
 
 @pytest.mark.slow
-def test_an_uploaded_mask_replaces_the_drawing_and_the_brush_can_be_undone(
-    signs: Path, files: dict[str, Path], tab: Any, address: str
-) -> None:
+def test_an_uploaded_mask_replaces_the_drawing_and_the_brush_can_be_undone(signs, files, tab, address):
     tab.goto(f"{address}/#/try/signs")
     requests: list[dict[str, Any]] = []
 
-    def answer(route: Any) -> None:
+    def answer(route):
         requests.append(json.loads(route.request.post_data))
         route.fulfill(body=json.dumps({"error": f"answer {len(requests)}"}) + "\n")
 

@@ -1,8 +1,5 @@
 """Trying a prompt-writing policy: the page shows the texts and the images of the untrained and the trained policy."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from PIL import Image
 
@@ -17,12 +14,12 @@ pytest.importorskip("playwright.sync_api", reason="needs the package playwright"
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
+def options():
     return {"trying": "cpu"}
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> RunFolder:
+def written(tmp_path):
     """Two steps of the playground's writer in front of its frozen editor, with steps so large that the text changes."""
     changes = {"policy__model": {"kind": "playground-writer"}, "rollout__max_new_tokens": 32, "learning_rate": 0.05}
     recipe = parse(tiny_writer_runs.recipe(tmp_path / "runs", tmp_path, **changes))
@@ -34,7 +31,7 @@ def written(tmp_path: Path) -> RunFolder:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_try_shows_texts_and_images_before_and_after_training(written: RunFolder, tab, address: str) -> None:
+def test_try_shows_texts_and_images_before_and_after_training(written, tab, address):
     line = written.read_samples(0)[0]
     source = written.samples(0) / line["source"]
     tab.goto(f"{address}/#/try/written")
