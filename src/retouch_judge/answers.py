@@ -314,7 +314,10 @@ def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: 
         value = None if numbered else _value(match, scale, decimal_comma=decimal_comma)
         ends = _TAIL.match(text, _figure_end(match)) is not None
         signed = match["sign"].strip().lower() in (":", "：", "=", "is")
-        if value is None or not ends or not signed or not _fits(match["bounds"], scale):
+        # The scale that the text names, "(0-10)" or "(out of 10)", must be the requested one.
+        bounds = [float(figure) for figure in _NUMBERS.findall(match["bounds"] or "")]
+        fits = match["bounds"] is None or bounds in ([scale.high], [scale.low, scale.high])
+        if value is None or not ends or not signed or not fits:
             yield None
         else:
             yield Statement(name, value, match.start(), _figure_end(match))
@@ -334,14 +337,6 @@ def _value(match: re.Match[str], scale: Scale, *, decimal_comma: bool) -> float 
     return scale.read(figure, decimal_comma=decimal_comma or top is not None)
 
 
-def _fits(bounds: str | None, scale: Scale) -> bool:
-    """Return whether the scale that the text names, "(0-10)" or "(out of 10)", is the requested scale."""
-    if bounds is None:
-        return True
-    figures = [float(figure) for figure in _NUMBERS.findall(bounds)]
-    return figures in ([scale.high], [scale.low, scale.high])
-
-
 def _opens(text: str, start: int, after: int) -> bool:
     """Return whether a statement begins its line or sentence, and is not a quotation that the sentence before it introduces."""
     before = text[:start]
@@ -349,12 +344,9 @@ def _opens(text: str, start: int, after: int) -> bool:
         return True
     begins = _BULLETED.fullmatch(before[before.rfind("\n") + 1 :]) is not None or _SENTENCE_END.search(before[-80:]) is not None
     follows = after > 0 and "\n" not in before[after:].strip(" \t").strip("\n")  # the previous line states another score
-    return begins and (follows or leads_to_own_score(before[: len(before) - len(_last_bullet(before))]))
-
-
-def _last_bullet(before: str) -> str:
-    line = before[before.rfind("\n") + 1 :]
-    return line if _BULLETED.fullmatch(line) else ""
+    bullet = before[before.rfind("\n") + 1 :]
+    words = before.removesuffix(bullet) if _BULLETED.fullmatch(bullet) else before
+    return begins and (follows or leads_to_own_score(words))
 
 
 def _stands(text: str, mentions: list[Statement]) -> bool:

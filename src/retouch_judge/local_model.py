@@ -149,17 +149,13 @@ class LocalJudge:
     ) -> tuple[list[Int[Tensor, " t"]], Float[Tensor, "r v"]]:
         """Generate answers. Returns the ids of each row up to its end token, and the logits of each row's first token."""
         drawn = [_Gumbel(questions)] if any(question.temperature > 0 for question in questions) else []
-        made: Any = self.model.generate(
-            **inputs, generation_config=self._settings(longest), logits_processor=LogitsProcessorList(drawn)
-        )
+        own = {"eos_token_id": self._end, "pad_token_id": self._end}  # not those of the folder's generation_config.json
+        config = GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **own)
+        made: Any = self.model.generate(**inputs, generation_config=config, logits_processor=LogitsProcessorList(drawn))
         rows = made.sequences[:, inputs["input_ids"].shape[1] :].cpu()
         ends = [(row == self._end).nonzero().flatten().tolist() for row in rows]
         ids = [row[: end[0] + 1] if end else row for row, end in zip(rows, ends, strict=True)]
         return ids, made.logits[0].float().cpu()
-
-    def _settings(self, longest: int) -> GenerationConfig:
-        ends = {"eos_token_id": self._end, "pad_token_id": self._end}
-        return GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **ends)
 
     def _first(self, logits: Float[Tensor, " v"]) -> dict[str, float]:
         values, ids = logits.log_softmax(dim=0).topk(min(_LIKELIEST, len(logits)))

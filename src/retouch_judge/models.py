@@ -70,12 +70,10 @@ def _variable(name: str) -> str:
     return name
 
 
-def _with_version(url: str) -> str:
-    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
-
-
 Variable: TypeAlias = Annotated[str, AfterValidator(_variable)]
-VersionedAddress: TypeAlias = Annotated[Address, AfterValidator(_with_version)]
+VersionedAddress: TypeAlias = Annotated[
+    Address, AfterValidator(lambda url: url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1")
+]
 
 
 class JudgeQuota(Section):

@@ -143,14 +143,11 @@ class _Report:
                 self._print(f"next: {step}")
             return 1
         self._print("\nready")
-        self._print(f"next: {shlex.join(self._train_command(recipe))}")
-        return 0
-
-    def _train_command(self, recipe: Recipe | None) -> list[str]:
-        """The command that trains: on the launched ranks, or on the number of ranks in the recipe."""
-        ranks = self.world or (1 if recipe is None else recipe.ranks or 1)
+        count = self.world or (1 if recipe is None else recipe.ranks or 1)
         words = self.arguments or (_QUICKSTART if recipe is None else ("RECIPE",))
-        return ["retouch", "launch", "--nproc", str(ranks), *words] if ranks > 1 else ["retouch", "train", *words]
+        command = ["launch", "--nproc", str(count)] if count > 1 else ["train"]
+        self._print(f"next: {shlex.join(['retouch', *command, *words])}")
+        return 0
 
     def _print(self, text: str) -> None:
         if self.is_main:

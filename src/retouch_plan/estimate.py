@@ -142,9 +142,6 @@ def _memory(found: DryRun, machine: Machine) -> Iterator[str]:
     yield f"checkpoint: {found.checkpoint / 1e9:.2f} GB, in host memory at most {found.host_peak / 1e9:.2f} GB"
 
 
-# Errors
-
-
 # Changes with which a recipe fits
 
 
@@ -290,13 +287,8 @@ def explained(error: Exception) -> tuple[str, str]:
 def error_line(error: BaseException) -> str:
     """Return the message of a dry run's error, and its location: the innermost line of Retouch or of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    names = [frame.filename for frame in frames]
-    own = [
-        frame
-        for frame, name in zip(frames, names, strict=True)
-        if "/site-packages/" not in name and not name.startswith(PLAN) and name[0] == "/"
-    ]
-    frame = (own or frames)[-1]
+    placed = [frame for frame in frames if frame.filename[0] == "/" and "/site-packages/" not in frame.filename]
+    frame = ([frame for frame in placed if not frame.filename.startswith(PLAN)] or frames)[-1]
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\n  at {frame.filename}:{frame.lineno}, in {frame.name}"
 
 

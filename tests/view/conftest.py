@@ -16,6 +16,14 @@ from retouch_serve.front import bounded_config
 from retouch_view.live.app import LIMITS, build_app
 
 TOKEN = "a-token-of-the-tests"
+WIDE_AND_PHONE = pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+
+
+def fits(page):
+    """Whether the page is no wider than its window."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 
 @pytest.fixture

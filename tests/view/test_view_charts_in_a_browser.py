@@ -3,13 +3,13 @@
 from xml.etree import ElementTree
 
 import pytest
+from conftest import WIDE_AND_PHONE
 from PIL import Image
 
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.database import Database
 from retouch_judge.cache import AnswerCache, JudgeCall
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -85,9 +85,7 @@ def test_axis_that_a_run_lacks_is_disabled_with_the_reason(write_run, tab, addre
     tab.get_by_text("Not over dollars paid to judges or requests to judges: exact asked no judge.").wait_for()
 
 
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
+@WIDE_AND_PHONE
 def test_table_of_runs_shows_judge_cost(write_run, tab, address):
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "unpriced", cost=None)

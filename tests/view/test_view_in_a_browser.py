@@ -1,17 +1,11 @@
 """The page in a real browser: Debian's Chromium, driven by Playwright, where both are installed."""
 
 import pytest
-from conftest import TOKEN
+from conftest import TOKEN, WIDE_AND_PHONE, fits
 
 from retouch.records.folder import RunFolder
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
-
-
-def fits(page):
-    """Whether the page is no wider than its window."""
-    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 
 def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_run, tab, address):
@@ -38,9 +32,7 @@ def test_empty_folder_shows_a_message_and_the_url_has_no_token(tab):
     assert TOKEN not in tab.url
 
 
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
+@WIDE_AND_PHONE
 def test_pages_of_finished_runs_render_and_fit_the_window(write_run, tab, address):
     write_run("one")
     write_run("two", of=8)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import WIDE_AND_PHONE, fits
 from PIL import Image
 
 from retouch.records.control import answer_request, read_requests
@@ -12,7 +13,6 @@ from retouch.rewards.ledger.journal import Journal, JournalRow
 from retouch.types import Sample, Task
 from retouch_judge.cache import AnswerCache, JudgeCall
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 
 
@@ -50,13 +50,7 @@ def judged(write_run):
     return folder
 
 
-def fits(page):
-    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
-
-
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
+@WIDE_AND_PHONE
 def test_control_requests_and_their_answers_are_shown(running, tab, address):
     tab.goto(f"{address}/#/run/one")
     tab.get_by_role("button", name="Save a checkpoint").click()
@@ -96,9 +90,7 @@ def test_a_finished_run_has_no_buttons(write_run, tab, address):
     tab.get_by_text("The run has no checkpoint yet.").wait_for()
 
 
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
+@WIDE_AND_PHONE
 def test_sample_shows_its_group_best_first_and_the_answers_of_its_judges(judged, tab, address):
     tab.goto(f"{address}/#/samples/one")
     tab.get_by_label("Set").select_option("group")

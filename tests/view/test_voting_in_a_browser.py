@@ -1,6 +1,7 @@
 """Voting in a real browser: with keys, on a phone, with hostile text, and on the queue of a training run."""
 
 import pytest
+from conftest import WIDE_AND_PHONE, fits
 from PIL import Image
 
 from retouch.records.folder import RunFolder, SampleRecord
@@ -37,13 +38,7 @@ def write_run(root, *, tasks=3, instruction="make it red"):
     return folder
 
 
-def fits(page):
-    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
-
-
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
+@WIDE_AND_PHONE
 def test_pairs_are_voted_on_with_keys_and_buttons_up_to_the_results(tab, address, tmp_path):
     folder = write_run(tmp_path)
     tab.goto(f"{address}/#/vote/one")

@@ -357,7 +357,12 @@ class UniGenJudge(JudgeReward):
         import torch
 
         points = [_listed(sample.task.id, sample.task.meta, "points", "test points") for sample in samples]
-        verdicts = self.panel.judge([_points_prompt(sample, each) for sample, each in zip(samples, points, strict=True)])
+        prompts = []
+        for sample, each in zip(samples, points, strict=True):
+            listed: dict[str, Json] = {str(number): f"{point['kind']}: {point['words']}" for number, point in enumerate(each, 1)}
+            parts = image_parts(sample, quoted("Prompt", sample.task.instruction), quoted("Points", listed))
+            prompts.append(Prompt(rubric("test-points"), parts, ScoresForm({f"point_{name}": _YES_OR_NO for name in listed})))
+        verdicts = self.panel.judge(prompts)
         table = {name: torch.full((len(samples),), NAN) for name in self.columns}
         for row, (verdict, each) in enumerate(zip(verdicts, points, strict=True)):
             answers = [float(verdict.mean(f"point_{number}")) for number in range(1, len(each) + 1)]
@@ -366,12 +371,6 @@ class UniGenJudge(JudgeReward):
                 own = [answer for answer, point in zip(answers, each, strict=True) if dimension(point["kind"]) == name]
                 table[name][row] = sum(own) / len(own)
         return table
-
-
-def _points_prompt(sample: Sample, points: Sequence[Mapping[str, str]]) -> Prompt:
-    listed: dict[str, Json] = {str(number): f"{point['kind']}: {point['words']}" for number, point in enumerate(points, 1)}
-    parts = image_parts(sample, quoted("Prompt", sample.task.instruction), quoted("Points", listed))
-    return Prompt(rubric("test-points"), parts, ScoresForm({f"point_{number}": _YES_OR_NO for number in listed}))
 
 
 class UniGenSuite(RowSuite):

@@ -164,6 +164,9 @@ class LiveRun:
             state, reason = self._state(step, steps, problem)
             recent = [_number(line.get("time/step")) for line in self._timings.lines[-_RECENT_STEPS:]]
             known = [value for value in recent if value is not None]
+            paths = ledger_files(self.folder.root)
+            self._ledgers = {path: self._ledgers.get(path) or UsageTail(path) for path in paths}
+            used = sum((tail.update() for tail in self._ledgers.values()), JudgeUsage())
             seconds = statistics.median(known) if known else None
             remaining = None if steps is None or seconds is None or state != "running" else max(0, steps - step) * seconds
             return {
@@ -177,7 +180,7 @@ class LiveRun:
                 "rewards": _thin(rewards),
                 "seconds_per_step": seconds,
                 "seconds_left": remaining,
-                "judges": self._judges(),
+                "judges": {**asdict(used), "cost": used.known_cost} if used.requests else None,  # cost: dollars, None if unknown
                 "changed": _changed(self.folder),
                 "summary": summary,
                 "faults": self._faults(),
@@ -243,13 +246,6 @@ class LiveRun:
                     self._samples[step] = stamp, [line for line in tail.lines if line["step"] == step]
                 found += self._samples[step][1]
             return found
-
-    def _judges(self) -> dict[str, float | None] | None:
-        """Return requests, tokens and cost of judges so far; None before the first request. ``cost``: dollars, None if unknown."""
-        paths = ledger_files(self.folder.root)
-        self._ledgers = {path: self._ledgers.get(path) or UsageTail(path) for path in paths}
-        used = sum((tail.update() for tail in self._ledgers.values()), JudgeUsage())
-        return {**asdict(used), "cost": used.known_cost} if used.requests else None
 
     def _faults(self) -> list[str]:
         tails = {"metrics": self._metrics, "timings": self._timings, "evals": self._evals, "suites": self._suites}

@@ -44,7 +44,8 @@ def text(value: str) -> Html:
 
 def join(children: Iterable[Child], between: str = "") -> Html:
     """Concatenate pieces with ``between`` as the separator; text is escaped, and None is left out."""
-    return Html(text(between).join(_flat(children)))
+    pieces = (child if isinstance(child, str) else join(child) for child in children if child is not None)
+    return Html(text(between).join(piece if isinstance(piece, Html) else text(piece) for piece in pieces))
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
@@ -58,12 +59,6 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
         assert not children, f"<{name}> cannot have children"
         return Html(f"<{name}{written}>") if name in ("br", "img", "meta") else Html(f"<{name}{written}/>")
     return Html(f"<{name}{written}>{join(children)}</{name}>")
-
-
-def _flat(children: Iterable[Child]) -> Iterable[str]:
-    for child in children:
-        if child is not None:
-            yield child if isinstance(child, Html) else text(child) if isinstance(child, str) else join(child)
 
 
 def format_number(value: float | int | None) -> str:

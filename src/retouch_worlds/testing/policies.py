@@ -138,10 +138,13 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
     coefficients = _coefficients(trajectory)
     whole = _gradient(policy, trajectory, [Slice(slice(0, rows), slice(0, actions))], coefficients, trained)
     require(any(bool(part.any()) for part in whole), "the gradient of the log-probabilities is exactly 0")
+    # Slices of one action each, ``SINGLE_ACTIONS`` of them at equal distances, and of all actions between two of them.
+    singles = torch.linspace(0, actions - 1, min(actions, SINGLE_ACTIONS)).round().long().tolist()
+    ends = pairwise(sorted({*singles, *(single + 1 for single in singles), 0, actions}))
     slicings = {
         "the policy's own microbatches": policy.microbatches(trajectory),
         "one row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
-        "single actions": (Slice(slice(0, rows), part) for part in _single_actions(actions)),
+        "single actions": (Slice(slice(0, rows), slice(first, end)) for first, end in ends),
     }
     for name, parts in slicings.items():
         distance = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
@@ -149,12 +152,6 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
             distance <= CUT_LIMIT,
             f"the gradient depends on the slicing: with {name} it differs by {distance:.2e}; the limit is {CUT_LIMIT:.0e}",
         )
-
-
-def _single_actions(actions: int) -> list[slice]:
-    """Slices of one action each, ``SINGLE_ACTIONS`` of them at equal distances, and of all actions between two of them."""
-    singles = torch.linspace(0, actions - 1, min(actions, SINGLE_ACTIONS)).round().long().tolist()
-    return [slice(first, end) for first, end in pairwise(sorted({*singles, *(single + 1 for single in singles), 0, actions}))]
 
 
 def _gradient(
