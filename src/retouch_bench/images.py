@@ -83,7 +83,10 @@ class ImageFolder:
 
     def find(self, place: ImageKey) -> Path | None:
         """Return the path of the existing image; None if there is none."""
-        stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
+        name = place.item.id
+        # Only a relative path that does not leave the folder.
+        is_plain = "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+        stems = [_file_name(name), *([name] if is_plain else [])]
         paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in SUFFIXES)
         return next((path for path in paths if path.is_file()), None)
 
@@ -113,11 +116,6 @@ def _file_name(identity: str) -> str:
     name = quote(identity, safe=" ()+,=@")
     name = f"%{ord('.'):02X}{name[1:]}" if name.startswith(".") else name
     return name if len(name) <= _LONGEST else hashlib.sha256(identity.encode()).hexdigest()
-
-
-def _is_plain(identity: str) -> bool:
-    """Whether the id is a relative path that does not leave the folder."""
-    return "\0" not in identity and not Path(identity).is_absolute() and ".." not in Path(identity).parts
 
 
 _TAKES_SEVERAL = (  # a list of images is one set of sources; other pipelines take one image, or a batch of them

@@ -173,9 +173,8 @@ def markdown(about: Mapping[str, Any]) -> str:
     scorer = "its own scorer" if about["judge"]["name"] == "own" else about["judge"]["name"]
     of_all = f" of {about['size']}" if about["size"] else ""
     lines = [
-        f"**{about['title']}**, {maker}, scored by {scorer}; "
-        f"{about['items']}{of_all} items, seed {about['seed']}. Means and 95 % intervals; "
-        f"`{about['headline']}` is the headline.",
+        f"**{about['title']}**, {maker}, scored by {scorer}; {about['items']}{of_all} items, seed {about['seed']}. "
+        f"Means and 95 % intervals; `{about['headline']}` is the headline.",
         "",
         f"| | n | {' | '.join(columns)} |",
         f"| --- | ---: |{' ---: |' * len(columns)}",
@@ -189,10 +188,8 @@ def markdown(about: Mapping[str, Any]) -> str:
             where = first.get("item", first.get("id"))
             count = len(about[key])
             what = "without a score" if key == "missing" else "of the data that cannot be used"
-            lines += [
-                "",
-                f"{count} {noun}{'s' * (count > 1)} {what}, left out: {where} ({first['reason']})" + ", ..." * (count > 1),
-            ]
+            left_out = f"{count} {noun}{'s' * (count > 1)} {what}, left out"
+            lines += ["", f"{left_out}: {where} ({first['reason']})" + ", ..." * (count > 1)]
     return "\n".join(lines)
 
 

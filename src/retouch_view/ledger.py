@@ -273,15 +273,8 @@ def agree(samples: Sequence[LedgerSample], columns: tuple[str, str]) -> tuple[di
     group = torch.tensor([groups.setdefault(sample.place[:3], len(groups)) for sample in samples])
     share, pairs = measures.pairwise_agreement(a, b, group)
     spearman, kendall, means = measures.spearman(a, b), measures.kendall(a, b), [a.mean().item(), b.mean().item()]
-    found = {
-        "columns": list(columns),
-        "samples": len(samples),
-        "missing": missing,
-        "spearman": spearman,
-        "kendall": kendall,
-        "within_groups": {"same_order": share, "pairs": pairs},
-        "means": means,
-    }
+    found = {"columns": list(columns), "samples": len(samples), "missing": missing, "spearman": spearman, "kendall": kendall}
+    found |= {"within_groups": {"same_order": share, "pairs": pairs}, "means": means}
     rows = [
         ["Spearman's rho", f"{spearman:+.3f}"],
         ["Kendall's tau-b", f"{kendall:+.3f}"],
@@ -304,16 +297,8 @@ def worst(samples: Sequence[LedgerSample], columns: tuple[str, str], run: Path, 
         sample, path = samples[row], images.path(samples[row])
         place = dict(zip(("split", "step", "group", "slot"), sample.place, strict=True))
         scores = dict(zip(columns, values[row].tolist(), strict=True))
-        found.append(
-            {
-                **place,
-                "task": sample.task,
-                "rank_difference": difference[row].item(),
-                **scores,
-                "sha256": sample.image,
-                "file": None if path is None else str(path),
-            }
-        )
+        shown_file = {"sha256": sample.image, "file": None if path is None else str(path)}
+        found.append({**place, "task": sample.task, "rank_difference": difference[row].item(), **scores, **shown_file})
         shown = [f"{difference[row].item():.2f}", *(f"{scores[name]:.3f}" for name in columns)]
         table.append([*map(str, sample.place), *shown, sample.task, str(path or f"(not stored: {sample.image[:12]})")])
     return found, "\n".join(aligned(table))

@@ -75,6 +75,12 @@ def run_page(run: Path) -> str:
     last_step = int(metrics[-1]["step"]) if metrics else 0
     first_split = [line for line in evals if line["split"] == evals[0]["split"]]
     declines = tables.significant_declines(first_split[0], first_split[-1]) if len(first_split) > 1 else []
+    worse = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")
+    stopped = None
+    if (alarm := folder.read_alarm()) is not None:
+        back = "" if alarm["back_to"] is None else f" The run is back in the state of step {alarm['back_to']}."
+        why = f"{'; '.join(str(each['text']) for each in alarm['alarms'])}.{back}"
+        stopped = tag("p", tag("strong", f"Stopped by an alarm after step {alarm['step']}: "), why, class_="warning")
     steps = recipe.get("steps")
     title = str(recipe.get("name", folder.name))
     header = tag(
@@ -83,8 +89,8 @@ def run_page(run: Path) -> str:
         tag("h1", title),
         verdict(summary, last_step=last_step, steps=steps if isinstance(steps, int) else None),
         gap_bar(summary) if summary else None,
-        _alarm_note(folder.read_alarm()),
-        _declines_note(declines),
+        stopped,
+        tag("p", tag("strong", "What got worse: "), worse, ".", class_="warning") if declines else None,
         _facts(_main_facts(recipe, last_step, tables.seconds_spent(timings), summary.cost if summary else {}), "facts"),
     )
     return f"<!doctype html>\n{html_page(title, header, join(sections))}\n"
@@ -283,21 +289,6 @@ def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost:
 
 def _facts(rows: Sequence[tuple[str, str]], style: str) -> Html:
     return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in rows], class_=style)
-
-
-def _alarm_note(record: Mapping[str, Any] | None) -> Html | None:
-    if record is None:
-        return None
-    back = "" if record["back_to"] is None else f" The run is back in the state of step {record['back_to']}."
-    texts = "; ".join(str(alarm["text"]) for alarm in record["alarms"])
-    return tag("p", tag("strong", f"Stopped by an alarm after step {record['step']}: "), f"{texts}.{back}", class_="warning")
-
-
-def _declines_note(declines: Sequence[str]) -> Html | None:
-    if not declines:
-        return None
-    shown = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")
-    return tag("p", tag("strong", "What got worse: "), shown, ".", class_="warning")
 
 
 class ReportHook(Hook):
