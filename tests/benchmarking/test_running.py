@@ -187,11 +187,8 @@ def test_two_ranks_give_the_same_table_as_one_rank(base, tmp_path):
 class JudgedSuite(Suite):
     """Plain images that a judge scores."""
 
-    name: ClassVar[str] = "judged"
-    title: ClassVar[str] = "Judged"
-    source: ClassVar[str] = "https://example.org"
-    licence: ClassVar[str] = "MIT"
-    size: ClassVar[int] = 30
+    name, title = "judged", "Judged"
+    source, licence, size = "https://example.org", "MIT", 30
     protocol: ClassVar[str] = "VIEScore."
     task = "text-to-image"
     needs_data = False
@@ -251,17 +248,8 @@ def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requeste
     with Double(fault, hang=5.5) as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)
         monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
-        judge = Endpoint(
-            model="double",
-            base_url=server.url,
-            key="DOUBLE_KEY",
-            attempts=2,
-            deadline=15.0,
-            concurrency=8,
-            pause=0.01,
-            longest_pause=0.02,
-            timeout=5.0,
-        )
+        limits = {"attempts": 2, "deadline": 15.0, "concurrency": 8, "pause": 0.01, "longest_pause": 0.02, "timeout": 5.0}
+        judge = Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", **limits)
         first = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
         faulty["on"] = False
         asked = len(server.requests)

@@ -9,21 +9,17 @@ import pytest
 from PIL import Image
 
 from retouch import cli
-from retouch.config import consent
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column
-from retouch_bench.kinds import SUITES, find_suite
+from retouch_bench.kinds import find_suite
 from retouch_bench.suite import Suite, SuiteItem, require_judge
 
 
 class RedSuite(Suite):
     """The share of red in each image."""
 
-    name: ClassVar[str] = "red"
-    title: ClassVar[str] = "Red"
-    source: ClassVar[str] = "https://example.org"
-    licence: ClassVar[str] = "MIT"
-    size: ClassVar[int] = 3
+    name, title = "red", "Red"
+    source, licence, size = "https://example.org", "MIT", 3
     protocol: ClassVar[str] = "The share of red."
     task = "text-to-image"
     columns: ClassVar[Mapping[str, Column]] = {"share": Column(0.0, 1.0)}
@@ -94,13 +90,3 @@ def test_a_judge_argument_with_invalid_json_exits_with_a_clear_message(judge, ca
     error = capsys.readouterr().err
     assert f"{judge!r} is not JSON; use a reward section as in a recipe, or a name" in error
     assert "Traceback" not in error
-
-
-def test_every_suite_declares_its_metadata():
-    for kind in SUITES:
-        if kind != consent.IMPORT:
-            found = SUITES.load(kind)
-            assert issubclass(found, Suite)
-            assert found.name == kind
-            assert all((found.title, found.source, found.licence, found.protocol, found.columns, found.task))
-            assert found.size >= 0

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,10 +74,7 @@ def test_the_readmes_results_are_those_of_the_results_page():
 
 
 def test_the_figures_equal_the_output_of_their_script():
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    for name, draw in figures.FIGURES.items():
+    for name, draw in runpy.run_path(str(DOCS / "figures.py"))["FIGURES"].items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), "run `python docs/figures.py`"
 
 

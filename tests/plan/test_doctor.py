@@ -305,35 +305,27 @@ def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path,
 # Recipes
 
 
+_FLUX2, _WRITER = "flux2/ocr-grpo", "sd3/prompt-enhancer"
+_REPEATED = ["25% of the rows of the update's forward passes", "of 4 does not divide the 9 steps", "; 3 does"]
+_HALVES = ("tasks_per_step=8", "group_size=8", "minibatches=2")
+
+
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("name", "world", "changes", "says"),
     [
-        ([], []),
-        (["microbatch=4"], ["25% of the rows of the update's forward passes", "of 4 does not divide the 9 steps", "; 3 does"]),
-        (["microbatch=12"], []),
-        (["microbatch=4", "rollout.equal_shapes=false"], []),
+        (_FLUX2, 8, [], []),
+        (_FLUX2, 8, ["microbatch=4"], _REPEATED),
+        (_FLUX2, 8, ["microbatch=12"], []),
+        (_FLUX2, 8, ["microbatch=4", "rollout.equal_shapes=false"], []),
+        (_WRITER, 1, ["microbatch=8", "rollout.chunk=64"], []),
+        (_WRITER, 1, ["microbatch=8", "rollout.chunk=12"], ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"]),
+        (_WRITER, 1, [*_HALVES[:2], "minibatches=1", "microbatch=5", "rollout.chunk=40"], []),
+        (_WRITER, 1, [*_HALVES, "microbatch=8", "rollout.chunk=64"], []),
+        (_WRITER, 1, [*_HALVES, "microbatch=12", "rollout.chunk=96"], ["32 rows", "use microbatch 4"]),
     ],
 )
-def test_check_batch_reports_forward_passes_that_are_filled_with_repeated_rows(changes, says):
-    recipe = load("recipes/flux2/ocr-grpo.jsonnet", changes)
-    notes = [finding.text for finding in check_batch(recipe, world=8) if finding.status == "note"]
-    assert len(notes) == bool(says)
-    assert all(part in text for text in notes for part in says)
-
-
-@pytest.mark.parametrize(("chunk", "says"), [(64, []), (12, ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"])])
-def test_check_batch_reports_chunks_that_do_not_fit_the_microbatch_of_a_writer_in_16_bits(chunk, says):
-    recipe = load("recipes/sd3/prompt-enhancer.jsonnet", ["microbatch=8", f"rollout.chunk={chunk}"])
-    notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
-    assert len(notes) == bool(says)
-    assert all(part in text for text in notes for part in says)
-
-
-@pytest.mark.parametrize(("minibatches", "microbatch", "says"), [(1, 5, []), (2, 8, []), (2, 12, ["32 rows", "use microbatch 4"])])
-def test_check_batch_reports_minibatches_that_do_not_fit_the_microbatch_of_a_writer(minibatches, microbatch, says):
-    changes = ["tasks_per_step=8", "group_size=8", f"minibatches={minibatches}", f"microbatch={microbatch}"]
-    recipe = load("recipes/sd3/prompt-enhancer.jsonnet", [*changes, f"rollout.chunk={microbatch * 8}"])
-    notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
+def test_check_batch_reports_rows_that_are_repeated_and_chunks_and_minibatches_that_do_not_fit(name, world, changes, says):
+    notes = [finding.text for finding in check_batch(load(name, changes), world=world) if finding.status == "note"]
     assert len(notes) == bool(says)
     assert all(part in text for text in notes for part in says)
 
