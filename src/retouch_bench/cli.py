@@ -53,9 +53,23 @@ def add_bench(commands: Commands) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.suite == "list":
-        return _list()
+        from retouch_bench.kinds import all_suites
+
+        for suite in all_suites():
+            size = suite.size or "-"
+            print(f"{suite.name:<18} {suite.task:<14} {size:>5} items  {suite.title}; {suite.source}; {suite.licence}")
+        return 0
     if arguments.suite == "compare":
-        return _compare(arguments)
+        if len(arguments.results) != 2:
+            raise ValueError("retouch bench compare A B: give two folders of results")
+        from retouch_bench.comparison import compare
+
+        first, second = arguments.results
+        comparison = compare(first, second, name=arguments.name, out=arguments.out, top=arguments.top)
+        print(json.dumps(comparison.about, indent=2) if arguments.json else comparison)
+        if not arguments.json:
+            print(f"\n{comparison.page}")
+        return 0
     if arguments.results:
         raise ValueError(f"{arguments.results[0]}: only `retouch bench compare` takes results; name a model with --model")
     from retouch_bench.running import run
@@ -84,28 +98,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list() -> int:
-    from retouch_bench.kinds import all_suites
-
-    for suite in all_suites():
-        size = suite.size or "-"
-        print(f"{suite.name:<18} {suite.task:<14} {size:>5} items  {suite.title}; {suite.source}; {suite.licence}")
-    return 0
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    if len(arguments.results) != 2:
-        raise ValueError("retouch bench compare A B: give two folders of results")
-    from retouch_bench.comparison import compare
-
-    first, second = arguments.results
-    comparison = compare(first, second, name=arguments.name, out=arguments.out, top=arguments.top)
-    print(json.dumps(comparison.about, indent=2) if arguments.json else comparison)
-    if not arguments.json:
-        print(f"\n{comparison.page}")
-    return 0
-
-
 def _pairs(words: list[str], option: str) -> dict[str, Any]:
     pairs = {}
     for word in words:
@@ -120,7 +112,6 @@ def _pairs(words: list[str], option: str) -> dict[str, Any]:
 
 
 def add_fid(commands: Commands) -> None:
-    """Add the command."""
     fid = commands.add_parser(
         "fid", parents=[debug_option()], help="distances between two folders of images: FID and KID, or FD-DINOv2"
     )
@@ -149,7 +140,6 @@ def _fid(arguments: argparse.Namespace) -> int:
 
 
 def add_judge(commands: Commands) -> None:
-    """Add the command."""
     judge = commands.add_parser("judge", help="audit a judge").add_subparsers(dest="what", required=True, metavar="WHAT")
     audit = judge.add_parser(
         "audit",

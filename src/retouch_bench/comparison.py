@@ -28,8 +28,9 @@ from retouch_bench.results import (
     shown_difference,
 )
 from retouch_bench.suite import Suite, SuiteItem
-from retouch_view.report.markup import Html, join, picture, tag
+from retouch_view.report.markup import Html, join, scrolled, tag
 from retouch_view.report.page import html_page
+from retouch_view.report.tables import shown
 
 SCORES = "scores"
 log = logging.getLogger("retouch")
@@ -121,10 +122,8 @@ def compared(
 def differences(
     suite: Suite, items: Sequence[SuiteItem], a: Mapping[str, Float[ndarray, " n"]], b: Mapping[str, Float[ndarray, " n"]]
 ) -> dict[str, dict[str, Any]]:
-    """Return for each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``.
-
-    Both results are aggregated over the same resamples of items. An item without a score in one result is left out of both.
-    """
+    """Return for each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``. Both
+    results are aggregated over the same resamples of items. An item without a score in one result is left out of both."""
     both = {name: np.where(np.isnan(a[name]) | np.isnan(b[name]), np.nan, 0.0) for name in a}
     sides = [{name: side[name] + both[name] for name in a} for side in (a, b)]
     clusters = [item.cluster for item in items]
@@ -206,9 +205,9 @@ def _table(table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Html:
     for name, cells in table.items():
         for column, cell in cells.items():
             a, b, change, between = shown_difference(cell)
-            shown = tag("b", change) if cell["differs"] else change
-            lines.append(tag("tr", *(tag("td", text) for text in (name, str(cell["n"]), column, a, b, shown, between))))
-    return tag("div", tag("table", tag("thead", head), tag("tbody", lines)), class_="scroll")
+            words = (name, str(cell["n"]), column, a, b, tag("b", change) if cell["differs"] else change, between)
+            lines.append(tag("tr", *(tag("td", text) for text in words)))
+    return scrolled(head, lines)
 
 
 def _sources(suite: Suite, data: str | None, path: Path) -> Callable[[ImageRow], Path | None]:
@@ -237,23 +236,13 @@ def _card(
     rows: Sequence[ImageRow], source_of: Callable[[ImageRow], Path | None], column: str, change: float, *, lower: bool
 ) -> Html:
     source = source_of(rows[0])
-    shown = [] if source is None else [_shown("source", source, None)]
+    pictures = [] if source is None else [shown("source", source, None)]
     for title, row in zip("AB", rows, strict=True):
         value = row.scores[column]
-        score = "no score" if math.isnan(value) else f"{value:.3g}"
-        shown.append(_shown(title, Path(row.image) if row.image else None, tag("b", score), style="after" if title == "B" else ""))
+        score = tag("b", "no score" if math.isnan(value) else f"{value:.3g}")
+        pictures.append(shown(title, Path(row.image) if row.image else None, score, style="after" if title == "B" else ""))
     direction = "flat" if not abs(change) > 0 else "good" if (change < 0) == lower else "bad"
-    tags = tag(
-        "p",
-        tag("span", "no score" if math.isnan(change) else f"{change:+.3g}", class_=f"change {direction}"),
-        tag("span", rows[0].category, class_="tag"),
-        class_="tags",
-    )
-    return tag(
-        "article", tag("p", rows[0].prompt, class_="instruction", dir="auto"), tag("div", shown, class_="row"), tags, class_="card"
-    )
-
-
-def _shown(label: str, path: Path | None, scores: Html | None, *, style: str = "") -> Html:
-    caption = tag("figcaption", tag("span", label, class_="label"), scores)
-    return tag("figure", picture(path, words=label), caption, class_=f"shown {style}".strip())
+    gain = tag("span", "no score" if math.isnan(change) else f"{change:+.3g}", class_=f"change {direction}")
+    tags = tag("p", gain, tag("span", rows[0].category, class_="tag"), class_="tags")
+    prompt = tag("p", rows[0].prompt, class_="instruction", dir="auto")
+    return tag("article", prompt, tag("div", pictures, class_="row"), tags, class_="card")

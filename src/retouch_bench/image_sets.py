@@ -21,11 +21,8 @@ _FEW = 2048
 
 @dataclass(frozen=True, slots=True)
 class SetDistances:
-    """The distances between two sets of images.
-
-    ``frechet``: FID or FD-DINOv2, at least 0. ``kernel``: the unbiased kernel distance in the same features, KID or KD-DINOv2; it
-    can be slightly below 0. ``images`` and ``references``: the numbers of images.
-    """
+    """The distances between two sets of images. ``frechet``: FID or FD-DINOv2, at least 0. ``kernel``: the unbiased kernel distance
+    in the same features, KID or KD-DINOv2; it can be slightly below 0. ``images`` and ``references``: the numbers of images."""
 
     features: Literal["Inception", "DINOv2"]
     frechet: float

@@ -14,15 +14,24 @@ from urllib.parse import quote
 import torch
 from PIL.Image import Image
 
+from retouch.config import packaged
+from retouch.config.imports import import_class
 from retouch.core.random import generator
 from retouch.data.images import SUFFIXES, load_image
-from retouch.distributed.ranks import find_device
+from retouch.distributed.ranks import find_device, init_distributed_from_recipe, plan_placement
+from retouch.inference.opening import open_policy, read_target
 from retouch.inference.sampling import sample_tasks
+from retouch.models.pretrained import fetch_weights
+from retouch.policies.weights import WeightCopies
+from retouch.recipe.recipe import load
 from retouch.records.files import read_json, write_png
 from retouch.records.folder import RunFolder, find_run
+from retouch.records.libraries import silence_libraries
+from retouch.run.build import PolicyParts
 from retouch.types import Json, Task
 from retouch_bench.lora import load_lora, lora_digest
 from retouch_bench.suite import Suite, SuiteItem
+from retouch_worlds.playground import playground_weights
 
 _LONGEST = 180
 
@@ -74,7 +83,10 @@ class ImageFolder:
 
     def find(self, place: ImageKey) -> Path | None:
         """Return the path of the existing image; None if there is none."""
-        stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
+        name = place.item.id
+        # Only a relative path that does not leave the folder.
+        is_plain = "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+        stems = [_file_name(name), *([name] if is_plain else [])]
         paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in SUFFIXES)
         return next((path for path in paths if path.is_file()), None)
 
@@ -106,11 +118,6 @@ def _file_name(identity: str) -> str:
     return name if len(name) <= _LONGEST else hashlib.sha256(identity.encode()).hexdigest()
 
 
-def _is_plain(identity: str) -> bool:
-    """Whether the id is a relative path that does not leave the folder."""
-    return "\0" not in identity and not Path(identity).is_absolute() and ".." not in Path(identity).parts
-
-
 _TAKES_SEVERAL = (  # a list of images is one set of sources; other pipelines take one image, or a batch of them
     "Flux2KleinKVPipeline",
     "Flux2KleinPipeline",
@@ -122,10 +129,8 @@ _PLAYGROUND = ("retouch_worlds.models.family:PlaygroundModel", "retouch_worlds.m
 
 
 class ImageGenerator(Protocol):
-    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once.
-
-    ``kind``: the model in messages. ``most_sources``: the number of source images that a task can have.
-    """
+    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once. ``kind``:
+    the model in messages. ``most_sources``: the number of source images that a task can have."""
 
     @property
     def identity(self) -> dict[str, Json]: ...
@@ -162,10 +167,8 @@ class PolicyGenerator:
 
 
 class PipelineGenerator:
-    """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call.
-
-    Raises ValueError if the suite edits images and the pipeline does not, or if the pipeline has no argument of this name.
-    """
+    """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call. Raises ValueError if the
+    suite edits images and the pipeline does not, or if the pipeline has no argument of this name."""
 
     batch = 1
 
@@ -197,10 +200,7 @@ class PipelineGenerator:
 
 def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
     """Open ``model``: a run (its folder, or its name in the folder ``runs``), a recipe, the folder or Hub id of a pipeline, or a
-    loaded pipeline.
-
-    Raises ValueError if there is no such model, or if it cannot generate the images of the suite.
-    """
+    loaded pipeline. Raises ValueError if there is no such model, or if it cannot generate the images of the suite."""
     if not isinstance(model, str | Path):
         identity: dict[str, Json] = {"model": f"a loaded {type(model).__name__}", "call": dict(call)}
         if lora is not None:
@@ -208,11 +208,6 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
             identity["lora"] = lora_digest(lora)
         return PipelineGenerator(model, identity, call=call, suite=suite)
     from diffusers import DiffusionPipeline
-
-    from retouch.inference.opening import open_policy, read_target
-    from retouch.models.pretrained import fetch_weights
-    from retouch.records.libraries import silence_libraries
-    from retouch_worlds.playground import playground_weights
 
     name = str(model)
     ours = is_ours(name)
@@ -245,28 +240,18 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
 
 def is_ours(name: str) -> bool:
     """Whether ``name`` is the folder of a run, the name of a run in the folder ``runs``, or a recipe."""
-    from retouch.config.packaged import SUFFIXES, is_recipe
-
-    if RunFolder(find_run(name)).recipe.is_file() or name.endswith(SUFFIXES):
+    if RunFolder(find_run(name)).recipe.is_file() or name.endswith(packaged.SUFFIXES):
         return True
-    return not Path(name).is_dir() and name != "playground" and is_recipe(name)
+    return not Path(name).is_dir() and name != "playground" and packaged.is_recipe(name)
 
 
 def _playground_maker(
     folder: Path, identity: dict[str, Json], *, lora: str | Path | None, call: Mapping[str, Any], device: str
 ) -> ImageGenerator:
-    """Open a playground model, with a LoRA that diffusers loads into its transformer.
-
-    The pipeline class would resize every source image to a megapixel, but playground models edit images of 24 x 24 px. So the model
-    family runs the model, with the settings of the quickstart recipe.
-    """
+    """Open a playground model, with a LoRA that diffusers loads into its transformer. The pipeline class would resize every source
+    image to a megapixel, but playground models edit images of 24 x 24 px. So the model family runs the model, with the settings of
+    the quickstart recipe."""
     import diffusers
-
-    from retouch.config.imports import import_class
-    from retouch.distributed.ranks import init_distributed_from_recipe, plan_placement
-    from retouch.policies.weights import WeightCopies
-    from retouch.recipe.recipe import load
-    from retouch.run.build import PolicyParts
 
     kind = read_json(folder / "model_index.json")["_class_name"]
     sections: list[Any] = [import_class(path) for path in _PLAYGROUND]
@@ -284,14 +269,6 @@ def _playground_maker(
         load_lora(pipeline, lora)
         model.module = pipeline.transformer
         identity["lora"] = lora_digest(lora)
-    return PolicyGenerator(
-        PolicyParts(
-            recipe=recipe,
-            ranks=ranks,
-            placement=plan_placement(recipe, ranks),
-            model=model,
-            image_model=model,
-            copies=WeightCopies(model.module),
-        ),
-        identity,
-    )
+    placement, copies = plan_placement(recipe, ranks), WeightCopies(model.module)
+    parts = PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=model, copies=copies)
+    return PolicyGenerator(parts, identity)

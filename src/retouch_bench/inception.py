@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+import numpy as np
+import torch
+from jaxtyping import Float
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, batch_norm, conv2d, interpolate, max_pool2d
 
-if TYPE_CHECKING:
-    import torch
-    from jaxtyping import Float
-    from torch import Tensor
+from retouch.core.measures import frechet_distance
 
 Convolution: TypeAlias = tuple[str, int, int, int]
 """Name, number of outputs, height and width of the kernel."""
@@ -92,8 +96,6 @@ def fid(
 
     Source: Heusel et al. 2017 (arXiv 1706.08500), with the network and the resizing of the package pytorch-fid.
     """
-    from retouch.core.measures import frechet_distance
-
     if min(len(images), len(references)) < 2:
         raise ValueError(f"{len(images)} and {len(references)} images: FID needs at least two of each")
     return frechet_distance(*inception_features(images, references, weights=weights, device=device))
@@ -103,18 +105,13 @@ def inception_features(
     *sets: Sequence[Image.Image], weights: str | Path, device: torch.device | str = "cpu"
 ) -> list[Float[Tensor, "n 2048"]]:
     """Return the Inception features of each set of images, in fp32 on the CPU. ``weights`` and errors are those of ``fid``."""
-    import torch
-
     network = InceptionFeatures(load_inception(Path(weights)), device=device)
     return [torch.stack([network(image) for image in images]) for images in sets]
 
 
 class InceptionFeatures:
-    """Inception V3 as the original FID uses it, from its tensors by name.
-
-    It differs from torchvision's network in three ways: its weights are others, averages do not count the padding, and the last
-    block takes the maximum instead of an average.
-    """
+    """Inception V3 as the original FID uses it, from its tensors by name. It differs from torchvision's network in three ways: its
+    weights are others, averages do not count the padding, and the last block takes the maximum instead of an average."""
 
     def __init__(self, weights: Mapping[str, Tensor], *, device: torch.device | str) -> None:
         self._weights = {name: tensor.float().to(device) for name, tensor in weights.items()}
@@ -122,8 +119,6 @@ class InceptionFeatures:
 
     def __call__(self, image: Image.Image) -> Float[Tensor, " d"]:
         """Return the 2048 features of an image, in fp32 on the CPU. It is resized to 299 x 299 px (bilinear, no antialiasing)."""
-        import numpy as np
-        import torch
 
         pixels = torch.from_numpy(np.asarray(image.convert("RGB")).astype(np.float32)).permute(2, 0, 1)[None] / 255
         with torch.no_grad():
@@ -131,7 +126,6 @@ class InceptionFeatures:
 
     def maps(self, pixels: Float[Tensor, "n 3 h w"]) -> dict[str, Float[Tensor, "n c y x"]]:
         """Return the output of every block for images with values from 0 to 1, by the names of torchvision's blocks."""
-        from torch.nn.functional import interpolate, max_pool2d
 
         x = 2 * interpolate(pixels, size=(_SIDE, _SIDE), mode="bilinear", align_corners=False) - 1
         x = self._convolve(x, "Conv2d_1a_3x3", stride=2, padded=False)
@@ -147,8 +141,6 @@ class InceptionFeatures:
     def _block(self, x: Tensor, block: str) -> Tensor:
         """The outputs of the branches of a block, concatenated. In a block that halves its input, the last convolution of each
         branch has stride 2, and the pooled input is a branch of its own."""
-        import torch
-        from torch.nn.functional import avg_pool2d, max_pool2d
 
         if block in _HALVES:
             parts = [self._branch(x, block, branch[:-1]) for branch in _BLOCKS[block]]
@@ -168,8 +160,6 @@ class InceptionFeatures:
         return x
 
     def _convolve(self, x: Tensor, name: str, *, stride: int = 1, padded: bool = True) -> Tensor:
-        """Convolution, batch norm and ReLU. ``padded``: for stride 1, the output has the height and width of the input."""
-        from torch.nn.functional import batch_norm, conv2d
 
         kernel = self._weights[f"{name}.conv.weight"]
         padding = (kernel.shape[2] // 2, kernel.shape[3] // 2) if padded else (0, 0)
@@ -180,9 +170,6 @@ class InceptionFeatures:
 def load_inception(path: Path) -> dict[str, Tensor]:
     """Load the tensors of the network by name, without its classifier. Raises ValueError if the file is no safetensors file, or
     has the tensors of another network."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError):

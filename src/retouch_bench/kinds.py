@@ -44,10 +44,8 @@ def all_suites() -> list[type[Suite]]:
 
 
 def find_suite(name: str, options: Mapping[str, Any] | None = None) -> Suite:
-    """Create the suite with this name. ``options``: values of its fields.
-
-    Raises ValueError for an unknown name, or an option that the suite does not have.
-    """
+    """Create the suite with this name. ``options``: values of its fields. Raises ValueError for an unknown name, or an option that
+    the suite does not have."""
     found = SUITES.load(name)
     known = [kind for kind in SUITES if kind != "import"]
     if found is None:

@@ -42,10 +42,30 @@ def load_lora(pipeline: Any, path: str | Path) -> None:
     place = Path(path)
     file = place if place.is_file() else place / _DIFFUSERS
     if file.is_file():
-        _require_placed(pipeline, file, path)
+        numbers, numbered = _numbered(file, path)
+        try:
+            pipeline.load_lora_weights(numbered, adapter_name=_NUMBERS)
+            found = _values_in(pipeline)
+            pipeline.unload_lora_weights()
+        except (ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+            first = ", ".join(list(numbers)[:_SHOWN])
+            raise ValueError(
+                f"--lora {path}: diffusers cannot load it into {type(pipeline).__name__}: {error}; its first layers are {first}"
+            ) from error
+        _require_none([name for name, number in numbers.items() if number not in found], len(numbers), pipeline, path)
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     elif (place / _PEFT).is_file():
-        _load_peft(pipeline, place, path)
+        from peft import PeftModel, get_peft_model_state_dict
+
+        try:
+            model = PeftModel.from_pretrained(pipeline.transformer, place)  # inserts the layers into pipeline.transformer in place
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise ValueError(f"--lora {path}: PEFT cannot load it into {type(pipeline).__name__}: {error}") from error
+        placed = get_peft_model_state_dict(model, save_embedding_layers=False)
+        with safe_open(place / _PEFT, framework="pt") as content:
+            keys = list(content.keys())
+        left = dict.fromkeys(_layer(key) for key in keys if key not in placed)
+        _require_none(list(left), len({_layer(key) for key in keys}), pipeline, path)
     elif (place / "transformer" / "config.json").is_file():
         old = pipeline.transformer
         new = type(old).from_pretrained(place / "transformer", torch_dtype=old.dtype).to(old.device)
@@ -64,21 +84,6 @@ def lora_digest(path: str | Path) -> dict[str, Json]:
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return {"path": str(path), "sha256": digest.hexdigest()}
-
-
-def _require_placed(pipeline: Any, file: Path, path: str | Path) -> None:
-    """Raise ValueError if diffusers cannot read the file, or does not load all of its layers."""
-    numbers, numbered = _numbered(file, path)
-    try:
-        pipeline.load_lora_weights(numbered, adapter_name=_NUMBERS)
-        found = _values_in(pipeline)
-        pipeline.unload_lora_weights()
-    except (ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        first = ", ".join(list(numbers)[:_SHOWN])
-        raise ValueError(
-            f"--lora {path}: diffusers cannot load it into {type(pipeline).__name__}: {error}; its first layers are {first}"
-        ) from error
-    _require_none([name for name, number in numbers.items() if number not in found], len(numbers), pipeline, path)
 
 
 def _numbered(file: Path, path: str | Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -112,7 +117,6 @@ def _layer(key: str) -> str:
 
 
 def _values_in(pipeline: Any) -> set[float]:
-    """Return all values in the weights of the numbered LoRA, over all parts of the pipeline."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
@@ -124,21 +128,6 @@ def _values_in(pipeline: Any) -> set[float]:
                 weight = held[_NUMBERS].weight if isinstance(held[_NUMBERS], nn.Module) else held[_NUMBERS]
                 found |= set(weight.detach().float().unique().tolist())
     return found
-
-
-def _load_peft(pipeline: Any, place: Path, path: str | Path) -> None:
-    """Insert the PEFT layers into the transformer. Raises ValueError if the transformer lacks a layer of the file."""
-    from peft import PeftModel, get_peft_model_state_dict
-
-    try:
-        model = PeftModel.from_pretrained(pipeline.transformer, place)  # inserts the layers into pipeline.transformer in place
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"--lora {path}: PEFT cannot load it into {type(pipeline).__name__}: {error}") from error
-    placed = get_peft_model_state_dict(model, save_embedding_layers=False)
-    with safe_open(place / _PEFT, framework="pt") as content:
-        keys = list(content.keys())
-    left = dict.fromkeys(_layer(key) for key in keys if key not in placed)
-    _require_none(list(left), len({_layer(key) for key in keys}), pipeline, path)
 
 
 def _require_none(left: Sequence[str], of: int, pipeline: Any, path: str | Path) -> None:

@@ -52,11 +52,8 @@ class ImageRow:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """The stored result of a benchmark.
-
-    ``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: a row for each image.
-    ``items``: the items, without the paths of their images.
-    """
+    """The stored result of a benchmark. ``folder``: where it is stored. ``about``: what was measured, with the table, as JSON.
+    ``rows``: a row for each image. ``items``: the items, without the paths of their images."""
 
     folder: Path
     about: Mapping[str, Any]
@@ -176,9 +173,8 @@ def markdown(about: Mapping[str, Any]) -> str:
     scorer = "its own scorer" if about["judge"]["name"] == "own" else about["judge"]["name"]
     of_all = f" of {about['size']}" if about["size"] else ""
     lines = [
-        f"**{about['title']}**, {maker}, scored by {scorer}; "
-        f"{about['items']}{of_all} items, seed {about['seed']}. Means and 95 % intervals; "
-        f"`{about['headline']}` is the headline.",
+        f"**{about['title']}**, {maker}, scored by {scorer}; {about['items']}{of_all} items, seed {about['seed']}. "
+        f"Means and 95 % intervals; `{about['headline']}` is the headline.",
         "",
         f"| | n | {' | '.join(columns)} |",
         f"| --- | ---: |{' ---: |' * len(columns)}",
@@ -192,10 +188,8 @@ def markdown(about: Mapping[str, Any]) -> str:
             where = first.get("item", first.get("id"))
             count = len(about[key])
             what = "without a score" if key == "missing" else "of the data that cannot be used"
-            lines += [
-                "",
-                f"{count} {noun}{'s' * (count > 1)} {what}, left out: {where} ({first['reason']})" + ", ..." * (count > 1),
-            ]
+            left_out = f"{count} {noun}{'s' * (count > 1)} {what}, left out"
+            lines += ["", f"{left_out}: {where} ({first['reason']})" + ", ..." * (count > 1)]
     return "\n".join(lines)
 
 
@@ -240,10 +234,8 @@ def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
 
 
 def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:
-    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score.
-
-    None for fewer than two clusters. Resamples without a scored item (NaN) are left out.
-    """
+    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score. None
+    for fewer than two clusters. Resamples without a scored item (NaN) are left out."""
     known = estimates[~np.isnan(estimates)]
     if clusters < 2 or not len(known):
         return None

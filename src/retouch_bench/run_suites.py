@@ -103,10 +103,8 @@ class RunSuites(Hook):
                     step.alarms.append(suite.alarm(line["alarm"]))
 
     def catch_up(self, step: int) -> Iterator[Alarm]:
-        """Run the due suites that have no result after ``step`` steps, because the run was interrupted.
-
-        First yields the alarms of the stored results, because the run may have been killed before it recorded the stop.
-        """
+        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. First yields the alarms of
+        the stored results, because the run may have been killed before it recorded the stop."""
         lines = [line for line in self._folder.read_suites() if line["step"] == step]
         done = {line["suite"] for line in lines}
         self._parts.ranks.barrier()  # all ranks read the results before the main rank writes one
@@ -131,7 +129,6 @@ class RunSuites(Hook):
         return [suite for suite in self._suites if ends or (suite.keys.every and step % suite.keys.every == 0)]
 
     def _run(self, suite: OpenSuite, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Run a suite and return the line that the run's folder stores for its result."""
         folder = self._path(suite, step)
         images, seed = ImageFolder(folder / "images", suite=suite.scorer.suite), self._recipe.eval.seed
         maker = PolicyGenerator(self._parts, {"model": f"{self._recipe.name}, step {step}"})
@@ -186,9 +183,7 @@ class RunSuites(Hook):
 
     def _reward_change(self, since: int, step: int, metrics: Mapping[str, float]) -> float:
         """Return the mean training reward of the last steps minus the mean of the steps up to ``since``; NaN if one is unknown.
-
-        ``metrics``: the metrics of this step, if the run's folder does not store them yet.
-        """
+        ``metrics``: the metrics of this step, if the run's folder does not store them yet."""
         lines = [*self._folder.read_metrics(), {"step": step, **metrics}]
         values = {line["step"]: line[_REWARD] for line in lines if line["step"] <= step and line.get(_REWARD) is not None}
         until = max(since, 1)

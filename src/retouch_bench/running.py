@@ -41,10 +41,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Items:
-    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used.
-
-    ``data``: path of the data. ``digest``: hash of the ids and prompts of all items, also of those that are not chosen.
-    """
+    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used. ``data``: path of the
+    data. ``digest``: hash of the ids and prompts of all items, also of those that are not chosen."""
 
     chosen: Sequence[tuple[int, SuiteItem]]
     broken: Sequence[BrokenItem]
@@ -156,7 +154,14 @@ def score(
         )
     except ValueError as error:
         fault = error
-    _raise_on_all(fault, ranks)
+    # Raised on every rank if scoring failed on one, so that no rank waits for the others forever.
+    worst = int(ranks.max(torch.tensor(0.0 if fault is None else 2.0 if isinstance(fault, BudgetSpent) else 1.0)))
+    if isinstance(fault, BudgetSpent):
+        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues the benchmark") from fault
+    if fault is not None:
+        raise fault
+    if worst:
+        raise (BudgetSpent if worst == 2 else ValueError)("scoring failed on another rank; its log says why")
     if ranks.world > 1:
         files.write_lines(folder / f"rank{ranks.rank}.{ROWS}", [asdict(row) for row in rows])
         ranks.barrier()
@@ -189,18 +194,6 @@ def score(
     result = BenchmarkResult(folder, about, rows, used)
     result.write()
     return result
-
-
-def _raise_on_all(fault: ValueError | None, ranks: Ranks) -> None:
-    """Raise on every rank if scoring failed on one, so that no rank waits for the others forever."""
-    worst = int(ranks.max(torch.tensor(0.0 if fault is None else 2.0 if isinstance(fault, BudgetSpent) else 1.0)))
-    if isinstance(fault, BudgetSpent):
-        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues the benchmark") from fault
-    if fault is not None:
-        raise fault
-    if worst:
-        kind = BudgetSpent if worst == 2 else ValueError
-        raise kind("scoring failed on another rank; its log says why")
 
 
 def make_images(
@@ -238,10 +231,8 @@ def make_images(
 
 
 def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -> Items:
-    """Return all items of the suite, or always the same ``subset`` of them, drawn as evenly from the categories as possible.
-
-    Raises ValueError if the data are missing, have no usable item, or have two items with the same id.
-    """
+    """Return all items of the suite, or always the same ``subset`` of them, drawn as evenly from the categories as possible. Raises
+    ValueError if the data are missing, have no usable item, or have two items with the same id."""
     items, broken = suite.items(None if data is None else Path(data))
     numbered, place = list(enumerate(items)), None if data is None else str(data)
     digest = hashlib.sha256(json.dumps([(item.id, item.prompt, item.later) for item in items]).encode()).hexdigest()[:16]

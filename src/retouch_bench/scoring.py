@@ -37,9 +37,7 @@ _MOST_CHUNKS = 8  # chunks that are scored at the same time
 @dataclass(frozen=True)
 class Scorer:
     """The reward that scores the images of a suite. ``own``: it follows the protocol of the suite; otherwise the user chose it.
-
-    ``name``: the name of the folder of the scores, and in the table.
-    """
+    ``name``: the name of the folder of the scores, and in the table."""
 
     suite: Suite
     section: RewardSection
@@ -105,7 +103,6 @@ def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, 
         section = suite.reward(judge)
         words = "own" if judge is None else judge.description.partition(" at ")[0].rpartition("/")[2]
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name or words)
-    plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name or words)
     return Scorer(suite, section, plain.strip("-.")[:60] or "own", own=section is not judge)
 
 
@@ -170,9 +167,8 @@ class _Shown:
 def _start(
     scorer: Scorer, score: Any, places: Sequence[ImageKey], images: ImageFolder
 ) -> tuple[list[_Shown], Future[ScoredBatch] | None]:
-    """Start to score the images of a chunk that can be read, in their order."""
     hasher = ImageHasher()
-    shown, samples, numbers, slots = [], [], [], []
+    shown, samples, given = [], [], []
     for place in places:
         each = _Shown(place, str(images.find(place) or ""))
         shown.append(each)
@@ -183,16 +179,9 @@ def _start(
             continue
         each.picture = hasher(each.sample.image)
         samples.append(each.sample)
-        numbers.append(place.number)
-        slots.append(place.slot)
-    batch = Batch(
-        seed=0,
-        step=0,
-        tasks=tuple(sample.task for sample in samples),
-        group_ids=tuple(numbers),
-        group=tuple(range(len(samples))),
-        slot=tuple(slots),
-    )
+        given.append(place)
+    tasks, numbers, slots = (sample.task for sample in samples), (each.number for each in given), (each.slot for each in given)
+    batch = Batch(seed=0, step=0, tasks=(*tasks,), group_ids=(*numbers,), group=(*range(len(given)),), slot=(*slots,))
     return shown, score(batch, samples) if samples else None
 
 

@@ -127,16 +127,12 @@ class Suite(Section):
 
     @abstractmethod
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """Return the reward that scores the images. ``judge``: the vision-language model that the user named.
-
-        Raises ValueError if the suite needs a judge and ``judge`` is None.
-        """
+        """Return the reward that scores the images. ``judge``: the vision-language model that the user named. Raises ValueError if
+        the suite needs a judge and ``judge`` is None."""
 
     def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
-        """Return the task for the model and the reward. Its images are loaded from the files of the item.
-
-        ``previous``: the image of the previous turn, the source of a later turn. Raises ValueError if a file cannot be read.
-        """
+        """Return the task for the model and the reward. Its images are loaded from the files of the item. ``previous``: the image
+        of the previous turn, the source of a later turn. Raises ValueError if a file cannot be read."""
         source = previous
         if turn == 0:
             source = None if item.source is None else load_image(item.source)

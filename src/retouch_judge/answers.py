@@ -268,11 +268,6 @@ def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     return found if set(found) == set(scales) and _stands(text, mentions) else None
 
 
-def unmarked(text: str) -> str:
-    """Replace each sign of Markdown emphasis by a space."""
-    return re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", text)
-
-
 def unboxed(text: str) -> str:
     """Replace TeX's boxed answers by tags ("\\boxed{7}" by "<answer>7</answer>"), or by the bare number after a label."""
 
@@ -296,7 +291,9 @@ def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | No
             yield from _of_tag(text, name, scale, _own(name))
             yield from _of_label(text, name, scale, _own(name), decimal_comma=False)
             continue
-        yield from _without_figure(text, rf"{_own(name)}|{_FINAL}")
+        # Every label without a number: "Score: TBD", or "Final score:" at the end of a truncated text.
+        without = compiled(rf"(?<!\w)(?:{_own(name)}|{_FINAL})\s*[:：=](?!\s*[0-9])", re.IGNORECASE)
+        yield from (None for _ in without.finditer(text))
         yield from _of_tag(text, name, scale, rf"{_own(name)}|{_TAGS}")
         yield from _of_label(text, name, scale, rf"{_own(name)}|{_FINAL}", decimal_comma=False)
         yield from _of_label(text, name, scale, _FOREIGN, decimal_comma=True)
@@ -310,12 +307,6 @@ def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statemen
         yield None if whole is None or value is None else Statement(name, value, whole.start(), whole.end())
 
 
-def _without_figure(text: str, label: str) -> Iterator[None]:
-    """Yield None for every label without a number: "Score: TBD", or "Final score:" at the end of a truncated text."""
-    for _ in compiled(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", re.IGNORECASE).finditer(text):
-        yield None
-
-
 def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
     line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
     for match in compiled(line, re.IGNORECASE).finditer(text):
@@ -323,7 +314,10 @@ def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: 
         value = None if numbered else _value(match, scale, decimal_comma=decimal_comma)
         ends = _TAIL.match(text, _figure_end(match)) is not None
         signed = match["sign"].strip().lower() in (":", "：", "=", "is")
-        if value is None or not ends or not signed or not _fits(match["bounds"], scale):
+        # The scale that the text names, "(0-10)" or "(out of 10)", must be the requested one.
+        bounds = [float(figure) for figure in _NUMBERS.findall(match["bounds"] or "")]
+        fits = match["bounds"] is None or bounds in ([scale.high], [scale.low, scale.high])
+        if value is None or not ends or not signed or not fits:
             yield None
         else:
             yield Statement(name, value, match.start(), _figure_end(match))
@@ -343,14 +337,6 @@ def _value(match: re.Match[str], scale: Scale, *, decimal_comma: bool) -> float 
     return scale.read(figure, decimal_comma=decimal_comma or top is not None)
 
 
-def _fits(bounds: str | None, scale: Scale) -> bool:
-    """Return whether the scale that the text names, "(0-10)" or "(out of 10)", is the requested scale."""
-    if bounds is None:
-        return True
-    figures = [float(figure) for figure in _NUMBERS.findall(bounds)]
-    return figures in ([scale.high], [scale.low, scale.high])
-
-
 def _opens(text: str, start: int, after: int) -> bool:
     """Return whether a statement begins its line or sentence, and is not a quotation that the sentence before it introduces."""
     before = text[:start]
@@ -358,12 +344,9 @@ def _opens(text: str, start: int, after: int) -> bool:
         return True
     begins = _BULLETED.fullmatch(before[before.rfind("\n") + 1 :]) is not None or _SENTENCE_END.search(before[-80:]) is not None
     follows = after > 0 and "\n" not in before[after:].strip(" \t").strip("\n")  # the previous line states another score
-    return begins and (follows or leads_to_own_score(before[: len(before) - len(_last_bullet(before))]))
-
-
-def _last_bullet(before: str) -> str:
-    line = before[before.rfind("\n") + 1 :]
-    return line if _BULLETED.fullmatch(line) else ""
+    bullet = before[before.rfind("\n") + 1 :]
+    words = before.removesuffix(bullet) if _BULLETED.fullmatch(bullet) else before
+    return begins and (follows or leads_to_own_score(words))
 
 
 def _stands(text: str, mentions: list[Statement]) -> bool:
@@ -455,7 +438,7 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     words = without_quotes(prose)
     if words is None or is_refusal(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
-    words = squeezed(unmarked(unboxed(words)))
+    words = squeezed(re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", unboxed(words)))  # without the signs of Markdown emphasis
     if re.search(r"[{}]|<\|", words):
         return None
     if not objects:
@@ -472,11 +455,9 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
 
 
 def _blocks(text: str) -> tuple[list[Json], str] | None:
-    """Return the JSON values that are on lines of their own, and the text without them.
-
-    Returns None if a value is not valid JSON, if a fence is not closed, if there is other text both before and after the values, or
-    if the text introduces the values as a quotation or retracts them.
-    """
+    """Return the JSON values that are on lines of their own, and the text without them. Returns None if a value is not valid JSON,
+    if a fence is not closed, if there is other text both before and after the values, or if the text introduces the values as a
+    quotation or retracts them."""
     if not _fences_hold_answers(text):
         return None
     text = _FENCE.sub(lambda fence: " " * len(fence[0]), text)

@@ -76,17 +76,13 @@ def score_of(name: str) -> ScoreOf:
 
 def noise_variance(scored: Sequence[ProbeScores]) -> Estimate:
     """Estimate the variance of repeated scores of the same image; the value of an item is the mean over its rungs."""
-    return Estimate.of([mean([_variance(one.scores[rung.name]) for rung in one.item.rungs]) for one in scored])
+    known = [[[value for value in one.scores[rung.name] if value == value] for rung in one.item.rungs] for one in scored]
+    return Estimate.of([mean([float(np.var(row, ddof=1)) for row in rows if len(row) > 1]) for rows in known])
 
 
 def signal_variance(scored: Sequence[ProbeScores]) -> Estimate:
     """Estimate the variance between the rungs of an item without noise: the covariance of their scores in different repeats."""
     return Estimate.of([_covariance([one.scores[rung.name] for rung in one.item.rungs]) for one in scored])
-
-
-def _variance(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.var(known, ddof=1)) if len(known) > 1 else math.nan
 
 
 def _covariance(rows: Sequence[Sequence[float]]) -> float:
@@ -155,18 +151,14 @@ def useful_bits(scored: Sequence[ProbeScores]) -> tuple[float, tuple[float, floa
     It is -log2(1 - r^2) / 2 with the correlation r of scores and truths, as for a Gaussian channel; at most log2 of the number of
     different truths.
     """
-    parts = [_truths_and_scores(one) for one in scored]
+    rows = [[(rung.truth, score) for rung in one.item.rungs for score in one.scores[rung.name] if score == score] for one in scored]
+    parts = [np.array(row, dtype=np.float64).reshape(-1, 2) for row in rows]
     most = math.log2(len({truth for part in parts for truth in part[:, 0]}) or 1)
     draw = np.random.default_rng(0)
     drawn = [_bits([parts[k] for k in draw.integers(len(parts), size=len(parts))], most) for _ in range(_RESAMPLES if parts else 0)]
     known = [value for value in drawn if not math.isnan(value)]
     low, high = np.quantile(known, [0.025, 0.975]) if known else (math.nan, math.nan)
     return _bits(parts, most), (float(low), float(high))
-
-
-def _truths_and_scores(one: ProbeScores) -> Float[ndarray, "n 2"]:
-    rows = [(rung.truth, score) for rung in one.item.rungs for score in one.scores[rung.name] if not math.isnan(score)]
-    return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
 def _bits(parts: Sequence[Float[ndarray, "n 2"]], most: float) -> float:
@@ -185,9 +177,10 @@ def length_correlation(answers: Sequence[JudgeAnswer]) -> tuple[float, int]:
     groups: dict[int, list[JudgeAnswer]] = {}
     for answer in answers:
         groups.setdefault(answer.question, []).append(answer)
-    rows = [row for group in groups.values() if len(group) > 1 for row in _centred(group)]
-    freedom = len(rows) - sum(len(group) > 1 for group in groups.values())
-    lengths, scores = np.array(rows).reshape(-1, 2).T
+    several = [np.array([(float(a.length), float(a.score)) for a in group]) for group in groups.values() if len(group) > 1]
+    rows = np.concatenate([group - group.mean(axis=0) for group in several] or [np.zeros((0, 2))])
+    freedom = len(rows) - len(several)
+    lengths, scores = rows.T
     scale = float((lengths**2).sum() * (scores**2).sum())
     return (float(lengths @ scores) / math.sqrt(scale) if scale > 1e-12 else math.nan), freedom
 
@@ -197,11 +190,6 @@ def correlation_interval(correlation: float, freedom: int, level: float) -> tupl
     inside = min(max(correlation, -0.999999), 0.999999)
     half = NormalDist().inv_cdf(0.5 + level / 2) / math.sqrt(max(freedom - 2, 1))
     return math.tanh(math.atanh(inside) - half), math.tanh(math.atanh(inside) + half)
-
-
-def _centred(group: Sequence[JudgeAnswer]) -> list[tuple[float, float]]:
-    length, score = (mean([float(value) for value in values]) for values in zip(*((a.length, a.score) for a in group), strict=True))
-    return [(answer.length - length, answer.score - score) for answer in group]
 
 
 def repeats_for(variance: float, precision: float) -> int:
@@ -322,17 +310,15 @@ def _unreadable(asked: AuditAnswers) -> Iterator[AuditLine]:
 
 
 def _signal(scale: JudgeScale) -> AuditLine:
-    threshold = "the 99.5 % interval includes 0: fail"
     low, high = (_root(end) for end in scale.signal.interval(SHOWN))
+    status: Status = "fail"
     measured = _root(scale.signal.mean)
-    sure = scale.signal.interval(SURE)[0]
-    if scale.signal.count < _FEWEST:
-        return AuditLine("difference between rungs", "unclear", measured, low, high, "too few items have scores", threshold)
-    if sure > 0:
-        why = f"the rungs differ by a standard deviation of {_percent(measured)} of the range"
-        return AuditLine("difference between rungs", "pass", measured, low, high, why, threshold)
     why = "the judge does not distinguish good from bad images: all of them get about the same score"
-    return AuditLine("difference between rungs", "fail", measured, low, high, why, threshold)
+    if scale.signal.count < _FEWEST:
+        status, why = "unclear", "too few items have scores"
+    elif scale.signal.interval(SURE)[0] > 0:
+        status, why = "pass", f"the rungs differ by a standard deviation of {_percent(measured)} of the range"
+    return AuditLine("difference between rungs", status, measured, low, high, why, "the 99.5 % interval includes 0: fail")
 
 
 def _noise(scale: JudgeScale) -> AuditLine:
@@ -374,7 +360,6 @@ def _monotony(scored: Sequence[ProbeScores], scale: JudgeScale) -> AuditLine:
 
 
 def _inversion(scored: Sequence[ProbeScores]) -> str:
-    """Name the two rungs in the wrong order whose means differ most."""
     means, worst, found = rung_means(scored), 0.0, "which rungs depends on the item"
     truths = {rung.name: rung.truth for one in scored for rung in one.item.rungs if rung.truth is not None}
     for better in truths:

@@ -49,10 +49,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """The rungs of one ladder, and its probes. ``base``: the name of the rung from which the probes of biases were made.
-
-    Raises ValueError for fewer than two different truths, or for two probes with the same name.
-    """
+    """The rungs of one ladder, and its probes. ``base``: the name of the rung from which the probes of biases were made. Raises
+    ValueError for fewer than two different truths, or for two probes with the same name."""
 
     id: str
     rungs: tuple[Probe, ...]
@@ -111,8 +109,10 @@ def _enlarged(image: Image.Image, side: int) -> Image.Image:
 
 def item_of(rungs: Sequence[Probe]) -> Item:
     """Make the item with these rungs, which share one task, and with all probes that can be made from them."""
-    ordered = sorted(rungs, key=_truth, reverse=True)
-    best, base = ordered[0], _middle(ordered)
+    ordered = sorted(rungs, key=lambda rung: rung.truth or 0.0, reverse=True)
+    between = [rung for rung in ordered if rung.truth not in (ordered[0].truth, ordered[-1].truth)]
+    # Neither the best nor the worst rung if there is another one, so that a bias can show in both directions.
+    best, base = ordered[0], between[len(between) // 2] if between else ordered[-1]
     task = best.sample.task
     probes = [
         *_biases(base),
@@ -126,18 +126,6 @@ def item_of(rungs: Sequence[Probe]) -> Item:
         if all(rung.name != "unedited" for rung in rungs):
             probes.append(Probe("unedited", Sample(task, task.images[0])))
     return Item(task.id, tuple(rungs), tuple(probes), base.name)
-
-
-def _truth(rung: Probe) -> float:
-    assert rung.truth is not None
-    return rung.truth
-
-
-def _middle(ordered: Sequence[Probe]) -> Probe:
-    """Return a rung that is neither the best nor the worst, if there is one, so that a bias can show in both directions."""
-    ends = ordered[0].truth, ordered[-1].truth
-    between = [rung for rung in ordered if rung.truth not in ends]
-    return between[len(between) // 2] if between else ordered[-1]
 
 
 def _biases(base: Probe) -> list[Probe]:

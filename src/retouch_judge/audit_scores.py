@@ -17,7 +17,6 @@ from retouch.rewards.combination import Combination
 from retouch.rewards.identity import describe, short
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.scoring import scores_of
-from retouch.types import Scores
 from retouch_judge.audit_ladders import Item
 from retouch_judge.base import Panel
 from retouch_judge.cache import AnswerCache, with_cache
@@ -204,15 +203,10 @@ def _score_item(
             reward,
             [replace(probe.sample, task=replace(probe.sample.task, id=f"{probe.sample.task.id}#{repeat}")) for probe in probes],
         )
-        for probe, value in zip(probes, _scaled(combination, scores), strict=True):
+        shares = (combination(scores).double() - combination.low) / (combination.high - combination.low)
+        for probe, value in zip(probes, shares.tolist(), strict=True):
             values.setdefault(probe.name, []).append(value)
     return ProbeScores(item, values)
-
-
-def _scaled(combination: Combination, scores: Scores) -> list[float]:
-    """Return the combined scores, rescaled from their range to 0 to 1."""
-    values = combination(scores).double()
-    return ((values - combination.low) / (combination.high - combination.low)).tolist()
 
 
 def _spending(database: Database) -> Spending:

@@ -41,10 +41,8 @@ _MAX_NAMES = 500  # per query
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Statistics of the request that scored a sample on a reward server.
-
-    ``seconds``: total time, including waiting. ``faults``: the reasons of failed attempts, in order.
-    """
+    """Statistics of the request that scored a sample on a reward server. ``seconds``: total time, including waiting. ``faults``:
+    the reasons of failed attempts, in order."""
 
     seconds: float
     faults: tuple[str, ...] = ()
@@ -136,10 +134,8 @@ class AnswerCache:
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
-        """Inside the block, in all threads, each question is sent to its judge; the answers are recorded but never reused.
-
-        Canaries use it to check whether a judge still gives a known image the same score.
-        """
+        """Inside the block, in all threads, each question is sent to its judge; the answers are recorded but never reused. Canaries
+        use it to check whether a judge still gives a known image the same score."""
         with self._lock:
             self._bypasses += 1
         try:
@@ -220,10 +216,7 @@ _MAX_BATCHES = 256  # batches that wait at the same time, each on its own thread
 
 def with_cache(reward: Reward, cache: AnswerCache) -> Reward:
     """Put a reward behind the cache. For a judge, the client of its panel is replaced in place by a cached client; a reward that
-    asks servers is wrapped in a ``CachedReward``.
-
-    Rewards that ask neither judges nor servers are returned unchanged.
-    """
+    asks servers is wrapped in a ``CachedReward``. Rewards that ask neither judges nor servers are returned unchanged."""
     panel = getattr(reward, "panel", None)
     if isinstance(panel, Panel):
         client = panel.client

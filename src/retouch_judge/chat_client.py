@@ -303,17 +303,20 @@ class ChatClient:
             submit(self._wait_until_up()).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return an answer to each question, in order. Several threads may call this method.
-
-        Raises BudgetSpent if the quota does not suffice for all questions; no question was sent then.
-        """
+        """Return an answer to each question, in order. Several threads may call this method. Raises BudgetSpent if the quota does
+        not suffice for all questions; no question was sent then."""
         if self.quota is not None:
             self.quota.claim(len(questions))
         began = time.monotonic()
         typed, guided = self.endpoint.typed, self.endpoint.guided
         urls = data_urls(questions)
         requests = [request(question, typed=typed, guided=guided, urls=urls) for question in questions]
-        answers = submit(self._ask_all(questions, requests, began)).result()
+
+        async def ask_all() -> list[Answer]:
+            pairs = zip(questions, requests, strict=True)
+            return list(await asyncio.gather(*(self._ask_one(question, fields, began) for question, fields in pairs)))
+
+        answers = submit(ask_all()).result()
         faults = Counter(answer.fault for answer in answers if answer.fault)
         if faults:
             says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())
@@ -329,10 +332,8 @@ class ChatClient:
         submit(self._client.close()).result()
 
     async def _wait_until_up(self) -> None:
-        """Request the list of models until the server replies without a server error (5xx).
-
-        Raises ValueError if there is no such reply within ``wait`` seconds.
-        """
+        """Request the list of models until the server replies without a server error (5xx). Raises ValueError if there is no such
+        reply within ``wait`` seconds."""
         own = self.endpoint
         began = message_at = time.monotonic()
         while True:
@@ -357,10 +358,6 @@ class ChatClient:
                 message_at = began + waited + _BETWEEN_MESSAGES
                 _log.warning("waiting for the judge %s (%s), at most %.0f s more", own.description, fault, own.wait - waited)
             await asyncio.sleep(min(_POLL, own.wait - waited))
-
-    async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:
-        pairs = zip(questions, requests, strict=True)
-        return list(await asyncio.gather(*(self._ask_one(question, fields, began) for question, fields in pairs)))
 
     async def _ask_one(self, question: Question, fields: dict[str, Any], began: float) -> Answer:
         tries = _Tries(seed=question.seed)
@@ -401,7 +398,9 @@ class ChatClient:
                 if not isinstance(outcome, _Fault):
                     return outcome
                 counted += outcome.wait is None
-                pause = self._pause(tries.made - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
+                limits = {"base": self.endpoint.pause, "longest": self.endpoint.longest_pause}
+                attempt = tries.made - 1 if outcome.wait is None else 0
+                pause = backoff_pause("judge", "pause", key, attempt=attempt, **limits) + (outcome.wait or 0.0)
                 if outcome.final or counted >= self.endpoint.attempts or time.monotonic() + pause >= end:
                     return outcome
                 tries.faults.append(outcome.reason)
@@ -413,9 +412,6 @@ class ChatClient:
         finally:
             if inside:
                 self._line.leave()
-
-    def _pause(self, attempt: int, key: str) -> float:
-        return backoff_pause("judge", "pause", key, attempt=attempt, base=self.endpoint.pause, longest=self.endpoint.longest_pause)
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
         """Wait for the quota's permission to send a request. Returns None if there is no quota, and a fault if it is exhausted."""
@@ -450,10 +446,8 @@ class ChatClient:
         return self._read(question, body)
 
     def _refused(self, status: int, message: str, later: str | None) -> _Fault:
-        """Convert a reply with an error status to a fault. Only a final fault keeps the server's message: it says what to change.
-
-        A redirect is final, because the question would go to an address that the user did not choose.
-        """
+        """Convert a reply with an error status to a fault. Only a final fault keeps the server's message: it says what to change. A
+        redirect is final, because the question would go to an address that the user did not choose."""
         if status in _TRANSIENT or status >= 500:
             return _Fault(f"HTTP {status}", wait=retry_after(later))
         return _Fault(f"HTTP {status}: {redacted(message[:_LONGEST_MESSAGE])[:200]}", final=True)

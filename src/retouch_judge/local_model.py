@@ -149,23 +149,15 @@ class LocalJudge:
     ) -> tuple[list[Int[Tensor, " t"]], Float[Tensor, "r v"]]:
         """Generate answers. Returns the ids of each row up to its end token, and the logits of each row's first token."""
         drawn = [_Gumbel(questions)] if any(question.temperature > 0 for question in questions) else []
-        made: Any = self.model.generate(
-            **inputs,
-            generation_config=self._settings(longest),
-            logits_processor=LogitsProcessorList(drawn),
-        )
+        own = {"eos_token_id": self._end, "pad_token_id": self._end}  # not those of the folder's generation_config.json
+        config = GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **own)
+        made: Any = self.model.generate(**inputs, generation_config=config, logits_processor=LogitsProcessorList(drawn))
         rows = made.sequences[:, inputs["input_ids"].shape[1] :].cpu()
         ends = [(row == self._end).nonzero().flatten().tolist() for row in rows]
         ids = [row[: end[0] + 1] if end else row for row, end in zip(rows, ends, strict=True)]
         return ids, made.logits[0].float().cpu()
 
-    def _settings(self, longest: int) -> GenerationConfig:
-        """Return settings for greedy search, which ignore the folder's generation_config.json."""
-        ends = {"eos_token_id": self._end, "pad_token_id": self._end}
-        return GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **ends)
-
     def _first(self, logits: Float[Tensor, " v"]) -> dict[str, float]:
-        """Return the most likely first tokens with log-probabilities."""
         values, ids = logits.log_softmax(dim=0).topk(min(_LIKELIEST, len(logits)))
         texts = [self.tokenizer.decode([token]) for token in ids.tolist()]
         return first_tokens(zip(texts, values.tolist(), strict=True))
@@ -181,9 +173,8 @@ class _Row:
 
 
 class _Gumbel:
-    """A logits processor that samples with the Gumbel-max trick: logits / temperature + Gumbel noise, before greedy search.
-
-    Each question has its own generator, so that the draws of a row do not depend on the other rows. Rows with temperature 0 are not
+    """A logits processor that samples with the Gumbel-max trick: logits / temperature + Gumbel noise, before greedy search. Each
+    question has its own generator, so that the draws of a row do not depend on the other rows. Rows with temperature 0 are not
     changed."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
@@ -202,12 +193,10 @@ class _Gumbel:
 
 
 def _longest(question: Question) -> int:
-    """Return the maximum number of tokens of an answer; 1 if the form reads the first token."""
     return 1 if question.form.schema() is None else question.form.max_tokens
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield batches of question indices, at most ``size`` each, whose answers have the same maximum length."""
     by_length: dict[int, list[int]] = {}
     for index, question in enumerate(questions):
         by_length.setdefault(_longest(question), []).append(index)

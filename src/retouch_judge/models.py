@@ -40,10 +40,8 @@ class JudgeModel(Section, ABC):
 
     @abstractmethod
     def open(self, *, device: torch.device | str = "cpu") -> JudgeClient:
-        """Open a client of the model. ``device``: the default device of a model in this process, if its section names none.
-
-        Raises ValueError if there is no key in the environment, there are no weights, or a package is not installed.
-        """
+        """Open a client of the model. ``device``: the default device of a model in this process, if its section names none. Raises
+        ValueError if there is no key in the environment, there are no weights, or a package is not installed."""
 
     def problems(self, path: str) -> Iterator[str]:
         """Yield a message for each pair of keys that contradict each other. ``path``: path of the section in the recipe."""
@@ -72,12 +70,10 @@ def _variable(name: str) -> str:
     return name
 
 
-def _with_version(url: str) -> str:
-    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
-
-
 Variable: TypeAlias = Annotated[str, AfterValidator(_variable)]
-VersionedAddress: TypeAlias = Annotated[Address, AfterValidator(_with_version)]
+VersionedAddress: TypeAlias = Annotated[
+    Address, AfterValidator(lambda url: url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1")
+]
 
 
 class JudgeQuota(Section):

@@ -57,10 +57,8 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoresForm:
-    """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers.
-
-    A reply is not usable if it was truncated, refused or filtered, or if ``read_scores`` cannot read it.
-    """
+    """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers. A reply is not usable
+    if it was truncated, refused or filtered, or if ``read_scores`` cannot read it."""
 
     scales: Mapping[str, Scale]
     reasoning: bool = True

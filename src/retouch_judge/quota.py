@@ -43,10 +43,8 @@ second."""
 
 @dataclass(frozen=True, slots=True)
 class MinuteRate:
-    """At most ``per_minute`` units in any 60 seconds.
-
-    The state is ``NUMBERS`` numbers of a list, starting at index ``at``, initially 0. All times are in seconds of one clock.
-    """
+    """At most ``per_minute`` units in any 60 seconds. The state is ``NUMBERS`` numbers of a list, starting at index ``at``,
+    initially 0. All times are in seconds of one clock."""
 
     per_minute: float
     at: int = 0
@@ -140,10 +138,8 @@ _CALLS, _COST, _TOTALS = 0, 1, 2
 
 
 class Turn(NamedTuple):
-    """The result of ``Quota.turn``.
-
-    ``wait``: seconds from ``now`` until the next try; 0 if the request has started, with ``expected`` units counted for it.
-    """
+    """The result of ``Quota.turn``. ``wait``: seconds from ``now`` until the next try; 0 if the request has started, with
+    ``expected`` units counted for it."""
 
     wait: float
     now: float
@@ -298,10 +294,8 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 class ProgressSemaphore:
-    """Admits ``places`` requests at once, in order. Used on one event loop.
-
-    ``patience``: seconds without an answer to any request after which waiting requests are dropped. ``clock``: returns seconds.
-    """
+    """Admits ``places`` requests at once, in order. Used on one event loop. ``patience``: seconds without an answer to any request
+    after which waiting requests are dropped. ``clock``: returns seconds."""
 
     def __init__(self, places: int, *, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._places = asyncio.Semaphore(places)
@@ -314,10 +308,8 @@ class ProgressSemaphore:
         self._answered = self._clock()
 
     async def enter(self, *, since: float) -> float:
-        """Wait for a place and return the time until which it may be used; ``leave`` releases the place.
-
-        ``since``: the time at which waiting began. Raises TimeoutError if no request was answered for ``patience`` seconds.
-        """
+        """Wait for a place and return the time until which it may be used; ``leave`` releases the place. ``since``: the time at
+        which waiting began. Raises TimeoutError if no request was answered for ``patience`` seconds."""
         entering = asyncio.ensure_future(self._places.acquire())
         try:
             while not entering.done():

@@ -304,10 +304,7 @@ class CompletionQualityReward(JudgeReward):
 
     kind: Literal["completion_quality"] = "completion_quality"
 
-    columns: ClassVar[Mapping[str, Column]] = {
-        **dict.fromkeys(_WRITTEN, Column(_LOW, _HIGH)),
-        "completion": Column(0.0, 1.0),
-    }
+    columns: ClassVar[Mapping[str, Column]] = {**dict.fromkeys(_WRITTEN, Column(_LOW, _HIGH)), "completion": Column(0.0, 1.0)}
     rubrics: ClassVar[tuple[str, ...]] = ("completion",)
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("completion", 0),)
     reads_completions = True
@@ -420,10 +417,8 @@ def _vie_scores(
     reward: JudgeReward, samples: Sequence[Sample], edit: str, picture: str, *, top: int
 ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n"], Scores]:
     """Semantic consistency and perceptual quality of each repeat, float64, NaN if there is none; and the mean of each sub-score.
-
     ``edit``, ``picture``: the rubrics. ``top``: the highest score of an answer. A task without a source image has the rubric
-    ``vie-prompt``, except in EditScore, which needs a source.
-    """
+    ``vie-prompt``, except in EditScore, which needs a source."""
     import torch
 
     prompts = []
@@ -482,10 +477,8 @@ class ComplexEditReward(JudgeReward):
     needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Return each column, (b,), float32.
-
-        Raises ValueError if a task has no source image, or if its operations are not a list of texts.
-        """
+        """Return each column, (b,), float32. Raises ValueError if a task has no source image, or if its operations are not a list
+        of texts."""
         import torch
 
         prompts = [*map(_following, samples)]

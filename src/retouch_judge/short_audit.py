@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,17 +90,14 @@ def _required(model: JudgeModel, ranks: Ranks, clients: JudgeClients) -> ShortAu
     if kept is None:
         with tempfile.TemporaryDirectory() as temporary:
             return _audited(model, Path(temporary), ranks, clients)
-    folder = kept / "judge-audits" / _identity(model)
+    settings = {key: value for key, value in model.model_dump(mode="json").items() if key not in model.changeable}
+    identity = short([_VERSION, VieScore.version, type(model).__qualname__, settings, model.description])
+    folder = kept / "judge-audits" / identity
     if (folder / "audit.json").is_file():
         return ShortAudit(**{**files.read_record(folder / "audit.json"), "judge": f"{model.description} (earlier)"})
     made = _audited(model, folder, ranks, clients)
     files.write_json(folder / "audit.json", asdict(made))
     return made
-
-
-def _identity(model: JudgeModel) -> str:
-    settings: dict[str, Any] = {key: value for key, value in model.model_dump(mode="json").items() if key not in model.changeable}
-    return short([_VERSION, VieScore.version, type(model).__qualname__, settings, model.description])
 
 
 def _audited(model: JudgeModel, folder: Path, ranks: Ranks, clients: JudgeClients) -> ShortAudit:
@@ -160,7 +156,6 @@ def result_of(judge: str, asked: AuditAnswers) -> ShortAudit:
 
 
 def _mean(scored: Sequence[ProbeScores], *, top: bool) -> float:
-    """Return the mean score of the best (``top``) or the worst rungs of all items."""
     means = []
     for one in scored:
         truths = [rung.truth for rung in one.item.rungs if rung.truth is not None]

@@ -196,10 +196,8 @@ def _small(tensor: Tensor) -> bool:
 
 
 def _values_of(func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Any:
-    """Return the values of the result ``made`` if they follow from known values; otherwise None.
-
-    If a result of unknown values contains integers, such as sampled tokens, they are made up, so that later values are known.
-    """
+    """Return the values of the result ``made`` if they follow from known values; otherwise None. If a result of unknown values
+    contains integers, such as sampled tokens, they are made up, so that later values are known."""
     empty = func.overloadpacket in _EMPTY
     known = not empty and torch.Tag.nondeterministic_seeded not in func.tags and all(_small(each) for each in tensors_of(made))
     for tensor in tensors_of(args, kwargs) if known else ():
@@ -374,7 +372,6 @@ class Accelerator(TorchDispatchMode):
         return mapped(remembered, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
 
     def _to_host(self, packet: Any, args: Any, made: Tensor, values: Any) -> Any:
-        """Return the result of a copy to the host: a real tensor if it is small."""
         if packet is aten.copy_:
             self.on_read("copy to the host")
             target, source = args[0], args[1]

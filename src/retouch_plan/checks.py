@@ -65,11 +65,9 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
 
 
 def _forward_shapes(recipe: Recipe, world: int) -> Iterator[str]:
-    """Describe what makes forward passes of rollout and update equal, or unequal, in phases whose ratios need equal ones.
-
-    In 16 bits, a forward pass with other rows rounds differently. Denoising policies repeat rows (``rollout.equal_shapes``).
-    Policies that generate tokens need chunks, and minibatches of a rank, of whole microbatches.
-    """
+    """Describe what makes forward passes of rollout and update equal, or unequal, in phases whose ratios need equal ones. In 16
+    bits, a forward pass with other rows rounds differently. Denoising policies repeat rows (``rollout.equal_shapes``). Policies
+    that generate tokens need chunks, and minibatches of a rank, of whole microbatches."""
     microbatch = recipe.microbatch
     if getattr(recipe.policy.model, "dtype", None) not in ("bfloat16", "float16"):
         return
@@ -160,7 +158,6 @@ def check_folder(recipe: Recipe) -> Finding:
 
 
 def _data_of(recipe: Recipe) -> list[DataSource]:
-    """The different data of all phases, in the order of the phases."""
     found: list[DataSource] = []
     for phase in recipe.resolved_phases():
         if phase.data not in found:
@@ -207,10 +204,8 @@ def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -
 
 
 def phase_steps(recipe: Recipe, read: Sequence[DataSets | None]) -> list[int] | None:
-    """The steps of each phase; None if a phase is as long as some passes over data that could not be read.
-
-    ``read``: the data sets that ``check_data`` returned, in the same order.
-    """
+    """The steps of each phase; None if a phase is as long as some passes over data that could not be read. ``read``: the data sets
+    that ``check_data`` returned, in the same order."""
     steps, pairs = [], list(zip(_data_of(recipe), read, strict=True))
     for phase in recipe.resolved_phases():
         sets = next(sets for data, sets in pairs if data == phase.data)
@@ -221,10 +216,8 @@ def phase_steps(recipe: Recipe, read: Sequence[DataSets | None]) -> list[int] | 
 
 
 def check_disk(recipe: Recipe, bytes_each: int, *, steps: Sequence[int] | None) -> Finding:
-    """Check whether the disk has room for the checkpoints that are kept, and for one more while it is written.
-
-    ``bytes_each``: size of a checkpoint. ``steps``: the result of ``phase_steps``.
-    """
+    """Check whether the disk has room for the checkpoints that are kept, and for one more while it is written. ``bytes_each``: size
+    of a checkpoint. ``steps``: the result of ``phase_steps``."""
     folder = recipe.folder.absolute()
     parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(parent).free
@@ -271,10 +264,7 @@ def check_engines(recipe: Recipe) -> Iterator[Finding]:
         if isinstance(policy, AutoregressivePolicyKeys):
             assert isinstance(rollout, TokenRollout), "the recipe's checks ensure it"
             found[rollout.engine] = rollout.engine.diagnose(
-                rollout,
-                base_model=policy.model.base_model,
-                full_weights=full_weights,
-                image_grammar=policy.model.image_grammar,
+                rollout, base_model=policy.model.base_model, full_weights=full_weights, image_grammar=policy.model.image_grammar
             )
         else:
             assert isinstance(rollout, DenoisingRollout), "the recipe's checks ensure it"

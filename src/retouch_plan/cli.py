@@ -7,7 +7,6 @@ from retouch.cli.arguments import Commands, debug_option, import_option, set_opt
 
 
 def add_doctor(commands: Commands) -> None:
-    """Add the command."""
     doctor = commands.add_parser(
         "doctor",
         parents=[debug_option(), set_option(), import_option()],

@@ -118,11 +118,8 @@ def run_checks(recipe: Recipe | None, *, distributed: bool, options: DoctorOptio
 
 @dataclass
 class _Report:
-    """Prints findings as they arrive, on the first rank.
-
-    ``arguments``: the recipe as the user typed it. ``options``: the other options of `retouch doctor`, for a suggestion to call it
-    again. ``world``: number of launched ranks; None without a launcher.
-    """
+    """Prints findings as they arrive, on the first rank. ``arguments``: the recipe as the user typed it. ``options``: the other
+    options of `retouch doctor`, for a suggestion to call it again. ``world``: number of launched ranks; None without a launcher."""
 
     arguments: Sequence[str]
     options: Sequence[str]
@@ -146,14 +143,11 @@ class _Report:
                 self._print(f"next: {step}")
             return 1
         self._print("\nready")
-        self._print(f"next: {shlex.join(self._train_command(recipe))}")
-        return 0
-
-    def _train_command(self, recipe: Recipe | None) -> list[str]:
-        """The command that trains: on the launched ranks, or on the number of ranks in the recipe."""
-        ranks = self.world or (1 if recipe is None else recipe.ranks or 1)
+        count = self.world or (1 if recipe is None else recipe.ranks or 1)
         words = self.arguments or (_QUICKSTART if recipe is None else ("RECIPE",))
-        return ["retouch", "launch", "--nproc", str(ranks), *words] if ranks > 1 else ["retouch", "train", *words]
+        command = ["launch", "--nproc", str(count)] if count > 1 else ["train"]
+        self._print(f"next: {shlex.join(['retouch', *command, *words])}")
+        return 0
 
     def _print(self, text: str) -> None:
         if self.is_main:
@@ -162,10 +156,8 @@ class _Report:
 
 
 def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: Sequence[str] = ()) -> Iterator[str]:
-    """Yield what to do: the commands for the failures, and last this command with all options that the failures need.
-
-    ``options``: the options of this command besides ``arguments``; an option that a failure needs replaces the given one.
-    """
+    """Yield what to do: the commands for the failures, and last this command with all options that the failures need. ``options``:
+    the options of this command besides ``arguments``; an option that a failure needs replaces the given one."""
     failures = list(failures)
     options_of = [option for failure in failures for option in (failure.fix, failure.then)]
     needed = dict.fromkeys(option for option in options_of if option.startswith("--"))

@@ -175,7 +175,6 @@ def _reward_models(recipe: Recipe) -> list[LoadedModel]:
 
 
 def _described(path: str) -> dict[str, Any] | None:
-    """The model's class and configuration; None if it is not known, or if its parameters cannot be counted."""
     try:
         folder = find_weights(path, MODEL) if "/" in path else None
         if folder is None:
@@ -198,11 +197,8 @@ def each_in_turn(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]
 
 
 def both(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
-    """``function`` of both arguments at the same time. ``function`` and its results must be picklable.
-
-    An error of the first argument is raised. If the second process fails, its work is repeated in this process, so that an error
-    has its traceback.
-    """
+    """``function`` of both arguments at the same time. ``function`` and its results must be picklable. An error of the first
+    argument is raised. If the second process fails, its work is repeated in this process, so that an error has its traceback."""
     # A forked process would inherit locks that threads of torch hold.
     with spawning() as context, ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=quiet) as pool:
         waiting = pool.submit(function, second)
@@ -391,7 +387,6 @@ class _Step:
             parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
 
     def _label_moments(self, stepper: Any) -> None:
-        """Label AdamW's moments, which exist after the first optimizer step."""
         engine = getattr(stepper, "engine", stepper)
         optimizer = getattr(getattr(engine, "optimizer", None), "optimizer", getattr(engine, "optimizer", None))
         if optimizer is not None:
@@ -399,10 +394,8 @@ class _Step:
                 self.meter.relabel([each for each in state.values() if isinstance(each, Tensor)], "AdamW's moments")
 
     def _take_first_step(self, stepper: Stepper) -> None:
-        """Take an optimizer step, so that AdamW's moments exist and every stage is measured with them, as in a resumed run.
-
-        Before it, label fp32 master weights of weights in 16 bits, and their gradients, which the stepper adds up without a hook.
-        """
+        """Take an optimizer step, so that AdamW's moments exist and every stage is measured with them, as in a resumed run. Before
+        it, label fp32 master weights of weights in 16 bits, and their gradients, which the stepper adds up without a hook."""
         own = stepper.policy if isinstance(stepper, HeadStepper) else stepper
         if isinstance(own, ReplicatedStepper):
             masters = [weight for name, weight in own.weights.items() if weight is not own.parameters[name]]

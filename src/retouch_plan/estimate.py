@@ -47,10 +47,8 @@ def fits(found: DryRun, machine: Machine) -> bool:
 
 
 def largest(found: DryRun, place: int | None = None) -> tuple[str, int, int]:
-    """Return the stage and the device with the most bytes, with the weights of reward models, and these bytes.
-
-    ``place``: look only at this device.
-    """
+    """Return the stage and the device with the most bytes, with the weights of reward models, and these bytes. ``place``: look only
+    at this device."""
     rewards = {each: weights.total() for each, weights in found.rewards.items()}
     held = [("rewards", each, size) for each, size in rewards.items()]
     for name, stage in found.stages.items():
@@ -59,10 +57,8 @@ def largest(found: DryRun, place: int | None = None) -> tuple[str, int, int]:
 
 
 def holders(found: DryRun, name: str, place: int) -> list[tuple[str, int]]:
-    """Return what holds the most bytes on a device at the peak of a stage, the largest first, and the sum of the others.
-
-    Holders with less than 0.005 GB are counted as others.
-    """
+    """Return what holds the most bytes on a device at the peak of a stage, the largest first, and the sum of the others. Holders
+    with less than 0.005 GB are counted as others."""
     held = found.rewards.get(place, Counter()).copy()
     if name in found.stages:
         held.update(found.stages[name].peaks.get(place, (0, Counter()))[1])
@@ -144,9 +140,6 @@ def _memory(found: DryRun, machine: Machine) -> Iterator[str]:
         held = holders(found, other, max(peaks, key=lambda each: peaks[each][0]))[:_HOLDERS_OF_OTHER_STAGES]
         yield f"  {other:<24}" + ", ".join(f"{size / 1e9:.2f} GB {holder}" for holder, size in held)
     yield f"checkpoint: {found.checkpoint / 1e9:.2f} GB, in host memory at most {found.host_peak / 1e9:.2f} GB"
-
-
-# Errors
 
 
 # Changes with which a recipe fits
@@ -280,10 +273,8 @@ def print_dry_run(recipe: Recipe, *, machine: str | None, world: int | None, out
 
 
 def explained(error: Exception) -> tuple[str, str]:
-    """Return the text of an error that a dry run raised, and what to do about it.
-
-    Only a message that this package wrote for the user speaks of the recipe. The traceback of another error is printed.
-    """
+    """Return the text of an error that a dry run raised, and what to do about it. Only a message that this package wrote for the
+    user speaks of the recipe. The traceback of another error is printed."""
     if is_user_error(error):
         return str(error), "correct the recipe as the message says"
     traceback.print_exception(error, file=sys.stderr)
@@ -296,13 +287,8 @@ def explained(error: Exception) -> tuple[str, str]:
 def error_line(error: BaseException) -> str:
     """Return the message of a dry run's error, and its location: the innermost line of Retouch or of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    names = [frame.filename for frame in frames]
-    own = [
-        frame
-        for frame, name in zip(frames, names, strict=True)
-        if "/site-packages/" not in name and not name.startswith(PLAN) and name[0] == "/"
-    ]
-    frame = (own or frames)[-1]
+    placed = [frame for frame in frames if frame.filename[0] == "/" and "/site-packages/" not in frame.filename]
+    frame = ([frame for frame in placed if not frame.filename.startswith(PLAN)] or frames)[-1]
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\n  at {frame.filename}:{frame.lineno}, in {frame.name}"
 
 
@@ -410,10 +396,8 @@ TARGETS = (
 
 
 def forecast_of(recipe: Recipe, step_hours: float, ranks: str, *, targets: Sequence[Target] = TARGETS) -> Finding:
-    """Hours to the recipe's target, or hours of 1000 steps if the recipe has no known target.
-
-    ``step_hours``: the modelled time of a step of the last phase. ``ranks``: the GPUs that it was modelled for, as in "8 x h100".
-    """
+    """Hours to the recipe's target, or hours of 1000 steps if the recipe has no known target. ``step_hours``: the modelled time of
+    a step of the last phase. ``ranks``: the GPUs that it was modelled for, as in "8 x h100"."""
     rows = recipe.resolved_phases()[-1].rows
     found = next((each for each in targets if each.fits(recipe)), None)
     if found is None:
@@ -485,10 +469,8 @@ def _check(
 
 
 def memory_of(recipe: Recipe, machine: Machine, found: DryRun, *, world: int) -> Finding:
-    """Whether the step and the weights of the reward models fit into the memory of ``machine``.
-
-    If they do not, further dry runs search for the settings with which they fit.
-    """
+    """Whether the step and the weights of the reward models fit into the memory of ``machine``. If they do not, further dry runs
+    search for the settings with which they fit."""
     name, place, size = largest(found)
     on_each = f" on each of {world} ranks" if world > 1 else ""
     held = [f"  {each / 1e9:8.2f} GB  {holder}" for holder, each in holders(found, name, place)]

@@ -121,7 +121,6 @@ class _Engine:
         self._bucket = None
 
     def _into_bucket(self, weight: Tensor, start: int) -> None:
-        """Move a gradient into the bucket as soon as it exists."""
         if self._bucket is not None and weight.grad is not None:
             place = self._bucket[start : start + weight.numel()].view_as(weight)
             place.copy_(weight.grad)

@@ -96,10 +96,8 @@ class Stage:
 
 @dataclass(slots=True)
 class Rise:
-    """How much memory a call uses above the memory that is held when it starts.
-
-    ``before``: the bytes held at the start on each device, by holder. ``most``: the difference at each kind of allocation.
-    """
+    """How much memory a call uses above the memory that is held when it starts. ``before``: the bytes held at the start on each
+    device, by holder. ``most``: the difference at each kind of allocation."""
 
     before: dict[int, Counter[str]]
     most: Peaks = field(default_factory=dict)

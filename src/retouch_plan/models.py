@@ -24,7 +24,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
-from transformers import Emu3VQVAE, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
 from retouch.models import emu3
 from retouch.models.base import DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
@@ -57,10 +57,8 @@ class Depths:
 
 
 def choose_depths(stacks: Counts) -> Depths | None:
-    """Return the two depths with the fewest blocks in total; None if no two depths have fewer blocks than the whole model.
-
-    From the first depth to the whole model, all stacks grow in proportion, so that two dry runs are enough.
-    """
+    """Return the two depths with the fewest blocks in total; None if no two depths have fewer blocks than the whole model. From the
+    first depth to the whole model, all stacks grow in proportion, so that two dry runs are enough."""
     best, fewest = None, sum(stacks.values())
     for times in range(1, max(stacks.values(), default=0)):
         steps = {stack: max(count - FEWEST, 0) // times for stack, count in stacks.items()}
@@ -73,10 +71,8 @@ def choose_depths(stacks: Counts) -> Depths | None:
 
 
 def stacks_of(recipe: Recipe) -> Counts:
-    """Return the stacks of blocks of the model that is trained, and of the image model that receives a writer's prompts.
-
-    A model without a folder of configurations is built whole.
-    """
+    """Return the stacks of blocks of the model that is trained, and of the image model that receives a writer's prompts. A model
+    without a folder of configurations is built whole."""
     renderer = recipe.renderer
     parts: list[Path] = []
     for model in (recipe.policy.model, None if renderer is None else renderer.image_model):
@@ -126,11 +122,9 @@ def extrapolated_work(first: Work, second: Work, times: int) -> Work:
 
 
 def _extrapolate_peaks(first: Peaks, second: Peaks, times: int) -> Peaks:
-    """Extrapolate the peak of each kind of allocation, and return the largest on each device.
-
-    Allocations whose size depends on the depth, such as a buffer for all gradients, are paired in the order of their size, if an
-    operation has the same number of them at both depths.
-    """
+    """Extrapolate the peak of each kind of allocation, and return the largest on each device. Allocations whose size depends on the
+    depth, such as a buffer for all gradients, are paired in the order of their size, if an operation has the same number of them at
+    both depths."""
     both = first.keys() & second.keys()
     pairs = [(each, each) for each in both]
     ones, others = (_by_operation(each.keys() - both) for each in (first, second))
@@ -179,22 +173,6 @@ _VISUAL_TOKENS = 32768
 _T5 = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 
 
-def _stand_in(cls: Any, folder: Path) -> PreTrainedTokenizerBase:
-    """Return a replacement for a tokenizer that is not on this machine: about one token per word, and the special tokens with their
-    real ids. Raises ValueError if there is none for this class.
-
-    Words are split with the pattern of Qwen's tokenizer, so the official templates have their official lengths.
-    """
-    kind = cls.__name__
-    if "CLIP" in kind:
-        return _tokenizer(_CLIP, size=49408, pad="<|endoftext|>", end="<|endoftext|>", start="<|startoftext|>", most=77)
-    if "T5" in kind:
-        return _tokenizer(_T5, size=32100, pad="<pad>", end="</s>")
-    if "Qwen" in kind:
-        return _tokenizer(QWEN, size=151657, pad="<|endoftext|>", end=None)
-    raise ValueError(f"{folder}: a dry run has no tokenizer in place of {kind}; download the model's tokenizer files")
-
-
 def _tokenizer(
     special: dict[str, int],
     *,
@@ -241,10 +219,8 @@ class UnknownConfiguration(ValueError):
 
 
 def without_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with folders of configurations instead of paths of weights that are not on this machine.
-
-    Raises UnknownConfiguration if the configuration of a model is not known.
-    """
+    """Return the recipe with folders of configurations instead of paths of weights that are not on this machine. Raises
+    UnknownConfiguration if the configuration of a model is not known."""
     train, encoder = recipe.policy.train, getattr(recipe.policy.train, "encoder", None)
     if encoder is not None and find_encoder(encoder) is None:
         described = packaged_config("encoders", encoder)
@@ -368,10 +344,8 @@ def without_weights(
         return finished(module, folder, dtype, fp32=getattr(cls, "_keep_in_fp32_modules_strict", None))
 
     def finished(module: nn.Module, folder: Any, dtype: torch.dtype, *, fp32: Sequence[str] | None = None) -> nn.Module:
-        """Finish a module. Buffers that a checkpoint stores get the dtype of the weights; other buffers keep their dtype.
-
-        ``fp32``: the layers that the model's class keeps in fp32 when it is loaded in bfloat16.
-        """
+        """Finish a module. Buffers that a checkpoint stores get the dtype of the weights; other buffers keep their dtype. ``fp32``:
+        the layers that the model's class keeps in fp32 when it is loaded in bfloat16."""
         for name, parameter in module.named_parameters() if fp32 else ():
             if set(name.split(".")) & set(fp32 or ()):
                 parameter.data = parameter.data.float()
@@ -401,7 +375,16 @@ def without_weights(
     def tokenizer(cls: Any, folder: Any, **options: Any) -> Any:
         if any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")):
             return _TOKENIZER(cls, folder, **options)
-        return _stand_in(cls, Path(folder))
+        # About one token per word, split with the pattern of Qwen's tokenizer, so that the official templates have their official
+        # lengths; the special tokens have their real ids.
+        kind = cls.__name__
+        if "CLIP" in kind:
+            return _tokenizer(_CLIP, size=49408, pad="<|endoftext|>", end="<|endoftext|>", start="<|startoftext|>", most=77)
+        if "T5" in kind:
+            return _tokenizer(_T5, size=32100, pad="<pad>", end="</s>")
+        if "Qwen" in kind:
+            return _tokenizer(QWEN, size=151657, pad="<|endoftext|>", end=None)
+        raise ValueError(f"{folder}: a dry run has no tokenizer in place of {kind}; download the model's tokenizer files")
 
     with ExitStack() as stack:
         replacements: tuple[tuple[type, Any], ...] = (

@@ -39,9 +39,7 @@ class Repeats:
         in_all_stages: bool = False,
     ) -> Callable[..., Any]:
         """Wrap ``call``: it runs once per stage for each ``key`` of its arguments; repeated calls return ``again(result)``.
-
-        ``in_all_stages``: run it once for all stages together.
-        """
+        ``in_all_stages``: run it once for all stages together."""
         seen: dict[Any, tuple[Work, Rise, Callable[[], Any]]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +61,11 @@ class Repeats:
         """Run equal layers of a frozen module only for inputs with new shapes."""
         for stack in module.modules():
             if isinstance(stack, nn.ModuleList) and len({type(each) for each in stack}) == 1:
-                run = self.calls(lambda forward, *args, **kwargs: forward(*args, **kwargs), _shapes, in_all_stages=True)
+                run = self.calls(
+                    lambda forward, *args, **kwargs: forward(*args, **kwargs),
+                    lambda forward, *args, **kwargs: (_shape(args), _shape(kwargs), torch.is_grad_enabled()),
+                    in_all_stages=True,
+                )
                 for layer in stack:
                     layer.forward = partial(run, layer.forward)
 
@@ -94,11 +96,6 @@ class Repeats:
 def _size(part: Any) -> Any:
     """Return the number of rows of a part of a trajectory and, if it has some of their actions, of its actions."""
     return part.stop - part.start if isinstance(part, slice) else (_size(part.rows), _size(part.actions))
-
-
-def _shapes(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a key of everything that the work of a layer depends on."""
-    return _shape(args), _shape(kwargs), torch.is_grad_enabled()
 
 
 def _shape(value: Any) -> Any:
@@ -220,10 +217,8 @@ class FewTokens:
         return generation
 
     def _decode_static(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool, count: int) -> Generation:
-        """Decode with the whole cache until the work between two checks by the host is known; it is the same for all tokens.
-
-        A run decodes until the first check at which all rows have ended.
-        """
+        """Decode with the whole cache until the work between two checks by the host is known; it is the same for all tokens. A run
+        decodes until the first check at which all rows have ended."""
         model, asks = self.decoder.model, self.decoder.any_rank
         every = self.decoder.check_every or CHECK_EVERY
         period = math.ceil(CHECK_EVERY / every) * every

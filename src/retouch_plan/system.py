@@ -63,9 +63,7 @@ def local_name(name: str) -> str:
 
 def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
     """The device that ``name`` means; None if it is not available. ``device``: the device that the rank joined with, if any.
-
-    Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here.
-    """
+    Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here."""
     if name.endswith(PROFILE):
         machine = find_machine(name)
         text = f"{machine.name}, {gigabytes(machine.memory)} of memory (not this machine; rates: {machine.measured})"
@@ -120,10 +118,8 @@ def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Find
 
 
 def machine_of(target: PlannedDevice, name: str) -> Machine:
-    """The machine of a dry run for ``target``. ``name``: the option ``--device``.
-
-    A device of this machine has the rates of the GPU that its name contains; if there is none, those of a common GPU.
-    """
+    """The machine of a dry run for ``target``. ``name``: the option ``--device``. A device of this machine has the rates of the GPU
+    that its name contains; if there is none, those of a common GPU."""
     if name.endswith(PROFILE):
         return find_machine(name)
     if target.device is None:
@@ -176,8 +172,7 @@ def _check_version(name: str, installed: str, supported: SpecifierSet, *, fix: s
 
 def check_playground(folder: Path) -> Finding:
     """Check on the CPU whether the built-in model in ``folder`` loads, samples with finite log-probabilities, and makes images that
-    can be scored.
-    """
+    can be scored."""
     try:
         model = PlaygroundModel(path=str(folder)).build(device=torch.device("cpu"))
         sampling = DenoisingRollout(num_steps=_STEPS, transition=CPSTransition(noise_level=0.7))

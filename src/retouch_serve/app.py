@@ -191,6 +191,5 @@ def build_app(
 
 
 def _request_body(schemas: dict[str, dict[str, object]]) -> dict[str, object]:
-    """The ``requestBody`` of an endpoint in /openapi.json, from the schema of each content type."""
     content = {kind: {"schema": {"type": "object", **schema}} for kind, schema in schemas.items()}
     return {"requestBody": {"required": True, "content": content}}

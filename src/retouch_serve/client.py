@@ -112,7 +112,6 @@ async def _exchange(
 
 
 def _seconds(text: str | None) -> float:
-    """The seconds of a Retry-After header, 0 if it has none."""
     try:
         seconds = float(text or 0)
     except ValueError:
@@ -124,11 +123,9 @@ def _seconds(text: str | None) -> float:
 
 
 async def _discover(settings: RemoteSettings) -> tuple[ExpectedReply, int]:
-    """What a valid reply contains, and the largest number of items per request, from the servers that reply first.
-
-    A line is logged if the first attempt fails. Raises ValueError if no server replies within ``settings.wait`` seconds, a server
-    refuses the token or is not a reward server, the servers have different rewards, or a reward does not exist.
-    """
+    """What a valid reply contains, and the largest number of items per request, from the servers that reply first. A line is logged
+    if the first attempt fails. Raises ValueError if no server replies within ``settings.wait`` seconds, a server refuses the token
+    or is not a reward server, the servers have different rewards, or a reward does not exist."""
     until = time.monotonic() + settings.wait
     places, announced = " or ".join(settings.endpoints), False
     async with _open(settings.token, 1) as http:
@@ -281,10 +278,8 @@ class RetryBudget:
 @dataclass(slots=True, eq=False)
 class _Chunk:
     """Samples that are sent together, by id, and their scores so far. ``began`` and ``expires``: times of ``time.monotonic``.
-
     ``bodies``: the request body for each encoding, with the ids that it contains. ``faults``: the reasons of failed attempts, in
-    order. ``seconds``: the time of all attempts, including waiting.
-    """
+    order. ``seconds``: the time of all attempts, including waiting."""
 
     samples: dict[str, Sample]
     began: float
@@ -310,10 +305,8 @@ class _Chunk:
 
 
 class _Session:
-    """Sends chunks to one of the servers, with retries; the state of a client in one process, used on one event loop.
-
-    ``faults``: number of failed attempts by kind. ``calls``: number of all attempts.
-    """
+    """Sends chunks to one of the servers, with retries; the state of a client in one process, used on one event loop. ``faults``:
+    number of failed attempts by kind. ``calls``: number of all attempts."""
 
     def __init__(self, settings: RemoteSettings, expected: ExpectedReply, quota: Quota | None) -> None:
         self.faults: Counter[str] = Counter()
@@ -494,10 +487,8 @@ class RemoteClient:
         return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float64; NaN for a sample that could not be judged.
-
-        Raises BudgetSpent if the remaining ``calls`` are too few for these samples; then no request is sent.
-        """
+        """Each column, (b,), float64; NaN for a sample that could not be judged. Raises BudgetSpent if the remaining ``calls`` are
+        too few for these samples; then no request is sent."""
         return self.submit(samples).result()
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":

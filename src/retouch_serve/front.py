@@ -112,10 +112,8 @@ class FrontLimits:
 
 
 def bounded_config(app: Any, limits: FrontLimits, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration of a server with these limits on connections, which logs at a bounded rate.
-
-    ``options``: further options of ``uvicorn.Config``.
-    """
+    """Return uvicorn's configuration of a server with these limits on connections, which logs at a bounded rate. ``options``:
+    further options of ``uvicorn.Config``."""
     log = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, BoundedRate) for each in log.filters):
         log.addFilter(BoundedRate())
@@ -409,9 +407,7 @@ class Body:
 
     async def read(self, request: Request, *, max_bytes: int) -> bytes:
         """Read the body. At any time, it may have taken ``body_seconds``, and 1 s for each ``min_body_rate`` bytes that arrived.
-
-        Raises RequestError if the body is compressed, is larger than ``max_bytes``, arrives too slowly, or if no memory is left.
-        """
+        Raises RequestError if the body is compressed, is larger than ``max_bytes``, arrives too slowly, or if no memory is left."""
         limits = self._bodies.limits
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise RequestError("unsupported")
@@ -430,7 +426,11 @@ class Body:
                 async for part in request.stream():
                     if len(content) + len(part) > max_bytes:
                         raise RequestError("too_large")
-                    self._hold(len(part))
+                    if self._is_slow:
+                        self._bodies.slow.hold(len(part))
+                        self._held_slowly += len(part)
+                    self._bodies.memory.hold(len(part))
+                    self._held += len(part)
                     content += part
                     deadline.reschedule(latest + len(content) / limits.min_body_rate)
         except TimeoutError:
@@ -456,10 +456,3 @@ class Body:
         """Release the memory."""
         self._bodies.memory.release(self._held)
         self._held = 0
-
-    def _hold(self, count: int) -> None:
-        if self._is_slow:
-            self._bodies.slow.hold(count)
-            self._held_slowly += count
-        self._bodies.memory.hold(count)
-        self._held += count

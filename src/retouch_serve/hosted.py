@@ -99,9 +99,7 @@ def parse_specs(words: Sequence[str]) -> list[RewardSpec]:
 
 def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
     """Build the reward and load its weights. Unless it is the ``sole`` reward and unnamed, its column names begin with its name.
-
-    Raises ValueError if it cannot be built.
-    """
+    Raises ValueError if it cannot be built."""
     reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=scoring_device())
     prefix = "" if sole and not spec.named else f"{spec.name}/"
     public = {name: f"{prefix}{name}" for name in reward.columns}

@@ -25,10 +25,7 @@ def _certificates() -> ssl.SSLContext:
 def status(url: str, *, seconds: float) -> int | None:
     """The status of the reply to GET ``url``; None if there is no reply within ``seconds``."""
     try:
-        with (
-            httpx.Client(**client_options(None, timeout=httpx.Timeout(seconds))) as http,
-            http.stream("GET", url) as response,
-        ):
+        with httpx.Client(**client_options(None, timeout=httpx.Timeout(seconds))) as http, http.stream("GET", url) as response:
             return response.status_code
     except (httpx.HTTPError, httpx.StreamError):
         return None

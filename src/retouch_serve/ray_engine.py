@@ -63,7 +63,6 @@ class Replica:
         self._service, self._app = make_app(settings, hosted, token=token)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application; Ray calls this method once."""
         return self._app
 
     def check_health(self) -> None:
@@ -90,10 +89,8 @@ class DrainingReplica:
 
 
 def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, report: Callable[[str], None]) -> int:
-    """Serve on the cluster until SIGTERM or SIGINT; returns the exit code. SIGHUP replaces the replicas one by one.
-
-    ``report`` is called with a line for each event. Raises ValueError if a reward is unknown, or if there is no such cluster.
-    """
+    """Serve on the cluster until SIGTERM or SIGINT; returns the exit code. SIGHUP replaces the replicas one by one. ``report`` is
+    called with a line for each event. Raises ValueError if a reward is unknown, or if there is no such cluster."""
     parse_specs(settings.rewards)
     allowed = tuple(consent.allowed())
     # While Ray starts, SIGTERM acts like Ctrl-C; afterwards, both signals shut the deployment down.
@@ -183,10 +180,8 @@ def _deployment_options(settings: ServerSettings, options: RayOptions) -> dict[s
 
 
 def _deploy(ray: Any, kind: type, arguments: tuple[Any, ...], **options: Any) -> None:
-    """Replace the running replicas by replicas of this class; the old replicas complete their requests.
-
-    Raises RuntimeError if no replica starts.
-    """
+    """Replace the running replicas by replicas of this class; the old replicas complete their requests. Raises RuntimeError if no
+    replica starts."""
     deployment = ray.serve.deployment(name=_NAME, max_constructor_retry_count=_TRIES, **options)(ray.serve.ingress()(kind))
     ray.serve.run(deployment.bind(*arguments), name=_NAME, route_prefix="/")
 
@@ -228,7 +223,6 @@ def _cluster(address: str | None) -> Iterator[Any]:
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
-    """Install the signal handlers for the duration of the block."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -54,9 +54,7 @@ _LOG = logging.getLogger("retouch.serving")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """The rewards, the address and the limits of a server. ``single_score``: the columns of ``POST /score``; None disables it.
-
-    ``allowed_hosts``: further host names under which clients without a token may reach the server.
-    """
+    ``allowed_hosts``: further host names under which clients without a token may reach the server."""
 
     rewards: Sequence[str]
     host: str
@@ -231,13 +229,26 @@ class _Supervisor:
         try:
             while not self._stop_requests:
                 for replica in self._replicas:
-                    self._supervise(replica)
+                    now, process = time.monotonic(), replica.process
+                    if process is not None and process.exitcode is not None:
+                        self._handle_exit(replica, process.exitcode)
+                    elif process is None and now >= replica.start_at:
+                        self._start(replica)
+                    elif process is not None and now > replica.last_check + (_HEALTH_SECONDS if replica.ready else _POLL):
+                        replica.last_check = now
+                        self._check(replica)
                 if self._reload:
                     self._reload = False
                     self._send(signal.SIGHUP)
                 time.sleep(_POLL)
-        finally:
-            self._shut_down()
+        finally:  # replicas that are left after a second signal, or after twice the drain time, are killed
+            self._send(signal.SIGTERM)
+            first_requests = self._stop_requests
+            deadline = time.monotonic() + 2 * max(replica.settings.limits.drain_seconds for replica in self._replicas)
+            while any(replica.process is not None and replica.process.exitcode is None for replica in self._replicas):
+                if self._stop_requests > first_requests or time.monotonic() > deadline:
+                    self._send(signal.SIGKILL)
+                time.sleep(_POLL)
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._exit_code
@@ -247,17 +258,6 @@ class _Supervisor:
             self._reload = True
         else:
             self._stop_requests += 1
-
-    def _supervise(self, replica: _Replica) -> None:
-        now = time.monotonic()
-        if replica.process is None:
-            if now >= replica.start_at:
-                self._start(replica)
-        elif replica.process.exitcode is not None:
-            self._handle_exit(replica, replica.process.exitcode)
-        elif now > replica.last_check + (_POLL if not replica.ready else _HEALTH_SECONDS):
-            replica.last_check = now
-            self._check(replica)
 
     def _start(self, replica: _Replica) -> None:
         environment = {} if replica.gpu is None else {"CUDA_VISIBLE_DEVICES": str(replica.gpu)}
@@ -309,16 +309,6 @@ class _Supervisor:
         for replica in self._replicas:
             if replica.process is not None and replica.process.pid is not None and replica.process.exitcode is None:
                 os.kill(replica.process.pid, number)
-
-    def _shut_down(self) -> None:
-        """Shut all replicas down. Replicas that are left after a second signal, or after twice the drain time, are killed."""
-        self._send(signal.SIGTERM)
-        first_requests = self._stop_requests
-        deadline = time.monotonic() + 2 * max(replica.settings.limits.drain_seconds for replica in self._replicas)
-        while any(replica.process is not None and replica.process.exitcode is None for replica in self._replicas):
-            if self._stop_requests > first_requests or time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
-            time.sleep(_POLL)
 
 
 def status_of(settings: ServerSettings, path: str) -> int | None:

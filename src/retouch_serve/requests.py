@@ -110,10 +110,8 @@ class Decoded:
 
 
 def decode(body: bytes, content_type: str, limits: Limits, memory: MemoryBudget | None = None) -> Decoded:
-    """Decode the samples of a request. ``memory``: the budget that counts the images until their last use.
-
-    Raises RequestError if the request as a whole is invalid; an invalid image fails only the items that use it.
-    """
+    """Decode the samples of a request. ``memory``: the budget that counts the images until their last use. Raises RequestError if
+    the request as a whole is invalid; an invalid image fails only the items that use it."""
     document, blobs = decode_body(body, content_type)
     try:
         batch = BatchDocument.model_validate(document)
@@ -235,10 +233,8 @@ _DATA_ADDRESS = re.compile(r"^data:image/[\w.+-]+;base64,")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleScore:
-    """The columns that are returned as ``vlm_score`` and ``ocr_confidence``.
-
-    combined_score = vlm_weight * vlm_score + ocr_weight * ocr_confidence.
-    """
+    """The columns that are returned as ``vlm_score`` and ``ocr_confidence``. combined_score = vlm_weight * vlm_score + ocr_weight *
+    ocr_confidence."""
 
     vlm: str
     ocr: str | None = None
@@ -290,11 +286,8 @@ class SingleScoreReply(BaseModel):
 
 
 def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget, *, needs_text: bool = False) -> Sample:
-    """Decode the sample of a request; its images count against ``memory``.
-
-    ``needs_text``: a reward needs the text of the task. Raises RequestError if the request cannot be read, or if the text is needed
-    and missing.
-    """
+    """Decode the sample of a request; its images count against ``memory``. ``needs_text``: a reward needs the text of the task.
+    Raises RequestError if the request cannot be read, or if the text is needed and missing."""
     try:
         asked = SingleScoreRequest.model_validate(parse_json(body))
     except ValidationError:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def add_serve(commands: Commands) -> None:
-    """Add the command."""
     serve = commands.add_parser(
         "serve", parents=[debug_option(), import_option()], help="serve rewards over HTTP, with one or more replicas"
     )

@@ -77,7 +77,6 @@ def serve_command(arguments: argparse.Namespace) -> int:
 
 
 def _limits(words: Sequence[str]) -> Limits:
-    """The limits of texts ``NAME=N``."""
     kinds = {each.name: each.type for each in dataclasses.fields(Limits)}
     limits: dict[str, Any] = {}
     for word in words:
@@ -92,10 +91,8 @@ def _limits(words: Sequence[str]) -> Limits:
 
 
 class RewardServer:
-    """A running server, returned by ``retouch.serve``. ``url``: its address, for ``retouch.rewards.Remote``.
-
-    Raises ValueError for wrong arguments, or if the port is in use, and RuntimeError if the server ends while it is starting.
-    """
+    """A running server, returned by ``retouch.serve``. ``url``: its address, for ``retouch.rewards.Remote``. Raises ValueError for
+    wrong arguments, or if the port is in use, and RuntimeError if the server ends while it is starting."""
 
     def __init__(self, rewards: Sequence[Any], *, host: str, port: int, token: str | None, limits: Limits | None) -> None:
         if not rewards:

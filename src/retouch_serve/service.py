@@ -115,10 +115,8 @@ class Batcher:
         return self.load + count <= self._limits.max_queue
 
     def submit(self, samples: Sequence[Sample], *, expires: float) -> "asyncio.Future[RewardResult]":
-        """Queue the samples. Samples that are still queued at ``expires`` (``time.monotonic``) are not scored.
-
-        Raises RequestError ("busy") if the queue has no room.
-        """
+        """Queue the samples. Samples that are still queued at ``expires`` (``time.monotonic``) are not scored. Raises RequestError
+        ("busy") if the queue has no room."""
         if not self.has_room(len(samples)):
             raise RequestError("busy")
         done: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
@@ -159,10 +157,8 @@ class Batcher:
 
     async def _wait_for_more(self) -> None:
         """Wait for more samples: always for ``window``, and up to a fifth of the last call's time while more requests are expected.
-
         Callers that got their replies together send their next requests together. A batch without some of these requests would
-        delay them by a whole call.
-        """
+        delay them by a whole call."""
         began = time.monotonic()
         while len(self._queue) < self._limits.max_batch:
             waited = time.monotonic() - began
@@ -316,10 +312,8 @@ class Service:
             raise RequestError("stalled")
 
     async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> ScoreReply:
-        """Decode and score a batch. For an item that could not be decoded, every reward gets the item's error code.
-
-        Raises RequestError if the batch is invalid, is too large for the queue, or takes longer than ``seconds``.
-        """
+        """Decode and score a batch. For an item that could not be decoded, every reward gets the item's error code. Raises
+        RequestError if the batch is invalid, is too large for the queue, or takes longer than ``seconds``."""
         decoded = await self.decode(partial(decode, content_type=content_type), body, admission=admission)
         del body
         asked = list(self._batchers) if decoded.rewards is None else list(dict.fromkeys(decoded.rewards))

@@ -225,11 +225,8 @@ _MAX_WEBP_SIDE = 16383
 def pack(
     samples: Sequence[Sample], ids: Sequence[str], *, encoding: ImageEncoding, rewards: Sequence[str] | None = None
 ) -> tuple[bytes, list[bytes]]:
-    """The batch document as JSON, and the bytes of the images in the order of their numbers.
-
-    ``ids``: one for each sample. ``rewards``: the names of the rewards to ask, None for all. Raises ValueError if a task's ``meta``
-    is not JSON.
-    """
+    """The batch document as JSON, and the bytes of the images in the order of their numbers. ``ids``: one for each sample.
+    ``rewards``: the names of the rewards to ask, None for all. Raises ValueError if a task's ``meta`` is not JSON."""
     tasks: list[TaskHead] = []
     heads: list[PictureHead] = []
     blobs: list[bytes] = []

@@ -19,7 +19,6 @@ _LAST_SECONDS = 5.0
 
 
 def add_report(commands: Commands) -> None:
-    """Add the command."""
     report = commands.add_parser(
         "report",
         parents=[debug_option()],
@@ -30,7 +29,6 @@ def add_report(commands: Commands) -> None:
 
 
 def add_compare(commands: Commands) -> None:
-    """Add the command."""
     compare = commands.add_parser(
         "compare",
         parents=[debug_option()],
@@ -57,7 +55,6 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def add_view(commands: Commands) -> None:
-    """Add the command."""
     view = commands.add_parser("view", parents=[debug_option()], help="follow runs in the browser: curves, samples, comparisons")
     view.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_OR_RUN", help="default: runs")
     view.add_argument("--port", type=port, default=8765, help="port on the loopback address (default: 8765); 0 chooses a free one")
@@ -164,7 +161,6 @@ def view(
 
 
 def add_control(commands: Commands) -> None:
-    """Add the command."""
     control = commands.add_parser(
         "control", parents=[debug_option()], help="ask a run that is training to stop, to save a checkpoint, or to store samples"
     )

@@ -81,11 +81,8 @@ class LedgerSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LedgerView:
-    """The content of a run's ledgers.
-
-    ``files``: one for each rank, in order. ``rescored``: the files of later rescorings, by name. ``samples``: ordered by split,
-    step, group and slot; a column of the rescoring NAME is called NAME:COLUMN.
-    """
+    """The content of a run's ledgers. ``files``: one for each rank, in order. ``rescored``: the files of later rescorings, by name.
+    ``samples``: ordered by split, step, group and slot; a column of the rescoring NAME is called NAME:COLUMN."""
 
     run: Path
     files: Sequence[Path]
@@ -276,15 +273,8 @@ def agree(samples: Sequence[LedgerSample], columns: tuple[str, str]) -> tuple[di
     group = torch.tensor([groups.setdefault(sample.place[:3], len(groups)) for sample in samples])
     share, pairs = measures.pairwise_agreement(a, b, group)
     spearman, kendall, means = measures.spearman(a, b), measures.kendall(a, b), [a.mean().item(), b.mean().item()]
-    found = {
-        "columns": list(columns),
-        "samples": len(samples),
-        "missing": missing,
-        "spearman": spearman,
-        "kendall": kendall,
-        "within_groups": {"same_order": share, "pairs": pairs},
-        "means": means,
-    }
+    found = {"columns": list(columns), "samples": len(samples), "missing": missing, "spearman": spearman, "kendall": kendall}
+    found |= {"within_groups": {"same_order": share, "pairs": pairs}, "means": means}
     rows = [
         ["Spearman's rho", f"{spearman:+.3f}"],
         ["Kendall's tau-b", f"{kendall:+.3f}"],
@@ -297,9 +287,7 @@ def agree(samples: Sequence[LedgerSample], columns: tuple[str, str]) -> tuple[di
 
 def worst(samples: Sequence[LedgerSample], columns: tuple[str, str], run: Path, *, top: int) -> tuple[list[dict[str, Any]], str]:
     """The ``top`` samples with the largest difference of ranks in the two columns. Ranks are used because scales may differ.
-
-    ``rank_difference``: the difference of the ranks, from 0 to 1 (first in one column, last in the other).
-    """
+    ``rank_difference``: the difference of the ranks, from 0 to 1 (first in one column, last in the other)."""
     samples, values, _ = _paired(samples, columns)
     ranks = [measures.ranks(column) for column in values.unbind(1)]
     difference = (ranks[0] - ranks[1]).abs() / max(len(samples) - 1, 1)
@@ -309,16 +297,8 @@ def worst(samples: Sequence[LedgerSample], columns: tuple[str, str], run: Path, 
         sample, path = samples[row], images.path(samples[row])
         place = dict(zip(("split", "step", "group", "slot"), sample.place, strict=True))
         scores = dict(zip(columns, values[row].tolist(), strict=True))
-        found.append(
-            {
-                **place,
-                "task": sample.task,
-                "rank_difference": difference[row].item(),
-                **scores,
-                "sha256": sample.image,
-                "file": None if path is None else str(path),
-            }
-        )
+        shown_file = {"sha256": sample.image, "file": None if path is None else str(path)}
+        found.append({**place, "task": sample.task, "rank_difference": difference[row].item(), **scores, **shown_file})
         shown = [f"{difference[row].item():.2f}", *(f"{scores[name]:.3f}" for name in columns)]
         table.append([*map(str, sample.place), *shown, sample.task, str(path or f"(not stored: {sample.image[:12]})")])
     return found, "\n".join(aligned(table))

@@ -33,10 +33,8 @@ _MAX_CHUNK = 64  # samples
 
 
 class RunTasks:
-    """The tasks of a run. Raises ValueError if the data cannot be found at the path in the recipe.
-
-    A task with a source image as tokens is available only if the data has the image too.
-    """
+    """The tasks of a run. Raises ValueError if the data cannot be found at the path in the recipe. A task with a source image as
+    tokens is available only if the data has the image too."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -101,7 +99,12 @@ def rescore(
         cache = AnswerCache(database)
         reward = section.build(device=scoring_device(), keep=lambda made: with_cache(made, cache))
         try:
-            journal = Journal(database, judge=_require_same_judge(database, reward))
+            own = identity.fingerprint(reward)
+            with database.reading() as connection:
+                judges = [judge for (judge,) in connection.execute("SELECT DISTINCT judge FROM samples")]
+            if set(judges) - {own}:
+                raise ValueError(f"{database.path} has the scores of another reward; give another --name, or remove the file")
+            journal = Journal(database, judge=own)
             new, absent = _score(reward, journal, with_image, images=images, tasks=tasks)
         finally:
             close(reward)
@@ -109,15 +112,8 @@ def rescore(
     without = len(samples) - judged
     columns = [f"{called}:{column}" for column in reward.columns]
     listed = sorted({sample.step for sample in with_image})
-    found = {
-        "name": called,
-        "columns": columns,
-        "samples": len(samples),
-        "judged": judged,
-        "judged_now": new,
-        "without_image": without,
-        "steps": listed,
-    }
+    found = {"name": called, "columns": columns, "samples": len(samples), "judged": judged, "judged_now": new}
+    found |= {"without_image": without, "steps": listed}
     left = f"; {without} have no stored image" if without else ""
     lines = [
         f"{judged} of {len(samples)} samples have scores of {called}, {new} new{left}",
@@ -168,13 +164,3 @@ def _row(sample: LedgerSample) -> JournalRow:
     step = sample.step - 1 if sample.split == "train" else sample.step
     split: Any = sample.split
     return JournalRow(split, step, sample.group, sample.slot, sample.task, sample.image, sample.completion)
-
-
-def _require_same_judge(database: Database, reward: Reward) -> str:
-    """The fingerprint of the reward. Raises ValueError if the file has scores of another reward."""
-    own = identity.fingerprint(reward)
-    with database.reading() as connection:
-        others = [judge for (judge,) in connection.execute("SELECT DISTINCT judge FROM samples") if judge != own]
-    if others:
-        raise ValueError(f"{database.path} has the scores of another reward; give another --name, or remove the file")
-    return own

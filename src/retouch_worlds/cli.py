@@ -29,7 +29,6 @@ _BASES = {
 
 
 def add_playground(commands: Commands) -> None:
-    """Add the command."""
     playground = commands.add_parser("playground", help="the built-in toy world").add_subparsers(
         dest="what", required=True, metavar="WHAT"
     )

@@ -47,7 +47,6 @@ from retouch_worlds.playground.scenes import (
 from retouch_worlds.playground.texts import (
     JOINS,
     PHRASES,
-    Placed,
     completion,
     content,
     description,
@@ -219,7 +218,6 @@ class PlaygroundTasks(GeneratedTasks):
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
-        """Draw a scene, edits and an instruction of this split."""
         random = generator(self.seed, "playground", self.split, index)
         choices = RandomChoices(random)
         filler = choices.uniform() < self._filler
@@ -299,9 +297,7 @@ def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
 
 def indirect(task: Task, *, incomplete: float = 0.0) -> Task:
     """The task of ``PlaygroundTasks`` with an indirect instruction and a completion, drawn with a generator keyed by the task's id.
-
-    ``incomplete``: the probability of an empty completion for a task with several edits.
-    """
+    ``incomplete``: the probability of an empty completion for a task with several edits."""
     edits, scene = edits_of(task), Scene.from_json(task.meta["scene"])
     choices = RandomChoices(generator(0, "indirect", task.id))
     completed = [] if choices.uniform() < incomplete and len(edits) > 1 else edits
@@ -365,21 +361,19 @@ class TextToImageTasks(GeneratedTasks):
         self._known_words = data.known_words
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
-    def _scene(self, index: int, random: torch.Generator) -> Scene:
-        things = RandomChoices(random).number(self._complexity, index)
-        while True:
-            scene = random_scene(random, least=things, most=things)
-            if split_of(canonical(scene)) == self.split:
-                return scene
-
     def _task(self, index: int) -> Task:
         from retouch_worlds.playground.rendering import render
 
         random = generator(self.seed, "painting", self.split, index)
-        scene = self._scene(index, random)
+        count = RandomChoices(random).number(self._complexity, index)
+        while True:
+            scene = random_scene(random, least=count, most=count)
+            if split_of(canonical(scene)) == self.split:
+                break
         choices = RandomChoices(random)
         things = choices.sample(placed(scene), len(scene.objects))
-        named = self._named(things, choices)
+        incomplete, one = choices.uniform() < self._incomplete, choices.uniform() < _ONE
+        named = things[: 1 if one or len(things) == 2 else 2] if incomplete and len(things) > 1 else things
         completion = description(scene.background, named)
         text = completion if self._known_words else request(scene.background, things, random)
         digest = hashlib.sha256(f"{canonical(scene)} {text}".encode()).hexdigest()[:8]
@@ -390,13 +384,6 @@ class TextToImageTasks(GeneratedTasks):
             tags={"complexity": str(len(things))},
             meta={"scene": scene.to_json(), "completion": completion},
         )
-
-    def _named(self, things: Sequence[Placed], choices: RandomChoices) -> Sequence[Placed]:
-        """The things that the completion names."""
-        incomplete, one = choices.uniform() < self._incomplete, choices.uniform() < _ONE
-        if not incomplete or len(things) == 1:
-            return things
-        return things[: 1 if one or len(things) == 2 else 2]
 
 
 PROMPT = "The text is '{}'."

@@ -155,7 +155,6 @@ def _read(task: Task) -> tuple[Scene, list[Edit]]:
 
 
 def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
-    """Compute the column ``IF``, 0 to 10."""
     target = CELL_TEMPLATES[edits.backgrounds[:, None], edits.target]
     source = CELL_TEMPLATES[edits.backgrounds[:, None], edits.source]
     before = distance(source, target)

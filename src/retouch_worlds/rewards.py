@@ -48,9 +48,7 @@ class PlaygroundReward(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32. A sample without an image, or with an image that is not 24 x 24, gets the minimum.
-
-        Raises ValueError if a task is not a task of the playground.
-        """
+        Raises ValueError if a task is not a task of the playground."""
         from retouch_worlds.measuring import edit_scores
 
         return edit_scores(samples, self.columns)
@@ -92,8 +90,7 @@ class SceneReward(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32. A sample without an image, or with an image that is not 24 x 24, gets the minimum, and
-        NaN for ``extra``. Raises ValueError if a task has no scene of the playground.
-        """
+        NaN for ``extra``. Raises ValueError if a task has no scene of the playground."""
         from retouch_worlds.measuring import scene_scores
 
         return scene_scores(samples, self.columns)
@@ -125,9 +122,7 @@ class SignReward(RewardSection):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32. A sample without an image, or with an image of another size than the mask, scores 0.
-
-        Raises ValueError if a task has no mask, an empty mask, or no reference.
-        """
+        Raises ValueError if a task has no mask, an empty mask, or no reference."""
         from retouch_worlds.measuring import sign_scores
 
         return sign_scores(samples)

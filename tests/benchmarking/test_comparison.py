@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +17,12 @@ SUITE = find_suite("playground", {"tasks": 12})
 COMPARISONS = 1000
 
 
-def items_in(clusters: int, members: int) -> list[SuiteItem]:
+def items_in(clusters, members):
     return [SuiteItem(id=str(n), prompt="", cluster=str(n // members)) for n in range(clusters * members)]
 
 
 @pytest.mark.parametrize(("clusters", "members"), [(60, 1), (40, 3)])
-def test_equal_models_differ_in_3_to_7_percent_of_comparisons(clusters: int, members: int) -> None:
+def test_equal_models_differ_in_3_to_7_percent_of_comparisons(clusters, members):
     draw = np.random.default_rng(clusters)
     items = items_in(clusters, members)
     shape = COMPARISONS, clusters, members
@@ -34,7 +33,7 @@ def test_equal_models_differ_in_3_to_7_percent_of_comparisons(clusters: int, mem
     assert 0.03 <= np.mean(found) <= 0.07
 
 
-def test_differences_are_paired_and_items_without_a_score_on_one_side_are_excluded() -> None:
+def test_differences_are_paired_and_items_without_a_score_on_one_side_are_excluded():
     items = items_in(30, 1)
     difficulty = np.linspace(0, 10, 30)
     a, b = difficulty.copy(), difficulty + 0.3
@@ -46,7 +45,7 @@ def test_differences_are_paired_and_items_without_a_score_on_one_side_are_exclud
     assert (cell["low"], cell["high"]) == (pytest.approx(0.3), pytest.approx(0.3))
 
 
-def stored(folder: Path, shift: float, *, judge: str = "own", columns: tuple[str, ...] = ("overall", "IF")) -> Path:
+def stored(folder, shift, *, judge="own", columns=("overall", "IF")):
     """A result of the playground in which later items have higher scores, by ``shift`` more for the last."""
     items, _ = SUITE.items(None)
     rows = []
@@ -78,7 +77,7 @@ def stored(folder: Path, shift: float, *, judge: str = "own", columns: tuple[str
     return folder
 
 
-def test_the_page_shows_the_items_that_differ_most_first(tmp_path: Path) -> None:
+def test_the_page_shows_the_items_that_differ_most_first(tmp_path):
     found = compare(stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0), top=3)
     cell = found.about["table"]["all"]["overall"]
     assert cell["difference"] == pytest.approx((4 + 11 * 0.4) / 12)
@@ -94,7 +93,7 @@ def test_the_page_shows_the_items_that_differ_most_first(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("lower", "style"), [([], "good"), (["overall"], "bad")])
-def test_a_rise_is_shown_as_worse_if_lower_is_better(lower: list[str], style: str, tmp_path: Path) -> None:
+def test_a_rise_is_shown_as_worse_if_lower_is_better(lower, style, tmp_path):
     folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
     for each in folders:
         result = BenchmarkResult.read(each / "scores" / "own")
@@ -103,7 +102,7 @@ def test_a_rise_is_shown_as_worse_if_lower_is_better(lower: list[str], style: st
     assert [len(page.all("span", each)) for each in ("good", "bad")] == [3 * (style == "good"), 3 * (style == "bad")]
 
 
-def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path: Path) -> None:
+def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path):
     folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
     rows = folders[1] / "scores" / "own" / "rows.jsonl"
     first, *others = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -114,7 +113,7 @@ def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path: Path) -
     assert "nan" not in read(text).words
 
 
-def test_a_column_without_a_score_is_shown_as_a_dash(tmp_path: Path) -> None:
+def test_a_column_without_a_score_is_shown_as_a_dash(tmp_path):
     folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
     rows = folders[1] / "scores" / "own" / "rows.jsonl"
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -127,7 +126,7 @@ def test_a_column_without_a_score_is_shown_as_a_dash(tmp_path: Path) -> None:
     assert cells[cells.index("IF") - 1 :][:6] == ["0", "IF", "-", "-", "-", "-"]
 
 
-def test_results_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+def test_results_that_cannot_be_compared_are_refused(tmp_path):
     a = stored(tmp_path / "a", 0.0)
     with pytest.raises(ValueError, match="judge is"):
         compare(a, stored(tmp_path / "b", 0.0, judge="other"))

@@ -2,8 +2,6 @@
 without an error."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import diffusers
 import pytest
@@ -29,7 +27,7 @@ CONVERTED = {
 
 
 @pytest.fixture(scope="module")
-def weights() -> dict[str, torch.Tensor]:
+def weights():
     """A LoRA of a tiny Qwen-Image, with the names of diffusers."""
     torch.manual_seed(0)
     transformer = tiny_pipelines.qwen_image().transformer
@@ -38,11 +36,11 @@ def weights() -> dict[str, torch.Tensor]:
     return {f"transformer.{key}": tensor.detach().clone().contiguous() for key, tensor in found.items()}
 
 
-def kohya(weights: dict[str, torch.Tensor], path: Path, *, alpha: float = 2.0) -> Path:
+def kohya(weights, path, *, alpha=2.0):
     """The file that kohya's scripts write: names without dots, and alpha beside the weights."""
     made = {}
     for key, tensor in weights.items():
-        layer, part = re.fullmatch(r"transformer\.(.*)\.(lora_[AB])\.weight", key).groups()  # type: ignore[union-attr]
+        layer, part = re.fullmatch(r"transformer\.(.*)\.(lora_[AB])\.weight", key).groups()
         name = f"lora_unet_{layer.replace('.', '_')}"
         made[f"{name}.{'lora_down' if part == 'lora_A' else 'lora_up'}.weight"] = tensor
         made[f"{name}.alpha"] = torch.tensor(alpha)
@@ -50,7 +48,7 @@ def kohya(weights: dict[str, torch.Tensor], path: Path, *, alpha: float = 2.0) -
     return path
 
 
-def image(lora: Path | None) -> bytes:
+def image(lora):
     pipeline = tiny_pipelines.qwen_image()
     if lora is not None:
         load_lora(pipeline, lora)
@@ -58,7 +56,7 @@ def image(lora: Path | None) -> bytes:
     return bytes(pipeline(prompt="a cat", generator=torch.Generator().manual_seed(0), **call).images[0].tobytes())
 
 
-def test_formats_of_one_lora_make_the_same_image(weights: Any, tmp_path: Path) -> None:
+def test_formats_of_one_lora_make_the_same_image(weights, tmp_path):
     save_file(weights, tmp_path / "diffusers.safetensors")
     peft = tmp_path / "peft"
     peft.mkdir()
@@ -75,7 +73,7 @@ def test_formats_of_one_lora_make_the_same_image(weights: Any, tmp_path: Path) -
         load_lora(tiny_pipelines.qwen_image(), peft)
 
 
-def test_a_lora_that_does_not_match_the_pipeline_raises_with_the_layer_names(weights: Any, tmp_path: Path) -> None:
+def test_a_lora_that_does_not_match_the_pipeline_raises_with_the_layer_names(weights, tmp_path):
     path = tmp_path / "lora.safetensors"
     first = next(iter(weights)).partition(".lora_A")[0]
     others = {key: tensor for key, tensor in weights.items() if not key.startswith(first)}
@@ -102,7 +100,7 @@ def test_a_lora_that_does_not_match_the_pipeline_raises_with_the_layer_names(wei
 
 
 @pytest.mark.parametrize("family", [*CONVERTED, "StableDiffusion3Pipeline"])
-def test_diffusers_converts_kohya_files_of_the_documented_families(family: str) -> None:
+def test_diffusers_converts_kohya_files_of_the_documented_families(family):
     """As docs/benchmarks.md lists them."""
     layer = CONVERTED.get(family, "joint_blocks_0_x_block_attn_proj")
     given = {f"lora_unet_{layer}.lora_{part}.weight": torch.ones(2, 2) for part in ("down", "up")}
@@ -110,7 +108,7 @@ def test_diffusers_converts_kohya_files_of_the_documented_families(family: str) 
     assert all(key.startswith("transformer.") for key in found) == (family in CONVERTED)
 
 
-def test_the_command_takes_a_kohya_file(weights: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_takes_a_kohya_file(weights, tmp_path, capsys):
     tiny_pipelines.qwen_image().save_pretrained(tmp_path / "model")
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat", "a dog"])
     words = ["bench", "hpsv2", "--option", "path=none", "--data", str(data), "--judge", "share:red", "--device", "cpu"]
@@ -125,7 +123,7 @@ def test_the_command_takes_a_kohya_file(weights: Any, tmp_path: Path, capsys: An
     assert "lora_unet_transformer_blocks_9_attn_to_q" in capsys.readouterr().err
 
 
-def test_a_loaded_pipeline_accepts_a_kohya_file(weights: Any, tmp_path: Path) -> None:
+def test_a_loaded_pipeline_accepts_a_kohya_file(weights, tmp_path):
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat"])
     call = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 64}
     found = run(
@@ -138,5 +136,4 @@ def test_a_loaded_pipeline_accepts_a_kohya_file(weights: Any, tmp_path: Path) ->
         call=call,
         out=tmp_path / "out",
     )
-    assert found is not None
     assert found.table["all"]["share"]["n"] == 1

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,11 +14,10 @@ import tiny_flux2
 import tiny_pipelines
 from retouch.core.random import generator
 from retouch.records.files import read_json, write_json
-from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column
 from retouch_bench.running import run
-from retouch_bench.suite import BrokenItem, Suite, SuiteItem
+from retouch_bench.suite import Suite, SuiteItem
 
 
 class TurnSuite(Suite):
@@ -39,7 +38,7 @@ class TurnSuite(Suite):
     columns: ClassVar[Mapping[str, Column]] = {"share": Column(0.0, 1.0)}
     headline_column: ClassVar[str] = "share"
 
-    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+    def items(self, data):
         root = Path(self.folder)
         Image.new("RGB", (8, 8), "red").save(root / "red.png")
         (root / "damaged.png").write_bytes(b"no image")
@@ -50,17 +49,17 @@ class TurnSuite(Suite):
         ]
         return items, []
 
-    def reward(self, judge: object) -> RewardSection:
+    def reward(self, judge):
         return ShareReward(channel="red")
 
 
 class Fading:
     """A pipeline that mixes its source with grey, and writes a random number from its generator into the first pixel."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[str, float]] = []
 
-    def __call__(self, prompt: str, image: Image.Image, generator: torch.Generator, strength: float = 0.5) -> Any:
+    def __call__(self, prompt, image, generator, strength=0.5):
         drawn = float(torch.rand(1, generator=generator))
         self.calls.append((prompt, drawn))
         made = Image.blend(image, Image.new("RGB", image.size, "grey"), strength)
@@ -68,10 +67,9 @@ class Fading:
         return SimpleNamespace(images=[made])
 
 
-def test_turns_edit_the_previous_image_and_every_image_has_its_own_noise(tmp_path: Path) -> None:
+def test_turns_edit_the_previous_image_and_every_image_has_its_own_noise(tmp_path):
     suite, pipeline = TurnSuite(folder=str(tmp_path)), Fading()
     found = run(suite, model=pipeline, out=tmp_path / "out", call={"strength": 0.25})
-    assert found is not None
     names = sorted(path.name for path in (tmp_path / "out" / "images").iterdir())
     assert names == ["a%2F1-0.png", "a%2F1-1.png", "b-0-turn2.png", "b-0.png", "b-1-turn2.png", "b-1.png"]
     assert [prompt for prompt, _ in pipeline.calls] == ["less"] * 4 + ["still less"] * 2
@@ -97,15 +95,14 @@ class PromptSuite(TurnSuite):
     task = "text-to-image"
     turns = images_per_item = 1
 
-    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+    def items(self, data):
         return [SuiteItem(id=str(row), prompt="a red circle") for row in range(2)], []
 
 
-def test_a_diffusers_pipeline_makes_images_and_unsupported_arguments_or_suites_raise(tmp_path: Path) -> None:
+def test_a_diffusers_pipeline_makes_images_and_unsupported_arguments_or_suites_raise(tmp_path):
     pipeline, suite = tiny_pipelines.sd3(), PromptSuite(folder=str(tmp_path))
     call = {"num_inference_steps": 1, "height": 16, "width": 16}
     found = run(suite, model=pipeline, out=tmp_path / "out", call=call)
-    assert found is not None
     assert found.about["model"]["model"] == "a loaded StableDiffusion3Pipeline"
     images = [Image.open(tmp_path / "out" / "images" / f"{row}.png") for row in range(2)]
     assert [image.size for image in images] == [(16, 16), (16, 16)]
@@ -119,19 +116,18 @@ def test_a_diffusers_pipeline_makes_images_and_unsupported_arguments_or_suites_r
 class ListedSuite(PromptSuite):
     """A prompt for each line of a file; the ids are the numbers of the lines."""
 
-    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
-        assert data is not None
+    def items(self, data):
         return [SuiteItem(id=str(row), prompt=line) for row, line in enumerate(data.read_text().splitlines())], []
 
 
 class Plain:
     """A pipeline that returns a red image."""
 
-    def __call__(self, prompt: str, generator: torch.Generator) -> Any:
+    def __call__(self, prompt, generator):
         return SimpleNamespace(images=[Image.new("RGB", (8, 8), "red")])
 
 
-def test_images_of_another_data_file_are_not_used_again(tmp_path: Path) -> None:
+def test_images_of_another_data_file_are_not_used_again(tmp_path):
     suite, out = ListedSuite(folder=str(tmp_path)), tmp_path / "out"
     for name, words in {"first": "a dog\na cat", "copy": "a dog\na cat", "second": "a dog\na house"}.items():
         (tmp_path / name).write_text(words)
@@ -144,7 +140,7 @@ def test_images_of_another_data_file_are_not_used_again(tmp_path: Path) -> None:
     assert run(suite, model=Plain(), data=tmp_path / "first", out=out) is not None
 
 
-def three_frames(root: Path) -> list[Image.Image]:
+def three_frames(root):
     """KRIS-Bench with one item, which has three source images."""
     frames = [Image.new("RGB", (64, 64), (80 * row, 0, 0)) for row in range(3)]
     folder = root / "temporal_prediction"
@@ -156,7 +152,7 @@ def three_frames(root: Path) -> list[Image.Image]:
     return frames
 
 
-def test_a_pipeline_that_takes_several_images_gets_all_source_images(tmp_path: Path) -> None:
+def test_a_pipeline_that_takes_several_images_gets_all_source_images(tmp_path):
     frames, pipeline = three_frames(tmp_path), tiny_flux2.pipeline()
     call = {"num_inference_steps": 1, "height": 64, "width": 64, "max_sequence_length": 64}
     assert run("kris", model=pipeline, judge="share:red", data=tmp_path, call=call, audit=False, out=tmp_path / "out") is not None
@@ -167,11 +163,8 @@ def test_a_pipeline_that_takes_several_images_gets_all_source_images(tmp_path: P
 
 
 @pytest.mark.parametrize(("model", "kind"), [(Fading(), "Fading"), ("quickstart", "playground")])
-def test_an_item_with_more_source_images_than_the_model_takes_is_missing_with_the_reason(
-    model: Any, kind: str, tmp_path: Path
-) -> None:
+def test_an_item_with_more_source_images_than_the_model_takes_is_missing_with_the_reason(model, kind, tmp_path):
     three_frames(tmp_path)
     found = run("kris", model=model, judge="share:red", data=tmp_path, audit=False, out=tmp_path / "out")
-    assert found is not None
     (missing,) = found.missing
     assert missing["reason"] == f"the item has 3 source images, and {kind} takes 1"

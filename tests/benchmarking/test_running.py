@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +18,7 @@ from retouch.inference.exporting import export_target
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
-from retouch.rewards.base import BudgetSpent, RewardSection
+from retouch.rewards.base import BudgetSpent
 from retouch.run import session
 from retouch.types import Column
 from retouch_bench.comparison import compare
@@ -35,24 +34,23 @@ from tiny_recipes import SMALL
 from warm_python import python
 
 
-def scores(result: BenchmarkResult | None) -> list[tuple[str, dict[str, float]]]:
-    assert result is not None
+def scores(result):
     return [(row.item, dict(row.scores)) for row in result.rows]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkResult:
+def base(tmp_path_factory):
     """Six tasks of the playground, edited by the untrained editor."""
     found = run("playground", model="playground", subset=6, out=tmp_path_factory.mktemp("base"))
     assert found is not None
     return found
 
 
-def images_of(result: BenchmarkResult) -> Path:
+def images_of(result):
     return result.folder.parents[1] / "images"
 
 
-def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -> None:
+def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path):
     text_to_image = {
         **{**SMALL, "policy": {**SMALL["policy"], "model": {"kind": "playground-text-to-image"}}},
         "data": {"kind": "playground-scenes", "count": 8, "complexity": {"1": 1}, "known_words": True},
@@ -63,7 +61,7 @@ def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -
         run("playground", model=tmp_path / "text-to-image.json", subset=2, out=tmp_path / "bench")
 
 
-def test_a_model_may_be_the_name_of_a_run_as_in_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_may_be_the_name_of_a_run_as_in_other_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = RunFolder(tmp_path / "runs" / "mine").recipe
     assert not is_ours("mine")
@@ -74,7 +72,7 @@ def test_a_model_may_be_the_name_of_a_run_as_in_other_commands(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(tmp_path: Path) -> None:
+def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(tmp_path):
     recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "learning_rate": 0.05})
     session.run(recipe, fresh=False)
     export_target(str(recipe.folder), to=tmp_path / "lora")
@@ -89,30 +87,27 @@ def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(t
     for lora in (tmp_path / "lora", peft, tmp_path / "lora" / "comfyui_lora.safetensors"):
         out = tmp_path / f"of-{lora.name}"
         theirs = run("playground", model="playground", lora=lora, call={"num_inference_steps": 3}, out=out, **options)
-        assert theirs is not None
         assert scores(theirs) == scores(ours), lora
         assert theirs.about["model"]["lora"]["path"] == str(lora)
         for path in sorted((out / "images").iterdir()):
             assert path.read_bytes() == (tmp_path / "ours" / "images" / path.name).read_bytes()
 
 
-def test_a_folder_of_images_has_the_scores_of_the_model_that_made_them(base: BenchmarkResult, tmp_path: Path) -> None:
+def test_a_folder_of_images_has_the_scores_of_the_model_that_made_them(base, tmp_path):
     again = run("playground", images=images_of(base), subset=6, out=tmp_path)
     assert scores(again) == scores(base)
-    assert again is not None
     assert again.table == base.table
     assert base.table["all"]["overall"]["n"] == 6
     assert base.headline == pytest.approx(sum(row.scores["overall"] for row in base.rows) / 6)
 
 
-def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base: BenchmarkResult, tmp_path: Path) -> None:
+def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base, tmp_path):
     shutil.copytree(images_of(base), tmp_path / "images")
     first, second = sorted((tmp_path / "images").iterdir())[:2]
     first.unlink()
     second.write_bytes(b"not an image")
     notes: list[str] = []
     found = run("playground", images=tmp_path / "images", subset=6, out=tmp_path / "out", note=notes.append)
-    assert found is not None
     assert notes[-1] == "scored 4 of 6 images"
     reasons = {each["item"]: each["reason"] for each in found.missing}
     assert len(reasons) == 2
@@ -126,7 +121,7 @@ def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base:
     assert found.rows[0].item == line["item"]
 
 
-def test_a_folder_without_an_image_of_the_items_raises_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_an_image_of_the_items_raises_and_writes_nothing(tmp_path):
     (tmp_path / "images").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "images" / "other.png")
     with pytest.raises(ValueError, match=r"no image of the 2 items; name the files by the ids of the items, for example .*\.png"):
@@ -134,9 +129,7 @@ def test_a_folder_without_an_image_of_the_items_raises_and_writes_nothing(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_another_judge_scores_the_existing_images_without_generating_new_ones(
-    base: BenchmarkResult, tmp_path: Path, capsys: Any
-) -> None:
+def test_another_judge_scores_the_existing_images_without_generating_new_ones(base, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(base.folder.parents[1], out)
     before = {path: path.stat().st_mtime_ns for path in (out / "images").iterdir()}
@@ -169,7 +162,7 @@ run("playground", model="playground", subset=34, options={"tasks": 34}, out=sys.
 
 
 @pytest.mark.slow
-def test_a_killed_benchmark_resumes_with_its_images_and_gives_the_same_scores(tmp_path: Path) -> None:
+def test_a_killed_benchmark_resumes_with_its_images_and_gives_the_same_scores(tmp_path):
     for place, call in (("images", 5), ("scores", 2)):
         ended = subprocess.run([python(), "-c", KILLED, str(tmp_path / "out"), place, str(call)], check=False)
         assert ended.returncode == -signal.SIGKILL
@@ -183,7 +176,7 @@ def test_a_killed_benchmark_resumes_with_its_images_and_gives_the_same_scores(tm
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_same_table_as_one_rank(base: BenchmarkResult, tmp_path: Path) -> None:
+def test_two_ranks_give_the_same_table_as_one_rank(base, tmp_path):
     words = ["bench", "playground", "--images", str(images_of(base)), "--subset", "6", "--device", "cpu"]
     on_two_ranks(["-m", "retouch", *words, "--out", str(tmp_path / "two")], tmp_path / "logs")
     two = BenchmarkResult.read(tmp_path / "two" / "scores" / "own")
@@ -194,25 +187,22 @@ def test_two_ranks_give_the_same_table_as_one_rank(base: BenchmarkResult, tmp_pa
 class JudgedSuite(Suite):
     """Plain images that a judge scores."""
 
-    name: ClassVar[str] = "judged"
-    title: ClassVar[str] = "Judged"
-    source: ClassVar[str] = "https://example.org"
-    licence: ClassVar[str] = "MIT"
-    size: ClassVar[int] = 30
+    name, title = "judged", "Judged"
+    source, licence, size = "https://example.org", "MIT", 30
     protocol: ClassVar[str] = "VIEScore."
     task = "text-to-image"
     needs_data = False
     columns: ClassVar[Mapping[str, Column]] = {"sc": Column(0.0, 10.0), "pq": Column(0.0, 10.0), "overall": Column(0.0, 10.0)}
     headline_column: ClassVar[str] = "overall"
 
-    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+    def items(self, data):
         return [SuiteItem(id=f"{row:03d}", prompt=f"colour {row}") for row in range(30)], [BrokenItem("031", "no prompt")]
 
-    def reward(self, judge: Any) -> RewardSection:
+    def reward(self, judge):
         return VieScore(judge=require_judge(self, judge))
 
 
-def write_judged_images(folder: Path) -> Path:
+def write_judged_images(folder):
     """The images of ``JudgedSuite``."""
     folder.mkdir()
     for row in range(30):
@@ -220,9 +210,7 @@ def write_judged_images(folder: Path) -> Path:
     return folder
 
 
-def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_it(tmp_path, monkeypatch, capsys):
     images = write_judged_images(tmp_path / "images")
     with Double() as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)
@@ -233,7 +221,6 @@ def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_
         assert 0 < len(server.requests) <= 35
         assert not (tmp_path / "out" / "scores" / "double" / "result.json").exists()
         second = run(JudgedSuite(), images=images, judge=judge, audit=False, out=tmp_path / "out")
-        assert second is not None
         assert second.table["all"]["overall"]["n"] == 30
         assert set(server.seen.values()) == {1}, "nothing is asked twice"
         assert len(server.requests) == 60
@@ -248,14 +235,12 @@ def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_
 
 
 @pytest.mark.slow
-def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requested_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requested_again(tmp_path, monkeypatch):
     write_judged_images(tmp_path / "images")
     faulty = {"on": True}
     kinds: dict[str, str] = {}
 
-    def fault(digest: str, times: int) -> str | None:
+    def fault(digest, times):
         if not faulty["on"] or int(digest[:2], 16) % 2:
             return None
         return kinds.setdefault(digest, FAULTS[len(kinds) % len(FAULTS)])
@@ -263,25 +248,14 @@ def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requeste
     with Double(fault, hang=5.5) as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)
         monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
-        judge = Endpoint(
-            model="double",
-            base_url=server.url,
-            key="DOUBLE_KEY",
-            attempts=2,
-            deadline=15.0,
-            concurrency=8,
-            pause=0.01,
-            longest_pause=0.02,
-            timeout=5.0,
-        )
+        limits = {"attempts": 2, "deadline": 15.0, "concurrency": 8, "pause": 0.01, "longest_pause": 0.02, "timeout": 5.0}
+        judge = Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", **limits)
         first = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
         faulty["on"] = False
         asked = len(server.requests)
         second = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
         again = len(server.requests) - asked
         clean = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "clean")
-        assert first is not None
-        assert second is not None
         right = dict(scores(clean))
         assert len(set(kinds.values())) >= 20
         lost = [each for each in first.missing if "overall" in each["columns"]]
@@ -318,20 +292,18 @@ def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requeste
         (["compare", "one", "two"], "no result there"),
     ],
 )
-def test_invalid_arguments_of_bench_exit_with_a_clear_message(
-    arguments: list[str], message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_invalid_arguments_of_bench_exit_with_a_clear_message(arguments, message, tmp_path, capsys):
     out = [] if arguments[0] == "compare" else ["--out", str(tmp_path / "out")]
     assert cli.main(["bench", *arguments, *out]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_bench_list_prints_the_suites(capsys: Any) -> None:
+def test_bench_list_prints_the_suites(capsys):
     assert cli.main(["bench", "list"]) == 0
     assert "playground" in capsys.readouterr().out
 
 
-def test_the_result_folder_contains_the_settings_and_the_table(base: BenchmarkResult) -> None:
+def test_the_result_folder_contains_the_settings_and_the_table(base):
     about = read_json(base.folder / "result.json")
     assert {"suite", "protocol", "deviations", "licence", "model", "judge", "seed", "items", "missing", "broken"} <= about.keys()
     assert (base.folder / "table.md").read_text().strip() == str(base)

@@ -9,11 +9,10 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import diffusers
 import pytest
@@ -33,9 +32,7 @@ BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^( *)```(?P<language>\w*)\n(?
 LANGUAGES = {"python", "sh", "jsonnet", "jsonl", "toml", "text"}
 RUN_ELSEWHERE = {"README.md", "docs/python.md", "docs/your-own.md", "docs/coming-from.md"}
 
-PARSED = {
-    "docs/rewards.md": "it loads a published CLIP, which is not on this machine",
-}
+PARSED = {"docs/rewards.md": "it loads a published CLIP, which is not on this machine"}
 """Pages whose Python is only compiled, and why."""
 TINY_PIPELINE = {"size": (32, 32), "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}}}
 TINY_RUN = {"steps": 2, "group_size": 2, "tasks_per_step": 2, "device": "cpu", "trackers": ()}
@@ -50,11 +47,11 @@ class Block:
     line: int
 
     @property
-    def place(self) -> str:
+    def place(self):
         return f"{self.page}:{self.line}"
 
 
-def blocks(language: str | None = None) -> Iterator[Block]:
+def blocks(language=None):
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for found in BLOCK.finditer(text):
@@ -69,11 +66,11 @@ def blocks(language: str | None = None) -> Iterator[Block]:
                 yield block
 
 
-def pages_with(language: str) -> list[str]:
+def pages_with(language):
     return sorted({block.page for block in blocks(language)})
 
 
-def test_every_block_has_a_language_that_is_checked() -> None:
+def test_every_block_has_a_language_that_is_checked():
     assert [block.place for block in blocks() if block.language not in LANGUAGES] == []
     fences = sum(len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES)
     assert fences == 2 * len(list(blocks()))
@@ -83,11 +80,11 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(tmp_path, monkeypatch):
     """Trainers take the page's arguments, but train for two steps; pipelines are tiny ones of the same class."""
     real = retouch.Trainer.__init__
 
-    def small(self: retouch.Trainer, **given: Any) -> None:
+    def small(self, **given):
         loaded = isinstance(given["model"], str) or hasattr(given["model"], "scheduler")
         model = tiny_pipelines.sd3() if isinstance(given["model"], str) else given["model"]
         real(self, **{**given, "model": model, **TINY_RUN, **(TINY_PIPELINE if loaded else {})})
@@ -105,7 +102,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sorted({*pages_with("python")} - RUN_ELSEWHERE - {*PARSED}),
     ),
 )
-def test_the_python_blocks_of_a_page_run_in_order(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_blocks_of_a_page_run_in_order(page, monkeypatch):
     script = ModuleType("script_of_the_page")
     monkeypatch.setitem(sys.modules, script.__name__, script)
     monkeypatch.syspath_prepend(Path.cwd())
@@ -127,7 +124,7 @@ def test_the_python_blocks_of_a_page_run_in_order(page: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("page", PARSED)
-def test_python_that_is_not_run_is_valid(page: str) -> None:
+def test_python_that_is_not_run_is_valid(page):
     found = [block for block in blocks("python") if block.page == page]
     assert found
     for block in found:
@@ -140,7 +137,7 @@ EDITOR, WRITER = "playground/grpo.jsonnet", "qwen-image-edit/writer-grpo-frozen-
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("jsonnet") if not block.file], ids=lambda block: block.place)
-def test_jsonnet_blocks_are_valid_parts_of_a_recipe(block: Block, tmp_path: Path) -> None:
+def test_jsonnet_blocks_are_valid_parts_of_a_recipe(block, tmp_path):
     """Keys, types and combinations are checked, as in a recipe; complete recipes are files of docs/your-own.md."""
     recipe = tmp_path / "recipe.jsonnet"
     recipe.write_text(
@@ -153,34 +150,34 @@ def test_jsonnet_blocks_are_valid_parts_of_a_recipe(block: Block, tmp_path: Path
 # Commands
 
 
-def retouch_or_make(words: list[str]) -> bool:
+def retouch_or_make(words):
     """`test_docs.py` parses these with the command's own parser, and runs those of docs/your-own.md; most train for minutes."""
     return True
 
 
-def pip(words: list[str]) -> bool:
+def pip(words):
     """Extras of the package exist. Not run: tests install nothing."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {extra for word in words for found in re.findall(r"^(?:\.|retouch)\[([\w,]+)\]$", word) for extra in found.split(",")}
     return words[1] == "install" and named <= extras.keys()
 
 
-def python(words: list[str]) -> bool:
+def python(words):
     """The script exists. Not run: these are measurements, generators and servers, with tests of their own."""
     return words[1] == "-m" or (ROOT / words[1]).is_file()
 
 
-def launcher(words: list[str]) -> bool:
+def launcher(words):
     """It starts a script, or the command as a module. Not run: it starts processes; `tests/distributed` has ranks."""
     return any(word.endswith(".py") for word in words) or "retouch.cli" in words
 
 
-def job_file(words: list[str]) -> bool:
+def job_file(words):
     """The job file exists. Not run: `tests/examples/test_cluster_files.py` runs it with test doubles."""
     return any((ROOT / word).is_file() for word in words)
 
 
-def elsewhere(words: list[str]) -> bool:
+def elsewhere(words):
     """A command of a program that is not installed here, or a setting of the user's shell."""
     return True
 
@@ -196,7 +193,7 @@ PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))
-def test_every_line_of_a_shell_block_is_a_known_command(page: str) -> None:
+def test_every_line_of_a_shell_block_is_a_known_command(page):
     for block in blocks("sh"):
         if block.page == page:
             for line in block.text.replace("\\\n", " ").splitlines():
@@ -208,6 +205,6 @@ def test_every_line_of_a_shell_block_is_a_known_command(page: str) -> None:
                     assert PROGRAMS[words[0]](words), f"{block.place}: {line}"
 
 
-def test_toml_is_valid() -> None:
+def test_toml_is_valid():
     for block in blocks("toml"):
         tomllib.loads(block.text)

@@ -39,14 +39,14 @@ THEIRS = {
 }
 
 
-def rows(section: str) -> list[tuple[str, str, str]]:
+def rows(section):
     """The rows of the section's first table: theirs, ours, what differs."""
     table = SECTIONS[section][SECTIONS[section].index("| theirs | ours |") :].split("\n\n")[0]
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return [(first.removeprefix("| "), ours, rest[0].removesuffix("|").strip()) for first, ours, *rest in lines[2:]]
 
 
-def known(place: str) -> bool:
+def known(place):
     """Whether the schema has the key ("policy.train.rank"), and accepts the value if one is given ("rollout.chunk: 4")."""
     path, has_value, value = place.partition(": ")
     sections, fields = [Recipe], []
@@ -56,7 +56,7 @@ def known(place: str) -> bool:
     return any(not has_value or takes(field.annotation, value_of(value)) for field in fields)
 
 
-def takes(annotation: object, value: object) -> bool:
+def takes(annotation, value):
     try:
         TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError:
@@ -64,7 +64,7 @@ def takes(annotation: object, value: object) -> bool:
     return True
 
 
-def test_known_accepts_existing_keys_and_values_and_rejects_others() -> None:
+def test_known_accepts_existing_keys_and_values_and_rejects_others():
     assert known("policy.train.rank")
     assert known("policy.train.kind: lora")
     assert known("renderer.encoder: policy")
@@ -75,14 +75,14 @@ def test_known_accepts_existing_keys_and_values_and_rejects_others() -> None:
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_every_argument_of_the_other_system_has_a_row(section: str) -> None:
+def test_every_argument_of_the_other_system_has_a_row(section):
     named = {name for theirs, _, _ in rows(section) for name in re.findall(r"`([^`]+)`", theirs)}
     named |= {name.split()[0] for name in named}
     assert set(THEIRS[section].split()) - named == set()
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_keys_listed_as_ours_exist_and_keys_marked_not_yet_do_not(section: str) -> None:
+def test_keys_listed_as_ours_exist_and_keys_marked_not_yet_do_not(section):
     for theirs, ours, why in rows(section):
         places = re.findall(r"`([^`]+)`", ours)
         if ours == "nothing":
@@ -97,14 +97,14 @@ def test_keys_listed_as_ours_exist_and_keys_marked_not_yet_do_not(section: str) 
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_keys_in_the_column_of_differences_exist(section: str) -> None:
+def test_keys_in_the_column_of_differences_exist(section):
     for theirs, _, why in rows(section):
         for place in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+(?:: [\w-]+)?)`", why):
             assert place.startswith("retouch.") or place.endswith((".jsonl", ".json")) or known(place), f"{theirs}: {place}"
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_every_feature_lists_existing_test_files(section: str) -> None:
+def test_every_feature_lists_existing_test_files(section):
     table = SECTIONS[section][SECTIONS[section].index("| feature | works | how | checked by |") :].split("\n\n")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     assert len(lines) > 5

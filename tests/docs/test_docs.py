@@ -10,11 +10,10 @@ import logging
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import datasets
 import pyarrow
@@ -48,12 +47,12 @@ GENERATED = (  # by commands that the pages name
 COMMANDS = [line for block in BLOCK.finditer(YOUR_OWN) if block["language"] == "sh" for line in block["text"].splitlines()]
 
 
-def words_of(command: str) -> list[str]:
+def words_of(command):
     """A command line as the shell hands it to `retouch`, without the comment."""
     return shlex.split(command, comments=True)[1:]
 
 
-def commands(page: Path) -> Iterator[str]:
+def commands(page):
     """Every `retouch ...` and `make ...` in a page: lines of shell blocks, and code within the text."""
     text = page.read_text()
     lines = [line for block in BLOCK.finditer(text) if block["language"] == "sh" for line in block["text"].splitlines()]
@@ -62,7 +61,7 @@ def commands(page: Path) -> Iterator[str]:
         yield from re.findall(r"^(?:\w+=\S+ )*((?:retouch|make) .*)$", command.strip())
 
 
-def slug(heading: str) -> str:
+def slug(heading):
     """The anchor of a heading, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
@@ -70,19 +69,19 @@ def slug(heading: str) -> str:
 # The data, reward and model of docs/your-own.md
 
 
-def picture(number: int, *, mask: bool = False) -> Image.Image:
+def picture(number, *, mask=False):
     image = Image.new("L" if mask else "RGB", (64, 48))
     image.paste(255 if mask else (40 * number % 256, 90, 200), (8, 8, 40, 40))
     return image
 
 
-def png(number: int) -> bytes:
+def png(number):
     buffer = io.BytesIO()
     picture(number).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def make_pictures(folder: Path) -> None:
+def make_pictures(folder):
     """The files that the metadata names."""
     for number, line in enumerate((folder / "metadata.jsonl").read_text().splitlines()):
         for key, value in json.loads(line).items():
@@ -90,7 +89,7 @@ def make_pictures(folder: Path) -> None:
                 picture(number, mask=key == "mask").save(folder / value)
 
 
-def make_table(folder: Path, columns: dict[str, str]) -> None:
+def make_table(folder, columns):
     """A parquet file with the columns that the recipe maps."""
     folder.mkdir()
     made = {columns["instruction"]: [f"make it red, number {k}" for k in range(6)]}
@@ -99,7 +98,7 @@ def make_table(folder: Path, columns: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def page_folder(tmp_path_factory):
     """A working directory with every file of the page, importable as for `retouch`; everything is undone afterwards."""
     folder = tmp_path_factory.mktemp("own")
     for name, text in FILES.items():
@@ -120,12 +119,12 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         handler.close()
 
 
-def module(name: str) -> ModuleType:
+def module(name):
     return importlib.import_module(name)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(words_of(command)[:3]))
-def test_commands_of_the_your_own_page_succeed(page_folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_your_own_page_succeed(page_folder, command, monkeypatch):
     allowed = os.environ["RETOUCH_ALLOW_IMPORTS"]
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     said = io.StringIO()
@@ -142,18 +141,18 @@ def test_commands_of_the_your_own_page_succeed(page_folder: Path, command: str, 
         assert all(f"reward/{column}" in line for line in metrics for column in recipe.reward.combine)
 
 
-def test_the_your_own_page_has_commands_for_its_recipes_and_its_reward() -> None:
+def test_the_your_own_page_has_commands_for_its_recipes_and_its_reward():
     kinds = {load_words[1] for command in COMMANDS if (load_words := words_of(command))[0] in ("train", "doctor")}
     assert kinds >= {"recipes/photos.jsonnet", "recipes/quickstart.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
     assert any("my_reward:Keeps" in command for command in COMMANDS)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".jsonnet")])
-def test_recipes_of_the_your_own_page_load(page_folder: Path, name: str) -> None:
+def test_recipes_of_the_your_own_page_load(page_folder, name):
     assert load(name).name == Path(name).stem.replace("_", "-").replace("my-recipe", "my-model")
 
 
-def test_data_of_the_your_own_page_give_the_documented_tasks(page_folder: Path) -> None:
+def test_data_of_the_your_own_page_give_the_documented_tasks(page_folder):
     recipe = load("recipes/photos.jsonnet", ["data.path=my_photos"])
     sets = build_sets(recipe, recipe.data, size=None)
     tasks = {task.instruction: task for tasks in (sets.train, sets.heldout) for task in tasks}
@@ -169,25 +168,25 @@ def test_data_of_the_your_own_page_give_the_documented_tasks(page_folder: Path) 
     assert {task.text for tasks in (prompts.train, prompts.heldout) for task in tasks} == {None, "open"}
 
 
-def test_the_tests_of_the_your_own_page_pass(page_folder: Path) -> None:
+def test_the_tests_of_the_your_own_page_pass(page_folder):
     found = [made for name, made in vars(module("test_mine")).items() if name.startswith("test_")]
     assert len(found) == 5
     for test in found:
         test()
 
 
-def test_the_reward_of_the_your_own_page_has_at_most_ten_lines() -> None:
+def test_the_reward_of_the_your_own_page_has_at_most_ten_lines():
     lines = [line for line in FILES["my_reward.py"].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 10
 
 
-def test_the_your_own_page_lists_every_image_model_kind() -> None:
+def test_the_your_own_page_lists_every_image_model_kind():
     table = re.findall(r"^\| `([\w-]+)` \| `\w+Pipeline`", YOUR_OWN, re.MULTILINE)
     shown = [kind for kind in IMAGE_MODELS if kind != "import" and not kind.startswith("playground")]
     assert sorted(table) == sorted(shown)
 
 
-def test_the_reward_of_the_lora_guide_passes_the_contract_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_of_the_lora_guide_passes_the_contract_checks(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "guides" / "lora.md").read_text()
     (block,) = [block["text"] for block in BLOCK.finditer(page) if block["language"] == "python" and "class " in block["text"]]
     (tmp_path / "bright.py").write_text(block)
@@ -199,7 +198,7 @@ def test_the_reward_of_the_lora_guide_passes_the_contract_checks(tmp_path: Path,
 # All pages
 
 
-def command_error(command: str) -> str | None:
+def command_error(command):
     """The error message for a command that does not exist, or None; a command that is only mentioned needs no arguments."""
     tool, *words = shlex.split(command, comments=True)
     if tool == "make":
@@ -217,11 +216,11 @@ def command_error(command: str) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_command_exists(page: Path) -> None:
+def test_every_command_exists(page):
     assert {command: found for command in commands(page) if (found := command_error(command))} == {}
 
 
-def test_commands_that_do_not_exist_are_detected(tmp_path: Path) -> None:
+def test_commands_that_do_not_exist_are_detected(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("`retouch conjure`, `retouch.types`, `makefile`, `make test` or:\n\n```sh\nA=1 make gold  # from lead\n```\n")
     found = list(commands(page))
@@ -231,7 +230,7 @@ def test_commands_that_do_not_exist_are_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_resolves(page: Path) -> None:
+def test_every_link_resolves(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):
             continue
@@ -243,13 +242,13 @@ def test_every_link_resolves(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_file_that_is_named_exists(page: Path) -> None:
+def test_every_file_that_is_named_exists(page):
     named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|measurements|recipes|src)/[\w./-]+\.\w+)", page.read_text())
     assert [name for name in named if name not in GENERATED and not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize(("page", "least"), [("architecture.md", 30), ("security.md", 10)])
-def test_every_function_and_test_that_a_page_names_exists(page: str, least: int) -> None:
+def test_every_function_and_test_that_a_page_names_exists(page, least):
     named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs" / page).read_text())
     assert len(named) > least
     for file, name in named:
@@ -258,14 +257,14 @@ def test_every_function_and_test_that_a_page_names_exists(page: str, least: int)
         assert name in defined(root / file), f"{file}::{name}"
 
 
-def test_every_retouch_name_in_a_page_can_be_imported() -> None:
+def test_every_retouch_name_in_a_page_can_be_imported():
     texts = [page.read_text().split("<!-- shape -->")[0] for page in PAGES]  # the column "before" names modules that are gone
     named = {name for text in texts for name in re.findall(r"`(retouch(?:\.\w+)+)(?::\w+)?`", text)}
     assert len(named) > 20
     assert [name for name in sorted(named) if not importable(name)] == []
 
 
-def importable(name: str) -> bool:
+def importable(name):
     """Whether it is a module of the package, an attribute of one, or the entry-point group."""
     try:
         return name == GROUP or pkgutil.resolve_name(name) is not None
@@ -273,7 +272,7 @@ def importable(name: str) -> bool:
         return False
 
 
-def defined(file: Path) -> set[str]:
+def defined(file):
     """Names of functions and classes, and of methods as ``Class.method``."""
     found = set()
     for node in ast.parse(file.read_text()).body:
@@ -284,17 +283,12 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_the_recipes_page_equals_the_generated_one() -> None:
-    spec = importlib.util.spec_from_file_location("generate_recipes", ROOT / "docs" / "generate_recipes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    again = "run `python docs/generate_recipes.py`"
-    assert (ROOT / "docs" / "recipes.md").read_text() == generator.page(), again
+def test_the_recipes_page_equals_the_generated_one():
+    page = runpy.run_path(str(ROOT / "docs" / "generate_recipes.py"))["page"]()
+    assert (ROOT / "docs" / "recipes.md").read_text() == page, "run `python docs/generate_recipes.py`"
 
 
-def test_the_recipes_page_lists_every_key() -> None:
+def test_the_recipes_page_lists_every_key():
     text = (ROOT / "docs" / "recipes.md").read_text()
     for key in places(Recipe):
         assert key in ("kind", "mode") or f"| `{key}` |" in text, key
@@ -304,7 +298,7 @@ TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 CODE = re.findall(r"`([^`\n]+)`", BLOCK.sub("", TROUBLESHOOTING))
 
 
-def test_every_key_that_troubleshooting_names_exists() -> None:
+def test_every_key_that_troubleshooting_names_exists():
     known = {path for paths in places(Recipe).values() for path in paths}
     said = {span for span in CODE if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", span)}
     said -= {"metrics.jsonl", "timings.jsonl", "report.html", "model_index.json", "identity.json"}  # files
@@ -312,7 +306,7 @@ def test_every_key_that_troubleshooting_names_exists() -> None:
     assert {key for key in said if key not in known and not key.startswith("retouch.")} == set()
 
 
-def test_every_metric_that_troubleshooting_names_is_written() -> None:
+def test_every_metric_that_troubleshooting_names_is_written():
     source = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
     said = {span for span in CODE if re.fullmatch(r"[a-z]+/[a-z_]+", span)}
     assert len(said) > 8
@@ -320,7 +314,7 @@ def test_every_metric_that_troubleshooting_names_is_written() -> None:
     assert {name for name in said if f'"{name}"' not in source and name.removeprefix("time/") not in stages} == set()
 
 
-def test_the_out_of_memory_error_in_troubleshooting_matches_the_raised_one() -> None:
+def test_the_out_of_memory_error_in_troubleshooting_matches_the_raised_one():
     shown = next(block["text"] for block in BLOCK.finditer(TROUBLESHOOTING) if "does not fit" in block["text"])
     first, advice = shown.splitlines()
     recipe = load("recipes/quickstart.jsonnet", ["microbatch=32"])
@@ -329,14 +323,14 @@ def test_the_out_of_memory_error_in_troubleshooting_matches_the_raised_one() -> 
     assert str(raised.value).splitlines() == [first, advice]
 
 
-def packages() -> set[str]:
+def packages():
     """Every package of the source tree, those of the core relative to ``retouch``."""
     source = ROOT / "src"
     found = {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")}
     return {name.removeprefix("retouch/") for name in found} - {"retouch"}
 
 
-def test_the_tables_of_the_source_tree_list_every_package() -> None:
+def test_the_tables_of_the_source_tree_list_every_package():
     rows = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "src" / "README.md").read_text(), re.MULTILINE)
     assert {row for row in rows if not row.endswith(".py")} - {"models/configs"} == packages()
     tree = (ROOT / "docs" / "architecture.md").read_text().split("| `src/retouch/` |")[1].split("\n\n")[0]

@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "maths.md").read_text()
 FORMULAS = ("advantages", "gae", "surrogates", "transitions", "tokens", "windows")
 
 
-def functions(path: Path) -> set[str]:
+def functions(path):
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 

@@ -11,12 +11,12 @@ PACKAGES = sorted(
 )
 
 
-def test_the_list_of_packages_contains_known_packages() -> None:
+def test_the_list_of_packages_contains_known_packages():
     assert {"retouch/core", "retouch/models/flux", "retouch_plan"} < set(PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_docstrings_have_at_least_15_words_and_mention_imports(package: str) -> None:
+def test_package_docstrings_have_at_least_15_words_and_mention_imports(package):
     text = ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text(encoding="utf-8")))
     assert text is not None, f"{package}/__init__.py has no docstring"
     assert len(text.split()) >= 15, f"{package}/__init__.py: the docstring is too short to say what belongs in it"

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ FORBIDDEN = {
 """Words that names must not contain, and the standard term for each."""
 
 
-def names(tree: ast.AST) -> Iterator[str]:
+def names(tree):
     """The names that a module defines: functions, classes, arguments, variables, attributes and aliases of imports."""
     for node in ast.walk(tree):
         match node:
@@ -40,24 +39,24 @@ def names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def words(name: str) -> list[str]:
+def words(name):
     """``SceneData_x`` as scene, data and x."""
     return [word.lower() for word in re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name) if word]
 
 
-def forbidden_in(code: str) -> list[str]:
+def forbidden_in(code):
     found = dict.fromkeys((name, word) for name in names(ast.parse(code)) for word in words(name) if word in FORBIDDEN)
     return [f"{name}: the field says {FORBIDDEN[word]}" for name, word in found]
 
 
-def test_forbidden_words_are_detected_in_every_kind_of_definition() -> None:
+def test_forbidden_words_are_detected_in_every_kind_of_definition():
     code = "import a as worth\ndef mend(vain): painter = self.roomy = 1\nclass TheSlips: pass\ndef fix(worthless): pass"
     found = {line.partition(":")[0] for line in forbidden_in(code)}
     assert found == {"mend", "TheSlips", "worth", "vain", "painter", "roomy"}
 
 
 @pytest.mark.parametrize("package", sorted({file.relative_to(SOURCE).parts[0] for file in SOURCE.rglob("*.py")}))
-def test_names_in_a_package_contain_no_forbidden_word(package: str) -> None:
+def test_names_in_a_package_contain_no_forbidden_word(package):
     root = SOURCE / package
     files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
     found = [f"{file.relative_to(SOURCE)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]
@@ -65,7 +64,7 @@ def test_names_in_a_package_contain_no_forbidden_word(package: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "measurements", "examples", "docs"])
-def test_names_outside_of_the_package_contain_no_forbidden_word(folder: str) -> None:
+def test_names_outside_of_the_package_contain_no_forbidden_word(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     found = [f"{file.relative_to(ROOT)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]
     assert not found, "\n".join(found)

@@ -4,7 +4,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ TINY = {
 }
 
 
-def blocks(page: str, heading: str) -> list[str]:
+def blocks(page, heading):
     text = (ROOT / page).read_text(encoding="utf-8")
     if heading:
         text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
@@ -31,11 +30,11 @@ def blocks(page: str, heading: str) -> list[str]:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(tmp_path, monkeypatch):
     """Trainers take the page's arguments, but make small images in few steps."""
     real = retouch.Trainer.__init__
 
-    def small(self: retouch.Trainer, **given: Any) -> None:
+    def small(self, **given):
         if isinstance(given["model"], str):
             given["model"] = tiny_pipelines.sd3()
         real(self, **{**given, **TINY})
@@ -45,14 +44,14 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_readme_runs(tmp_path):
     (block,) = blocks("README.md", "From Python")
     exec(block, {})
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_python_page_runs(tmp_path, monkeypatch):
     dataset = [{"prompt": "a red circle" if number % 2 else "blue"} for number in range(8)]
     script = ModuleType("script_of_the_page")
     monkeypatch.setitem(sys.modules, script.__name__, script)

@@ -4,9 +4,9 @@ import importlib.util
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ GENERATED = {"index.md", "contributing.md", "source-tree.md"}
 """Pages that `docs/site_hooks.py` makes of files outside docs/."""
 
 
-def listed(nav: list[dict[str, object]]) -> Iterator[str]:
+def listed(nav):
     for entry in nav:
         for place in entry.values():
             if isinstance(place, str):
@@ -30,13 +30,13 @@ def listed(nav: list[dict[str, object]]) -> Iterator[str]:
                 yield from listed(place)
 
 
-def test_the_navigation_lists_every_page_once() -> None:
+def test_the_navigation_lists_every_page_once():
     pages = {file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")}
     entries = list(listed(CONFIG["nav"]))
     assert sorted(entries) == sorted(pages | GENERATED)
 
 
-def test_the_api_reference_has_every_public_name() -> None:
+def test_the_api_reference_has_every_public_name():
     shown = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE)
     assert len(shown) == len(set(shown))
     for name in shown:
@@ -46,7 +46,7 @@ def test_the_api_reference_has_every_public_name() -> None:
     assert missing == [], "add `::: retouch.NAME` to a page of docs/api"
 
 
-def test_pages_load_nothing_from_other_sites() -> None:
+def test_pages_load_nothing_from_other_sites():
     assert CONFIG["theme"]["font"] is False
     assert CONFIG["strict"] is True
     assert not [value for name in ("extra_css", "extra_javascript") for value in CONFIG.get(name, []) if "//" in value]
@@ -54,7 +54,7 @@ def test_pages_load_nothing_from_other_sites() -> None:
         assert not re.findall(r"!\[[^\]]*\]\(https?:|<(?:img|script|link|iframe)\b", page.read_text()), page
 
 
-def test_the_readmes_results_are_those_of_the_results_page() -> None:
+def test_the_readmes_results_are_those_of_the_results_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     results = (DOCS / "results.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| (\d) \|" + r"[^|]*\|" * 3 + r" (-?\d\.\d\d) \|", results, re.MULTILINE)
@@ -73,19 +73,14 @@ def test_the_readmes_results_are_those_of_the_results_page() -> None:
     assert set(named) <= ranges
 
 
-def test_the_figures_equal_the_output_of_their_script() -> None:
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    for name, draw in figures.FIGURES.items():
+def test_the_figures_equal_the_output_of_their_script():
+    for name, draw in runpy.run_path(str(DOCS / "figures.py"))["FIGURES"].items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), "run `python docs/figures.py`"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     made = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False

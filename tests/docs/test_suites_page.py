@@ -1,12 +1,13 @@
 """docs/suites.md equals what its generator writes, and every published benchmark is detected as a test set."""
 
-import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
 
 from retouch.data.guard import find_test_sets
 from retouch_bench.kinds import SUITES
+from retouch_bench.suite import Suite
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {
@@ -29,20 +30,18 @@ OWN_DATA = {"import", "playground", "preservation", "multi-turn", "pickscore", "
 
 
 def test_the_suites_page_equals_the_generated_one():
-    spec = importlib.util.spec_from_file_location("generate_suites", ROOT / "docs" / "generate_suites.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.page() == (ROOT / "docs" / "suites.md").read_text(encoding="utf-8"), "run `python docs/generate_suites.py`"
+    page = runpy.run_path(str(ROOT / "docs" / "generate_suites.py"))["page"]()
+    assert page == (ROOT / "docs" / "suites.md").read_text(encoding="utf-8"), "run `python docs/generate_suites.py`"
 
 
-def test_every_suite_has_a_name_a_headline_column_and_a_protocol():
+def test_every_suite_declares_its_metadata():
     assert set(PUBLISHED) | OWN_DATA == set(SUITES)
     for name in set(SUITES) - {"import"}:
         suite = SUITES.load(name)
-        assert suite is not None
+        assert issubclass(suite, Suite)
         assert suite.name == name
+        assert all((suite.title, suite.source, suite.licence, suite.columns, suite.task))
+        assert suite.size >= 0
         assert suite.headline_column in suite.columns
         assert suite.protocol.endswith(".")
         assert all(each.endswith(".") for each in suite.deviations)

@@ -7,17 +7,15 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from retouch.core.transitions import transition
 from retouch_plan.machines import find_machine
-from warm_python import python
+from warm_python import python, run_python
 
 FOLDER = Path(__file__).parents[2] / "measurements" / "gpu"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -60,7 +58,7 @@ def passes(target):
 
 
 @pytest.fixture
-def suite() -> Iterator[ModuleType]:
+def suite():
     sys.path.insert(0, str(FOLDER))
     try:
         yield importlib.import_module("suite")
@@ -71,9 +69,7 @@ def suite() -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
-def test_a_check_that_fails_hangs_or_is_killed_does_not_affect_the_others(
-    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_that_fails_hangs_or_is_killed_does_not_affect_the_others(suite, tmp_path, monkeypatch, capsys):
     (tmp_path / "faulty.py").write_text(FAULTY, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     limits = {"fails": 120, "raises": 120, "hangs": 20, "is_killed": 120, "cannot_run": 120, "absent": 120, "passes": 120}
@@ -103,17 +99,17 @@ def test_a_check_that_fails_hangs_or_is_killed_does_not_affect_the_others(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "results.jsonl", "table.md"]
 
 
-def test_checks_that_exceed_the_remaining_time_are_not_run(suite: ModuleType, tmp_path: Path) -> None:
+def test_checks_that_exceed_the_remaining_time_are_not_run(suite, tmp_path):
     results = suite.run_suite([suite.Check("late", "none:late", 60)], tmp_path, seconds=1, dry_run=True)
     assert [(result.status, result.why) for result in results] == [("not run", "the time was over")]
 
 
-def test_point_2_4_the_limits_of_all_checks_fit_the_deadline(suite: ModuleType) -> None:
+def test_point_2_4_the_limits_of_all_checks_fit_the_deadline(suite):
     run = runpy.run_path(str(FOLDER / "run.py"))
     assert sum(check.limit for check in run["CHECKS"]) <= 60 * run["MINUTES"] - suite.RESERVED_SECONDS
 
 
-def test_the_plain_loop_computes_the_same_sde_steps_as_the_library() -> None:
+def test_the_plain_loop_computes_the_same_sde_steps_as_the_library():
     sys.path.insert(0, str(FOLDER))
     try:
         plain = importlib.import_module("plain_loops")
@@ -140,9 +136,7 @@ def test_the_plain_loop_computes_the_same_sde_steps_as_the_library() -> None:
         ("raise SystemExit(3)", "killed-True: the run ended with exit code 3, and was not killed"),
     ],
 )
-def test_point_2_4_a_run_that_ends_before_it_is_killed_fails_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, expected: str
-) -> None:
+def test_point_2_4_a_run_that_ends_before_it_is_killed_fails_the_check(tmp_path, monkeypatch, program, expected):
     monkeypatch.syspath_prepend(str(FOLDER))
     names = ("resume", "findings", "target")
     try:
@@ -158,7 +152,7 @@ def test_point_2_4_a_run_that_ends_before_it_is_killed_fails_the_check(
             sys.modules.pop(name, None)
 
 
-def test_the_sglang_check_is_not_run_if_sglang_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sglang_check_is_not_run_if_sglang_is_not_installed(monkeypatch):
     names = ("image_server", "cases", "findings", "target")
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PATH", "")
@@ -178,19 +172,19 @@ CHECKS = (
 FAST = ("environment", "sd3-step", "sglang")
 
 
-def lines_by_check(text: str) -> dict[str, Any]:
+def lines_by_check(text):
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return {line["check"]: line for line in lines}
 
 
-def failures(results: dict[str, Any], checks: tuple[str, ...]) -> dict[str, Any]:
+def failures(results, checks):
     """The lines of the checks that do not pass or were not run."""
     passed = {name for name, line in results.items() if (line["status"], line["why"]) == ("pass", "")}
     return {name: results.get(name, "not run") for name in {*checks, *results} if name not in passed or name not in checks}
 
 
 @pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def dry_run(tmp_path_factory):
     """Three of the checks on tiny models, in one process."""
     out = tmp_path_factory.mktemp("gpu")
     command = [python(), str(SUPPORT / "gpu_in_one_process.py"), str(out), *FAST]
@@ -198,12 +192,12 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"log": done.stderr, "out": out, "results": lines_by_check(done.stdout)}
 
 
-def test_checks_pass_on_tiny_models(dry_run: dict[str, Any]) -> None:
+def test_checks_pass_on_tiny_models(dry_run):
     assert failures(dry_run["results"], FAST) == {}, dry_run["log"][-3000:]
 
 
 @pytest.mark.slow
-def test_a_dry_run_passes_every_check(tmp_path: Path) -> None:
+def test_a_dry_run_passes_every_check(tmp_path):
     command = [python(), str(FOLDER / "run.py"), "--dry-run", "--out", str(tmp_path), "--minutes", "20"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     results = lines_by_check((tmp_path / "results.jsonl").read_text())
@@ -224,7 +218,7 @@ def test_a_dry_run_passes_every_check(tmp_path: Path) -> None:
     assert static["ok"] is True
 
 
-def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run: dict[str, Any]) -> None:
+def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run):
     names = [each["name"] for each in dry_run["results"]["sd3-step"]["findings"]]
     for stage in ("rollout", "render", "update", "preflight"):
         assert f"{stage}: time" in names
@@ -235,7 +229,7 @@ def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run: dict[s
     assert without > 0.03 > max(distances.values())
 
 
-def test_a_dry_run_reads_the_measured_rates(dry_run: dict[str, Any]) -> None:
+def test_a_dry_run_reads_the_measured_rates(dry_run):
     path = dry_run["out"] / "profile.json"
     found = find_machine(str(path))
     assert found.half == json.loads(path.read_text())["half"]
@@ -243,31 +237,18 @@ def test_a_dry_run_reads_the_measured_rates(dry_run: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_no_check_mixes_devices(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [python(), "-W", "ignore", str(SUPPORT / "gpu_on_fake.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 8, done.stderr[-3000:]
+def test_no_check_mixes_devices(tmp_path):
+    printed = run_python(SUPPORT / "gpu_on_fake.py", tmp_path, search=[SUPPORT], OMP_NUM_THREADS="1")
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert len(lines) == 8
     assert [line for line in lines if "error" in line or not line["values"]] == []
 
 
 @pytest.mark.slow
-def test_the_stored_figures_match_a_dry_run() -> None:
+def test_the_stored_figures_match_a_dry_run():
     code = "import json, steps; print(json.dumps(steps.rehearse_case('sd3')))"
-    done = subprocess.run(
-        [python(), "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = run_python("-c", code, search=[FOLDER], OMP_NUM_THREADS="1")
+    found = json.loads(printed.splitlines()[-1])
     kept = json.loads((FOLDER / "rehearsed.json").read_text())["sd3"]
     for stage, figures in kept.items():
         for name in ("peak", "flops"):

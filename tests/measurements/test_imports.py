@@ -1,7 +1,6 @@
 """The scripts of measurements/ and examples/ use only names that exist. Most are run by hand, and mypy does not read them."""
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,7 @@ SCRIPTS = sorted(path for folder in ("measurements", "examples") for path in (RO
 SEARCHED = (ROOT / "tests" / "support", *sorted({path.parent for path in SCRIPTS}))
 
 
-def module_file(name: str, script: Path) -> Path | None:
+def module_file(name, script):
     """The file of a module of this repository; None for other modules."""
     if name.split(".")[0].startswith("retouch"):
         path = ROOT / "src" / Path(*name.split("."))
@@ -21,7 +20,7 @@ def module_file(name: str, script: Path) -> Path | None:
 
 
 @cache
-def names_of(module: Path) -> frozenset[str] | None:
+def names_of(module):
     """The names that a module defines or imports at its top level, and its submodules; None if it computes its names."""
     found = {path.stem for path in module.parent.iterdir()} if module.name == "__init__.py" else set[str]()
     for node in _top_level(ast.parse(module.read_text()).body):
@@ -37,7 +36,7 @@ def names_of(module: Path) -> frozenset[str] | None:
     return frozenset(found)
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.AST]:
+def _top_level(body):
     """All nodes outside of functions and classes, and the definitions of these."""
     for node in body:
         yield node
@@ -45,7 +44,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.AST]:
             yield from (child for child in ast.walk(node) if child is not node)
 
 
-def unknown_names(script: Path) -> Iterator[str]:
+def unknown_names(script):
     tree = ast.parse(script.read_text())
     modules: dict[str, Path] = {}
     for node in ast.walk(tree):
@@ -64,11 +63,11 @@ def unknown_names(script: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_script_uses_only_names_that_its_modules_have(script: Path) -> None:
+def test_a_script_uses_only_names_that_its_modules_have(script):
     assert list(unknown_names(script)) == []
 
 
-def test_a_missing_name_is_found(tmp_path: Path) -> None:
+def test_a_missing_name_is_found(tmp_path):
     (tmp_path / "helper.py").write_text("import os\nif os.name:\n    there = 1\n")
     script = tmp_path / "script.py"
     script.write_text("import helper\nfrom helper import there, missing\nfrom retouch.types import Task, Tusk\nhelper.other()\n")

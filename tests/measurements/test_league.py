@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from retouch.recipe.recipe import parse
 from retouch.rewards.judging import ScoredBatch
 from retouch.run.build import assemble
 from retouch.run.step import train
-from retouch.types import Batch, Sample, Task
+from retouch.types import Sample, Task
 
 FOLDER = Path(__file__).parents[2] / "measurements" / "league"
 MODULES = (
@@ -35,19 +34,19 @@ QUEUE = ("tournament", "league")
 
 
 @pytest.fixture(scope="module")
-def league() -> Iterator[SimpleNamespace]:
+def league():
     """The modules of the league that need no Optuna."""
     yield from imported(MODULES)
 
 
 @pytest.fixture(scope="module")
-def queue() -> Iterator[SimpleNamespace]:
+def queue():
     """The same modules and those that need Optuna."""
     pytest.importorskip("optuna")
     yield from imported((*MODULES, *QUEUE))
 
 
-def imported(names: tuple[str, ...]) -> Iterator[SimpleNamespace]:
+def imported(names):
     sys.path.insert(0, str(FOLDER))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -60,28 +59,28 @@ def imported(names: tuple[str, ...]) -> Iterator[SimpleNamespace]:
 # Statistics
 
 
-def test_the_interquartile_mean_drops_a_quarter_at_each_end(league: SimpleNamespace) -> None:
+def test_the_interquartile_mean_drops_a_quarter_at_each_end(league):
     assert league.ranking.interquartile_mean(np.array([[90.0, 2, 3], [1, 4, 5], [-80, 6, 7]])) == pytest.approx(
         (2 + 3 + 4 + 5 + 6) / 5
     )
     assert league.ranking.interquartile_mean(np.array([[1.0, 5.0]])) == 3
 
 
-def test_the_probability_of_improvement_counts_a_tie_one_half(league: SimpleNamespace) -> None:
+def test_the_probability_of_improvement_counts_a_tie_one_half(league):
     better = league.ranking.probability_of_improvement(np.array([[1.0], [3.0]]), np.array([[1.0], [2.0]]))
     assert better == (0.5 + 0 + 1 + 1) / 4
     two_strata = league.ranking.probability_of_improvement(np.array([[1.0, 0.0]]), np.array([[0.0, 1.0]]))
     assert two_strata == 0.5
 
 
-def test_the_time_to_a_share_is_interpolated_between_two_evaluations(league: SimpleNamespace) -> None:
+def test_the_time_to_a_share_is_interpolated_between_two_evaluations(league):
     curve = [[0, 2.0], [100, 4.0], [200, 3.0], [300, 8.0]]
     assert league.ranking.time_to(curve, 0.25, ceiling=10) == 100
     assert league.ranking.time_to(curve, 0.5, ceiling=10) == pytest.approx(200 + 100 * 3 / 5)
     assert league.ranking.time_to(curve, 0.9, ceiling=10) is None
 
 
-def record(after: list[float], **more: Any) -> dict[str, Any]:
+def record(after, **more):
     """A finished final run on two strata, of two tasks and one."""
     before = [0.0, 4.0, 5.0]
     curve = [[0, sum(before) / 3], [100, sum(after) / 3]]
@@ -89,7 +88,7 @@ def record(after: list[float], **more: Any) -> dict[str, Any]:
     return {**base, "stage": "final", **more}
 
 
-def test_shares_of_the_gap_are_those_of_each_seed_and_stratum(league: SimpleNamespace) -> None:
+def test_shares_of_the_gap_are_those_of_each_seed_and_stratum(league):
     found = league.ranking.Finals.of("a", [record([2.0, 10.0, 5.0]), record([0.0, 4.0, 10.0])])
     assert found.shares() == pytest.approx(np.array([[(6 - 2) / 8, 0.0], [0.0, 1.0]]))
     chosen = league.ranking.shares_of([found, found], [np.array([1, 1]), np.array([0])])
@@ -97,14 +96,14 @@ def test_shares_of_the_gap_are_those_of_each_seed_and_stratum(league: SimpleName
     assert league.runs.share_of_gap(record([2.0, 10.0, 5.0])) == pytest.approx((17 - 9) / (30 - 9))
 
 
-def test_a_run_that_ends_with_an_error_or_below_the_base_has_diverged(league: SimpleNamespace) -> None:
+def test_a_run_that_ends_with_an_error_or_below_the_base_has_diverged(league):
     assert league.runs.share_of_gap({"ended": "ValueError: no"}) == league.runs.FLOOR
     assert league.runs.diverged({"ended": "ValueError: no"})
     assert league.runs.diverged(record([0.0, 0.0, 5.0]))
     assert not league.runs.diverged(record([0.0, 4.0, 4.0]))
 
 
-def test_the_better_contestant_ranks_first_and_intervals_contain_the_estimates(league: SimpleNamespace) -> None:
+def test_the_better_contestant_ranks_first_and_intervals_contain_the_estimates(league):
     good, bad = [record([4.0, 8.0, 8.0]), record([4.0, 9.0, 9.0])], [record([1.0, 5.0, 6.0]), record([0.0, 5.0, 5.0])]
     rows = league.ranking.ranking([league.ranking.Finals.of(name, runs) for name, runs in (("bad", bad), ("good", good))])
     assert [row.name for row in rows] == ["good", "bad"]
@@ -113,7 +112,7 @@ def test_the_better_contestant_ranks_first_and_intervals_contain_the_estimates(l
     assert rows[0].interval.low > rows[1].interval.high
 
 
-def test_the_interval_of_a_mean_curve_equals_a_loop_over_resamples(league: SimpleNamespace) -> None:
+def test_the_interval_of_a_mean_curve_equals_a_loop_over_resamples(league):
     runs = [record([2.0, 10.0, 5.0]), record([0.0, 4.0, 10.0]), record([1.0, 6.0, 7.0])]
     found = league.ranking.mean_interval(league.ranking.Finals.of("a", runs))
     drawn, count = np.random.default_rng(0), league.ranking.RESAMPLES
@@ -133,11 +132,11 @@ def test_the_interval_of_a_mean_curve_equals_a_loop_over_resamples(league: Simpl
 # Recipes and budgets
 
 
-def settings_of(contestant: Any) -> dict[str, float]:
+def settings_of(contestant):
     return {knob.name: knob.default for knob in contestant.knobs}
 
 
-def test_tuning_uses_no_test_tasks_and_final_runs_use_other_seeds(league: SimpleNamespace) -> None:
+def test_tuning_uses_no_test_tasks_and_final_runs_use_other_seeds(league):
     for world in league.worlds.WORLDS:
         contestant = world.contestants[0]
         splits = {}
@@ -152,7 +151,7 @@ def test_tuning_uses_no_test_tasks_and_final_runs_use_other_seeds(league: Simple
 
 
 @pytest.mark.parametrize("family", ["editor-exact", "tokens-exact"])
-def test_every_contestants_steps_fit_into_the_budget_and_one_more_does_not(league: SimpleNamespace, family: str) -> None:
+def test_every_contestants_steps_fit_into_the_budget_and_one_more_does_not(league, family):
     world = next(world for world in league.worlds.WORLDS if world.name == family)
     for contestant in world.contestants:
         recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), stage="final", seed=101)
@@ -160,7 +159,7 @@ def test_every_contestants_steps_fit_into_the_budget_and_one_more_does_not(leagu
         assert 3 <= math.ceil(recipe.steps / recipe.eval.every) <= 4
 
 
-def test_every_knob_changes_the_recipe(league: SimpleNamespace) -> None:
+def test_every_knob_changes_the_recipe(league):
     world = league.worlds.EDITOR
     for contestant in world.contestants:
         given = settings_of(contestant)
@@ -171,7 +170,7 @@ def test_every_knob_changes_the_recipe(league: SimpleNamespace) -> None:
             assert league.worlds.digest(changed) != league.worlds.digest(before), knob.name
 
 
-def test_the_device_of_a_recipe_is_the_given_one_and_the_cpu_by_default(league: SimpleNamespace) -> None:
+def test_the_device_of_a_recipe_is_the_given_one_and_the_cpu_by_default(league):
     world, contestant = league.worlds.EDITOR, league.worlds.EDITOR.contestant("RAFT")
     arguments = {"stage": "final", "seed": 101}
     recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), **arguments)
@@ -181,9 +180,7 @@ def test_the_device_of_a_recipe_is_the_given_one_and_the_cpu_by_default(league: 
     assert league.worlds.digest(recipe) != league.worlds.digest(on_gpu)
 
 
-def test_a_student_with_few_steps_is_measured_against_the_base_model_of_all_runs(
-    league: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_student_with_few_steps_is_measured_against_the_base_model_of_all_runs(league, tmp_path, monkeypatch):
     world = league.worlds.EDITOR
     raft, student = (world.contestant(name) for name in ("RAFT", "best-of-n distillation"))
     recipes = [league.worlds.recipe_of(world, each, settings_of(each), stage="final", seed=101) for each in (raft, student)]
@@ -196,7 +193,7 @@ def test_a_student_with_few_steps_is_measured_against_the_base_model_of_all_runs
     base_run = {**record([0.0, 0.0, 0.0], preservation=[9.8, 9.7]), "before": [1.0, 5.0, 6.0], "curve": [[0, 4.0], [1, 0.0]]}
     ran = []
 
-    def run(recipe: Any, folder: Path, *, world: Any) -> dict[str, Any]:
+    def run(recipe, folder, *, world):
         ran.append(recipe.eval.num_steps)
         return dict(student_run) if recipe.eval.num_steps == 2 else dict(base_run)
 
@@ -215,7 +212,7 @@ def test_a_student_with_few_steps_is_measured_against_the_base_model_of_all_runs
     assert "other is" not in text
 
 
-def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any) -> tuple[int, int]:
+def counted(league, world, contestant, **changes):
     """Network evaluations of a small step: as the budget computes them, and counted from the calls of the trained network."""
     recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), stage="tuning", seed=0)
     refill = recipe.rollout.refill is not None
@@ -225,11 +222,11 @@ def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any
     parts = assemble(recipe, Ranks())
     calls = []
 
-    def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count(module, args, kwargs):
         rows = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         calls.append(len(rows) * (league.budget.TRAINED if torch.is_grad_enabled() else 1))
 
-    def judge(batch: Batch, samples: list[Sample]) -> Future[ScoredBatch]:
+    def judge(batch, samples):
         future: Future[ScoredBatch] = Future()
         rewards = torch.arange(float(len(samples)))  # all different, so that every group has a best and a worst sample
         if refill:
@@ -249,13 +246,13 @@ def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any
 
 
 @pytest.mark.slow
-def test_computed_network_evaluations_equal_the_counted_calls(league: SimpleNamespace) -> None:
+def test_computed_network_evaluations_equal_the_counted_calls(league):
     world = league.worlds.EDITOR
     found = {each.name: counted(league, world, each) for each in world.contestants}
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
 
 
-def test_an_objective_without_an_entry_in_the_cost_table_raises(league: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objective_without_an_entry_in_the_cost_table_raises(league, monkeypatch):
     monkeypatch.delitem(league.budget.UPDATE, "policy_gradient")
     contestant = league.worlds.EDITOR.contestants[0]
     with pytest.raises(ValueError, match="UPDATE what an update of 'policy_gradient' costs"):
@@ -265,13 +262,11 @@ def test_an_objective_without_an_entry_in_the_cost_table_raises(league: SimpleNa
 # Runs
 
 
-def test_a_run_that_fails_in_training_is_a_result_and_one_that_never_starts_raises(
-    league: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_in_training_is_a_result_and_one_that_never_starts_raises(league, tmp_path, monkeypatch):
     world, contestant = league.worlds.EDITOR, league.worlds.EDITOR.contestants[0]
     recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), stage="tuning", seed=0)
 
-    def command(words: list[str], *, trains: bool = True, code: int = 1) -> int:
+    def command(words, *, trains=True, code=1):
         if trains:
             (tmp_path / "run" / "run").mkdir()
             (tmp_path / "run" / "run" / "metrics.jsonl").write_text('{}\n{"refill/samples": 56.0}\n')
@@ -291,7 +286,7 @@ def test_a_run_that_fails_in_training_is_a_result_and_one_that_never_starts_rais
 # The noisy judge
 
 
-def test_noisy_judge_scores_do_not_depend_on_the_batch_and_some_are_missing(league: SimpleNamespace) -> None:
+def test_noisy_judge_scores_do_not_depend_on_the_batch_and_some_are_missing(league):
     samples = [Sample(Task(id=str(k), instruction="x"), Image.new("RGB", (4, 4), (k, 0, 0))) for k in range(400)]
     exact = torch.full((400,), 5.0)
     how = {"high": 10.0, "noise": 0.25, "levels": 6, "missing": 0.05}
@@ -308,7 +303,7 @@ def test_noisy_judge_scores_do_not_depend_on_the_batch_and_some_are_missing(leag
 # The page
 
 
-def test_the_page_matches_the_stored_runs(league: SimpleNamespace) -> None:
+def test_the_page_matches_the_stored_runs(league):
     page, kept = league.league_page, FOLDER / "kept"
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept)
     for world in league.worlds.WORLDS:
@@ -316,7 +311,7 @@ def test_the_page_matches_the_stored_runs(league: SimpleNamespace) -> None:
             assert (page.PICTURES / f"league-{world.name}.svg").read_text() == figure
 
 
-def test_a_world_with_final_runs_has_a_ranking_a_figure_and_all_settings(league: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_world_with_final_runs_has_a_ranking_a_figure_and_all_settings(league, tmp_path):
     world, page = league.worlds.EDITOR, league.league_page
     cost = {"steps": 9, "images": 432, "cpu_seconds": 20.0, "preservation": [9.9, 9.7]}
     for contestant, gain in (("Flow-GRPO", 1.0), ("Flow-CPS", 2.0)):
@@ -344,7 +339,7 @@ def test_a_world_with_final_runs_has_a_ranking_a_figure_and_all_settings(league:
     assert "The best 2 are thick and have a bar at the end of the line: the 95 % interval" in text
 
 
-def test_the_best_curves_have_bands_if_all_evaluations_have_scores_of_tasks(league: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_best_curves_have_bands_if_all_evaluations_have_scores_of_tasks(league, tmp_path):
     world, page = league.worlds.EDITOR, league.league_page
     given, cost = {"learning rate": 1e-3}, {"steps": 9, "images": 432, "cpu_seconds": 20.0, "preservation": [9.9, 9.7]}
     curve, between = [[0, 3.0], [50, 4.0], [100, 6.0]], [[1.0, 5.0, 6.0]]
@@ -367,7 +362,7 @@ def test_the_best_curves_have_bands_if_all_evaluations_have_scores_of_tasks(leag
     assert f"have a band, or a bar at the end of the line ({names[0]}): the 95 % interval" in page.page(tmp_path)
 
 
-def test_the_rank_correlation_is_spearmans(league: SimpleNamespace) -> None:
+def test_the_rank_correlation_is_spearmans(league):
     correlation = league.agreement.rank_correlation
     first = np.array([0.1, 0.5, 0.2, 0.9])
     assert correlation(first, 10 * first**3) == pytest.approx(1.0)
@@ -379,7 +374,7 @@ def test_the_rank_correlation_is_spearmans(league: SimpleNamespace) -> None:
     assert math.isnan(correlation(np.ones(3), np.array([1.0, 2.0, 3.0])))
 
 
-def test_worlds_are_compared_over_the_algorithms_that_both_have(league: SimpleNamespace) -> None:
+def test_worlds_are_compared_over_the_algorithms_that_both_have(league):
     names = [f"A{k}" for k in range(8)]
     one = {name: float(k) for k, name in enumerate(names)} | {"only here": 9.0}
     other = {name: -float(k) for k, name in enumerate(names)}
@@ -404,7 +399,7 @@ def test_worlds_are_compared_over_the_algorithms_that_both_have(league: SimpleNa
     assert "| Wide; Other | 1.00 (1.00 to 1.00) |" in text
 
 
-def test_every_stored_file_belongs_to_a_row(league: SimpleNamespace) -> None:
+def test_every_stored_file_belongs_to_a_row(league):
     rows = [(world, each.name) for world in league.worlds.WORLDS for each in world.contestants]
     rows += [(point.world, point.contestant.name) for point in league.scaling_points.every_point()]
     assert set((FOLDER / "kept").rglob("*.json")) <= {league.runs.place(FOLDER / "kept", *row) for row in rows}
@@ -413,14 +408,14 @@ def test_every_stored_file_belongs_to_a_row(league: SimpleNamespace) -> None:
 # The queue
 
 
-def small(queue: SimpleNamespace, count: int = 2) -> Any:
+def small(queue, count=2):
     return replace(queue.worlds.EDITOR, contestants=queue.worlds.EDITOR.contestants[:count])
 
 
-def fake_training(made: list[Any], **more: Any) -> Any:
+def fake_training(made, **more):
     """Makes a record without training, and remembers the recipe."""
 
-    def make(recipe: Any, folder: Path, *, world: Any) -> dict[str, Any]:
+    def make(recipe, folder, *, world):
         made.append(recipe)
         found = {**record([1.0, 5.0, 6.0 + recipe.learning_rate], cpu_seconds=1.0), **more}
         del found["stage"]  # the queue knows it
@@ -429,7 +424,7 @@ def fake_training(made: list[Any], **more: Any) -> Any:
     return make
 
 
-def test_every_trial_and_seed_is_run_once_and_nothing_twice(queue: SimpleNamespace, tmp_path: Path) -> None:
+def test_every_trial_and_seed_is_run_once_and_nothing_twice(queue, tmp_path):
     made: list[Any] = []
     world, plan = small(queue), queue.tournament.Plan(trials=2, seeds=2)
     places = {"folder": tmp_path / "queue", "kept": tmp_path / "kept"}
@@ -450,9 +445,7 @@ def test_every_trial_and_seed_is_run_once_and_nothing_twice(queue: SimpleNamespa
     assert len(made) == 8
 
 
-def test_a_repeated_run_adds_the_scores_during_training_to_the_same_record_only(
-    queue: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repeated_run_adds_the_scores_during_training_to_the_same_record_only(queue, tmp_path, capsys):
     world, plan, kept = small(queue, 1), queue.tournament.Plan(trials=1, seeds=1), tmp_path / "kept"
     name, made = world.contestants[0].name, []
     queue.league.work([world], plan, folder=tmp_path / "0", kept=kept, train=fake_training(made))
@@ -470,9 +463,7 @@ def test_a_repeated_run_adds_the_scores_during_training_to_the_same_record_only(
     assert len(made) == 4, "nothing is lacking any more"
 
 
-def test_runs_on_a_gpu_have_records_and_a_page_of_their_own(
-    queue: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_on_a_gpu_have_records_and_a_page_of_their_own(queue, tmp_path, monkeypatch):
     made: list[Any] = []
     train = fake_training(made, steps=9, images=432, preservation=[9.9, 9.7])
     monkeypatch.setattr(queue.league, "work", partial(queue.league.work, train=train))
@@ -491,7 +482,7 @@ def test_runs_on_a_gpu_have_records_and_a_page_of_their_own(
     assert stored.read_bytes() == before
 
 
-def test_two_workers_never_have_the_same_trial(queue: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_never_have_the_same_trial(queue, tmp_path, monkeypatch):
     world, plan = small(queue), queue.tournament.Plan(trials=2, seeds=1)
     with queue.tournament.Queue(tmp_path) as one:
         monkeypatch.setattr(queue.tournament.os, "getpid", lambda: -1)  # so that the second one has a name of its own
@@ -516,14 +507,13 @@ league.work([world], tournament.Plan(2, 1), folder=Path(sys.argv[1]), kept=Path(
 """
 
 
-def test_the_trial_of_a_killed_worker_is_run_again(queue: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_trial_of_a_killed_worker_is_run_again(queue, tmp_path):
     paths = os.pathsep.join([str(FOLDER), *sys.path])
     arguments = [str(tmp_path / "queue"), str(tmp_path / "kept")]
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER, *arguments], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert worker.stdout is not None
         first = float(worker.stdout.readline())
         world, plan = small(queue, 1), queue.tournament.Plan(trials=2, seeds=1)
         with queue.tournament.Queue(tmp_path / "queue") as mine:

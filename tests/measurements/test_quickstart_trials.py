@@ -3,9 +3,7 @@
 import importlib
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[Any]:
+def trials():
     """``measurements/league/quickstart_trials.py``."""
     folder = str(ROOT / "measurements" / "league")
     sys.path.insert(0, folder)
@@ -26,7 +24,7 @@ def trials() -> Iterator[Any]:
         sys.modules.pop("quickstart_trials", None)
 
 
-def test_every_trial_is_a_recipe_on_validation_tasks_with_a_seed_for_tuning(trials: Any) -> None:
+def test_every_trial_is_a_recipe_on_validation_tasks_with_a_seed_for_tuning(trials):
     for trial in trials.read():
         words = shlex.split(trials.command(trial))
         assert words[:3] == ["retouch", "train", "recipes/playground/grpo.jsonnet"]
@@ -37,7 +35,7 @@ def test_every_trial_is_a_recipe_on_validation_tasks_with_a_seed_for_tuning(tria
         assert trial["points"][-1]["step"] == trial["steps"] <= recipe.steps
 
 
-def test_the_page_has_the_table_of_all_trials(trials: Any) -> None:
+def test_the_page_has_the_table_of_all_trials(trials):
     table = trials.table()
     assert table in (ROOT / "docs" / "quickstart-trials.md").read_text(encoding="utf-8")
     assert table.count("\n") >= len(trials.read())

@@ -3,10 +3,8 @@
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "measurements" / "results"
 
 
 @pytest.fixture(scope="module")
-def kept() -> Iterator[ModuleType]:
+def kept():
     sys.path.insert(0, str(FOLDER))
     try:
         yield importlib.import_module("kept")
@@ -24,7 +22,7 @@ def kept() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
-def test_every_row_has_its_stored_runs_and_every_file_belongs_to_a_row(kept: ModuleType) -> None:
+def test_every_row_has_its_stored_runs_and_every_file_belongs_to_a_row(kept):
     sections = sys.modules["page"].SECTIONS
     rows = [(entry, seed) for section in sections for entry in section.entries for seed in entry.seeds]
     assert {kept.place(*row) for row in rows} == set(kept.KEPT.iterdir())
@@ -33,7 +31,7 @@ def test_every_row_has_its_stored_runs_and_every_file_belongs_to_a_row(kept: Mod
         assert kept.read(entry, seed)["result"]["seed"] == seed
 
 
-def test_fault_7_every_twin_of_a_full_size_recipe_has_a_row_or_a_statement(kept: ModuleType) -> None:
+def test_fault_7_every_twin_of_a_full_size_recipe_has_a_row_or_a_statement(kept):
     page = sys.modules["page"]
     rows = {entry.recipe for section in page.SECTIONS for entry in section.entries}
     written = [name for name, _ in page.WITHOUT_RESULT] + [section.about for section in page.SECTIONS]
@@ -44,12 +42,12 @@ def test_fault_7_every_twin_of_a_full_size_recipe_has_a_row_or_a_statement(kept:
     assert [twin for twin in twins if twin not in rows and not any(fnmatch(names[twin], pattern) for pattern in patterns)] == []
 
 
-def test_the_listed_modules_exist(kept: ModuleType) -> None:
+def test_the_listed_modules_exist(kept):
     modules = {module for listed in (*kept.DECIDING.values(), kept.REFERENCED) for module in listed}
     assert [module for module in sorted(modules) if not (kept.SOURCE / (module.replace(".", "/") + ".py")).is_file()] == []
 
 
-def test_a_digest_changes_with_the_settings_and_not_with_the_name(kept: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_changes_with_the_settings_and_not_with_the_name(kept, monkeypatch):
     entry = sys.modules["page"].SECTIONS[0].entries[0]
     document = kept.evaluate(kept.ROOT / entry.recipe)
     before = kept.settings_digest(entry)
@@ -59,7 +57,7 @@ def test_a_digest_changes_with_the_settings_and_not_with_the_name(kept: ModuleTy
     assert kept.settings_digest(entry) != before
 
 
-def test_the_page_matches_the_stored_runs(kept: ModuleType) -> None:
+def test_the_page_matches_the_stored_runs(kept):
     page = sys.modules["page"]
     entries = [entry for section in page.SECTIONS for entry in section.entries]
     found = {entry: [kept.read(entry, seed)["result"] for seed in entry.seeds] for entry in entries}

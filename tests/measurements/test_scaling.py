@@ -3,7 +3,6 @@
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ OWN = ("scaling_fit", "scaling_points", "scaling_page", "scaling")
 
 
 @pytest.fixture(scope="module")
-def league() -> Iterator[SimpleNamespace]:
+def league():
     """The modules of the page."""
     sys.path.insert(0, str(FOLDER))
     try:
@@ -33,7 +32,7 @@ def league() -> Iterator[SimpleNamespace]:
 # Fits
 
 
-def test_each_curve_family_fits_and_extrapolates_its_own_data(league: SimpleNamespace) -> None:
+def test_each_curve_family_fits_and_extrapolates_its_own_data(league):
     n = np.array([100.0, 200, 400, 800, 1600])
     curves = {"logarithm": -0.5 + 0.1 * np.log(n), "power law": 0.02 * n**0.3, "hyperbola": 0.6 * n / (n + 251.188643)}
     for form in league.scaling_fit.FORMS:
@@ -45,14 +44,14 @@ def test_each_curve_family_fits_and_extrapolates_its_own_data(league: SimpleName
     assert league.scaling_fit.fit(league.scaling_fit.POWER, n, curves["power law"]).parameters == pytest.approx((0.02, 0.3))
 
 
-def test_a_fitted_curve_gives_the_samples_for_a_target(league: SimpleNamespace) -> None:
+def test_a_fitted_curve_gives_the_samples_for_a_target(league):
     n = np.array([100.0, 200, 400, 800, 1600])
     rising = league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, -0.5 + 0.1 * np.log(n))
     assert rising.samples_for(0.25) == pytest.approx(np.exp(7.5), rel=0.01)
     assert league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, -0.1 * np.log(n)).samples_for(0.25) == np.inf
 
 
-def test_the_last_point_does_not_influence_the_chosen_curve(league: SimpleNamespace) -> None:
+def test_the_last_point_does_not_influence_the_chosen_curve(league):
     n = np.array([100.0, 200, 400, 800, 1600])
     shares = -0.5 + 0.1 * np.log(n)
     shares[-1] = 5.0
@@ -65,7 +64,7 @@ def test_the_last_point_does_not_influence_the_chosen_curve(league: SimpleNamesp
 # Points
 
 
-def test_every_point_changes_one_setting_and_uses_the_same_budget(league: SimpleNamespace) -> None:
+def test_every_point_changes_one_setting_and_uses_the_same_budget(league):
     allowed = {
         "Samples": set(),
         "Group size": {"tasks_per_step", "group_size"},
@@ -74,7 +73,7 @@ def test_every_point_changes_one_setting_and_uses_the_same_budget(league: Simple
         "Network size": {"policy"},
     }
 
-    def recipe(point: Any) -> Any:
+    def recipe(point):
         return league.worlds.recipe_of(point.world, point.contestant, point.settings, stage="final", seed=7, curve=1)
 
     base = recipe(league.scaling_points.BASE)
@@ -95,7 +94,7 @@ def test_every_point_changes_one_setting_and_uses_the_same_budget(league: Simple
 # Runs
 
 
-def record(share: float, seed: int) -> dict[str, Any]:
+def record(share, seed):
     """A finished run on two strata of two tasks."""
     after = [4.0 + 6 * share] * 4
     base = {
@@ -109,10 +108,10 @@ def record(share: float, seed: int) -> dict[str, Any]:
     return {**base, "steps": 5, "images": 240, "cpu_seconds": 20.0, "seed": seed}
 
 
-def test_every_point_is_run_once_with_each_seed(league: SimpleNamespace, tmp_path: Path) -> None:
+def test_every_point_is_run_once_with_each_seed(league, tmp_path):
     made: list[Any] = []
 
-    def train(recipe: Any, folder: Path, *, world: Any) -> dict[str, Any]:
+    def train(recipe, folder, *, world):
         made.append(recipe)
         return {key: value for key, value in record(0.1, 0).items() if key != "seed"}
 
@@ -128,20 +127,19 @@ def test_every_point_is_run_once_with_each_seed(league: SimpleNamespace, tmp_pat
 # The page
 
 
-def test_the_page_matches_the_stored_runs(league: SimpleNamespace) -> None:
+def test_the_page_matches_the_stored_runs(league):
     page, kept = league.scaling_page, FOLDER / "kept"
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept)
     assert page.PICTURE.read_text(encoding="utf-8") == page.figure(kept)
 
 
-def test_the_playground_forecast_equals_the_interval_on_the_page(league: SimpleNamespace) -> None:
+def test_the_playground_forecast_equals_the_interval_on_the_page(league):
     found = re.search(r"0\.25 of the gap takes [\d,]+ images \(([\d,]+) to ([\d,]+)\)", league.scaling_page.PAGE.read_text())
-    assert found is not None
     (target,) = (each for each in TARGETS if "docs/scaling.md" in each.basis)
     assert target.images == tuple(float(number.replace(",", "")) for number in found.groups())
 
 
-def test_a_table_has_means_over_seeds_and_differences_to_its_base(league: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_table_has_means_over_seeds_and_differences_to_its_base(league, tmp_path):
     for point, share in zip(league.scaling_points.GROUPS.points, (0.1, 0.2, 0.3, 0.4), strict=True):
         about = {"stage": "final", "settings": point.settings}
         runs = {str(seed): {**record(share + 0.01 * seed, seed), **about} for seed in (0, 2)}

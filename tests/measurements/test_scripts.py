@@ -68,7 +68,7 @@ NOT_RUN_HERE = {
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory):
     """The project with copies of the folders into which scripts write their results."""
     made = tmp_path_factory.mktemp("project")
     for name in ("measurements", "docs"):
@@ -79,7 +79,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("script", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_point_2_2_a_script_runs_small(script: str, tree: Path) -> None:
+def test_point_2_2_a_script_runs_small(script, tree):
     module = NEEDS.get(script)
     if module is not None and (find_spec(module) is None or (module == "playwright" and shutil.which("chromium") is None)):
         pytest.skip(f"needs {module}")
@@ -91,7 +91,7 @@ def test_point_2_2_a_script_runs_small(script: str, tree: Path) -> None:
     assert done.stdout
 
 
-def test_point_2_2_every_script_is_in_one_table() -> None:
+def test_point_2_2_every_script_is_in_one_table():
     scripts = [path for path in FOLDER.rglob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
     found = sorted(path.relative_to(FOLDER).as_posix() for path in scripts)
     assert sorted([*FAST, *SLOW, *NOT_RUN_HERE]) == found

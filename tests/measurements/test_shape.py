@@ -48,7 +48,7 @@ def counts():
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     for name, text in {**FILES, "measurements/structure/budgets.toml": "# Budgets.\n\n[house]\nlines = { goal = 9 }\n"}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,12 +56,12 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shape(tree: Path, task: str) -> subprocess.CompletedProcess[str]:
+def shape(tree, task):
     command = [sys.executable, str(ROOT / "measurements" / "structure" / "shape.py"), task, "--tree", str(tree)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_figures_of_each_package_of_the_source_and_of_the_tests_are_counted(counts, tree: Path) -> None:
+def test_figures_of_each_package_of_the_source_and_of_the_tests_are_counted(counts, tree):
     house = {"lines": 28, "files": 11, "functions": 5, "median_body": 1, "nested_imports": 2}
     wing = {"lines": 1, "files": 1, "functions": 0, "median_body": 0, "nested_imports": 0}
     tests = {"lines": 1, "files": 1, "functions": 1, "median_body": 1, "nested_imports": 0}
@@ -69,7 +69,7 @@ def test_figures_of_each_package_of_the_source_and_of_the_tests_are_counted(coun
     assert counts.figures(tree) == {"house": house, "wing": wing, "src": source, "tests": tests}
 
 
-def test_a_package_without_a_budget_or_above_it_fails_the_check_until_it_is_added_or_smaller(tree: Path) -> None:
+def test_a_package_without_a_budget_or_above_it_fails_the_check_until_it_is_added_or_smaller(tree):
     failed = shape(tree, "--check")
     assert failed.returncode == 1
     assert "wing: no budget for files, functions, lines, median_body, nested_imports; " in failed.stderr
@@ -90,7 +90,7 @@ def test_a_package_without_a_budget_or_above_it_fails_the_check_until_it_is_adde
     assert "house: median_body is 1, 2 below its budget of 3\n" in shape(tree, "--check").stderr
 
 
-def test_every_spelling_of_an_import_is_an_edge(counts, tree: Path) -> None:
+def test_every_spelling_of_an_import_is_an_edge(counts, tree):
     edges = counts.imports({source.name: source for source in counts.walk(*counts.packages(tree))})
     assert edges[counts.AT_IMPORT] == {
         ("house.one.left", "house.one.right"),
@@ -103,7 +103,7 @@ def test_every_spelling_of_an_import_is_an_edge(counts, tree: Path) -> None:
     assert edges[counts.IN_FUNCTION] == {("house.two.kinds", "house.two.incomplete"), ("house.two.incomplete", "house.two.kinds")}
 
 
-def test_cycles_of_modules_and_of_packages_are_found(counts, tree: Path) -> None:
+def test_cycles_of_modules_and_of_packages_are_found(counts, tree):
     edges = counts.imports({source.name: source for source in counts.walk(*counts.packages(tree))})
     assert counts.cycle(edges[counts.AT_IMPORT]) == []
     assert set(counts.cycle(edges[counts.AT_IMPORT] | edges[counts.TYPING])) == {"house.one.left", "house.one.right"}
@@ -111,7 +111,7 @@ def test_cycles_of_modules_and_of_packages_are_found(counts, tree: Path) -> None
     assert set(counts.cycle(counts.between_siblings(edges[counts.AT_IMPORT]))) == {"house.one", "house.two"}
 
 
-def test_retouch_has_no_import_cycles_and_no_class_names_that_occur_twice(counts) -> None:
+def test_retouch_has_no_import_cycles_and_no_class_names_that_occur_twice(counts):
     sources = {source.name: source for source in counts.walk(*counts.packages(ROOT))}
     edges = set.union(*counts.imports(sources).values())
     assert counts.cycle(edges) == []

@@ -3,7 +3,6 @@
 import importlib
 import json
 import logging
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from retouch.models.pipeline import Guided
 from retouch.policies.decoding import CachedDecoding
 from retouch.recipe.document import value_at
 from retouch.types import Needs, Slice
-from warm_python import python
+from warm_python import run_python
 
 BEFORE_AFTER, IMPROVEMENTS, TABLE = script("before_after"), script("improvements"), script("table")
 KEPT: dict[str, dict[str, Any]] = BEFORE_AFTER.kept()
@@ -35,27 +34,27 @@ NOT_COMPARED = (
 
 
 @pytest.fixture(autouse=True)
-def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def variables(monkeypatch):
     for variable, value in TABLE.VARIABLES.items():
         monkeypatch.setenv(variable, value)
 
 
-def test_the_machines_page_contains_the_stored_tables() -> None:
+def test_the_machines_page_contains_the_stored_tables():
     assert BEFORE_AFTER.tables(KEPT, REHEARSED) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
 
 
-def test_every_row_of_the_table_of_recipes_is_compared() -> None:
+def test_every_row_of_the_table_of_recipes_is_compared():
     assert list(KEPT) == list(REHEARSED)
 
 
 @pytest.mark.parametrize("name", REHEARSED)
-def test_the_kept_figures_are_for_the_present_recipe_without_all_its_improvements(name: str) -> None:
+def test_the_kept_figures_are_for_the_present_recipe_without_all_its_improvements(name):
     assert KEPT[name]["digest"] == BEFORE_AFTER.digest(name)
     assert KEPT[name]["off"] == IMPROVEMENTS.improvements_of(TABLE.recipe_of(name))
 
 
 @pytest.mark.parametrize("name", REHEARSED)
-def test_turning_off_the_improvements_of_a_recipe_changes_the_recipe(name: str) -> None:
+def test_turning_off_the_improvements_of_a_recipe_changes_the_recipe(name):
     recipe = TABLE.recipe_of(name)
     found = IMPROVEMENTS.improvements_of(recipe)
     assert found
@@ -71,12 +70,12 @@ def test_turning_off_the_improvements_of_a_recipe_changes_the_recipe(name: str) 
     assert left == [each for each in found if IMPROVEMENTS.IMPROVEMENTS[each].patch]
 
 
-def test_every_improvement_is_turned_off_for_some_recipe() -> None:
+def test_every_improvement_is_turned_off_for_some_recipe():
     assert {each for row in KEPT.values() for each in row["off"]} == IMPROVEMENTS.IMPROVEMENTS.keys()
 
 
 @pytest.mark.parametrize("name", REHEARSED)
-def test_a_full_size_recipe_has_no_memory_setting_that_the_comparison_leaves_out(name: str) -> None:
+def test_a_full_size_recipe_has_no_memory_setting_that_the_comparison_leaves_out(name):
     found = TABLE.recipe_of(name).document()
     set_keys = [key for key in NOT_COMPARED if value_at(found, key)]
     assert not set_keys, "add an improvement, or change the sentence of docs/machines.md"
@@ -84,7 +83,7 @@ def test_a_full_size_recipe_has_no_memory_setting_that_the_comparison_leaves_out
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_joint_guidance_computes_both_branches_in_one_forward_pass(joint: bool) -> None:
+def test_joint_guidance_computes_both_branches_in_one_forward_pass(joint):
     model = tiny.edit_model()
     model.module.to(torch.bfloat16)
     guided, tasks, order, sigma = Guided(model, 3.5), tiny.tasks(4)[3:], torch.tensor([0, 0]), torch.tensor([0.9, 0.4])
@@ -102,13 +101,13 @@ def test_joint_guidance_computes_both_branches_in_one_forward_pass(joint: bool) 
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_prompts_per_row_changes_the_rows_that_are_read_and_no_completion() -> None:
-    def sampled() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+def test_prompts_per_row_changes_the_rows_that_are_read_and_no_completion():
+    def sampled():
         policy, batch = tiny_writing.policy(), tiny_writing.batch(group_size=3)
         read: list[int] = []
         own = policy.model.prefill
 
-        def prefill(module: Any, prompts: Any) -> Any:
+        def prefill(module, prompts):
             read.append(len(prompts))
             return own(module, prompts)
 
@@ -129,8 +128,8 @@ def test_prompts_per_row_changes_the_rows_that_are_read_and_no_completion() -> N
     assert CachedDecoding._prefill.__module__ == "retouch.policies.decoding"
 
 
-def test_concatenated_cache_copies_all_tokens_and_keeps_their_values() -> None:
-    def filled() -> PreallocatedCacheLayer:
+def test_concatenated_cache_copies_all_tokens_and_keeps_their_values():
+    def filled():
         layer = PreallocatedCacheLayer()
         with torch.no_grad():
             for first, tokens in ((0, 3), (3, 1), (4, 1)):
@@ -138,7 +137,7 @@ def test_concatenated_cache_copies_all_tokens_and_keeps_their_values() -> None:
                 layer.update(states, -states)
         return layer
 
-    def room(layer: PreallocatedCacheLayer) -> int:
+    def room(layer):
         return layer.keys.untyped_storage().nbytes() // layer.keys.element_size() - layer.keys.numel()
 
     preallocated = filled()
@@ -150,7 +149,7 @@ def test_concatenated_cache_copies_all_tokens_and_keeps_their_values() -> None:
     assert torch.equal(concatenated.values, preallocated.values)
 
 
-def test_own_text_encoder_keeps_the_encoder_of_the_editor() -> None:
+def test_own_text_encoder_keeps_the_encoder_of_the_editor():
     encoder = importlib.import_module("retouch.models.qwen_image.responses")
     editor, writer = tiny.edit_model(), nn.Linear(1, 1)
     text = editor.text.encoder
@@ -162,11 +161,11 @@ def test_own_text_encoder_keeps_the_encoder_of_the_editor() -> None:
 
 
 @pytest.mark.slow
-def test_kept_rows_are_made_again_only_if_the_digest_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_rows_are_made_again_only_if_the_digest_changes(tmp_path, monkeypatch):
     name = "emu3/sft_s"
     calls: list[list[str]] = []
 
-    def made(function: Any, called: str, off: list[str]) -> dict[str, Any]:
+    def made(function, called, off):
         calls.append(off)
         return {each: KEPT[called][each] for each in BEFORE_AFTER.FIGURES}
 
@@ -189,11 +188,10 @@ def test_kept_rows_are_made_again_only_if_the_digest_changes(tmp_path: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REHEARSED)
-def test_a_new_dry_run_without_the_improvements_matches_the_table(name: str) -> None:
+def test_a_new_dry_run_without_the_improvements_matches_the_table(name):
     code = call_in_new_process("before_after", "rehearse_one", name, KEPT[name]["off"])
-    done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    found, kept = json.loads(done.stdout.splitlines()[-1]), KEPT[name]
+    printed = run_python("-c", code, timeout=1800)
+    found, kept = json.loads(printed.splitlines()[-1]), KEPT[name]
     assert found["in"] == kept["in"]
     assert (found["peak"], found["modelled"]) == pytest.approx((kept["peak"], kept["modelled"]), rel=0.01)
     assert found["flops"] == pytest.approx(kept["flops"], rel=0.01)

@@ -1,15 +1,12 @@
 """Dry runs at two small depths, extrapolated, give the same figures as a dry run at full depth."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from retouch_plan.models import FEWEST, choose_depths, with_blocks
-from warm_python import python
+from warm_python import run_python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 AGREEMENT = 0.005
@@ -23,21 +20,10 @@ STACKS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "update"),
-    [("qwen-image-edit/flow-grpo", "update"), ("flux-fill/ip-adapter-grpo", "rl: update")],
-)
-def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str) -> None:
-    done = subprocess.run(
-        [python(), "-W", "ignore", str(SUPPORT / "dry_run_depths.py"), str(tmp_path / "model"), name],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize(("name", "update"), [("qwen-image-edit/flow-grpo", "update"), ("flux-fill/ip-adapter-grpo", "rl: update")])
+def test_two_depths_agree_with_full_depth(tmp_path, name, update):
+    printed = run_python(SUPPORT / "dry_run_depths.py", tmp_path / "model", name, search=[SUPPORT], timeout=800)
+    found = json.loads(printed.splitlines()[-1])
     assert found["two"].keys() == found["full"].keys()
     for kind, figures in found["full"].items():
         assert found["two"][kind] == pytest.approx(figures, rel=AGREEMENT), kind
@@ -46,9 +32,8 @@ def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str
 
 
 @pytest.mark.parametrize("stacks", STACKS)
-def test_the_two_depths_extrapolate_linearly_to_the_full_depth(stacks: dict[str, int]) -> None:
+def test_the_two_depths_extrapolate_linearly_to_the_full_depth(stacks):
     depths = choose_depths({(name, "num_layers"): count for name, count in stacks.items()})
-    assert depths is not None
     for stack, first in depths.first.items():
         step = depths.second[stack] - first
         assert first + step * depths.times == stacks[stack[0]]
@@ -56,12 +41,12 @@ def test_the_two_depths_extrapolate_linearly_to_the_full_depth(stacks: dict[str,
     assert sum(depths.first.values()) + sum(depths.second.values()) < sum(stacks.values())
 
 
-def test_a_small_model_has_a_dry_run_at_full_depth() -> None:
+def test_a_small_model_has_a_dry_run_at_full_depth():
     assert choose_depths({("transformer", "num_layers"): 4}) is None
     assert choose_depths({}) is None
 
 
-def test_blocks_with_a_second_attention_come_first() -> None:
+def test_blocks_with_a_second_attention_come_first():
     config = {"num_layers": 24, "dual_attention_layers": list(range(13)), "width": 1}
     made = with_blocks(config, {"num_layers": 2, "dual_attention_layers": 4})
     assert made == {"num_layers": 6, "dual_attention_layers": [0, 1, 2, 3], "width": 1}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.models.pretrained import fetch_weights, find_weights
 from retouch.recipe.document import apply
-from retouch.recipe.recipe import Recipe, load, parse
+from retouch.recipe.recipe import load, parse
 from retouch.records import libraries
 from retouch.records.folder import RunFolder
 from retouch.rewards.base import close
@@ -65,12 +64,12 @@ FULL = "recipes/qwen-image-edit/flow-grpo.jsonnet"
 REHEARSED = Path(__file__).parents[2] / "measurements" / "rehearsal" / "rehearsed.json"
 
 
-def small(*changes: str) -> Recipe:
+def small(*changes):
     return parse(apply(SMALL, list(changes)))
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     """A folder of twelve small images."""
     folder = tmp_path / "photos"
     folder.mkdir()
@@ -82,19 +81,19 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
+def doctor(capsys, *words):
     code = cli.main(["doctor", *words])
     return code, capsys.readouterr().out.splitlines()
 
 
-def recipe_file(tmp_path: Path, *changes: str) -> str:
+def recipe_file(tmp_path, *changes):
     """A small recipe as a file."""
     file = tmp_path / "small.json"
     file.write_text(json.dumps(apply(SMALL, [f"out={tmp_path / 'runs'}", *changes])))
     return str(file)
 
 
-def test_findings_are_aligned() -> None:
+def test_findings_are_aligned():
     lines = [str(each) for each in (ok("torch", "2.13"), note("data", "one\ntwo"), failed("run folder", "full", fix="rm"))]
     assert lines == [
         "ok      torch         2.13",
@@ -106,13 +105,13 @@ def test_findings_are_aligned() -> None:
 # The installation
 
 
-def test_check_install_reports_ok_for_this_installation() -> None:
+def test_check_install_reports_ok_for_this_installation():
     found = list(check_install())
     assert [finding.subject for finding in found] == ["python", "torch", "diffusers", "transformers", "peft", "libraries"]
     assert {finding.status for finding in found} == {"ok"}
 
 
-def test_unsupported_versions_are_reported_with_the_pip_command() -> None:
+def test_unsupported_versions_are_reported_with_the_pip_command():
     requirements = ["safetensors>=0.1", "peft>=99", "no-such-library>=2", "numpy<1", "torch>=2.11"]
     found = list(check_versions([Requirement(each) for each in requirements]))
     assert [(finding.subject, finding.status) for finding in found] == [
@@ -127,14 +126,14 @@ def test_unsupported_versions_are_reported_with_the_pip_command() -> None:
     assert found[4].text.startswith("1 other")
 
 
-def test_doctor_without_a_recipe_checks_the_installation_and_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_without_a_recipe_checks_the_installation_and_built_in_model(capsys):
     code, lines = doctor(capsys)
     assert code == 0
     assert any(line.startswith("ok      playground    the built-in model loads and samples") for line in lines)
     assert lines[-3:] == ["", "ready", "next: retouch train recipes/quickstart.jsonnet"]
 
 
-def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path):
     missing = check_playground(tmp_path)
     assert (missing.status, missing.fix) == ("FAILED", "retouch playground build")
     for file in playground_weights().rglob("*.*"):
@@ -148,7 +147,7 @@ def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path: Path) -> Non
 # The full-size recipe, without its weights
 
 
-def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(photos: Path, tmp_path: Path) -> None:
+def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(photos, tmp_path):
     reward = 'reward={"kind": "photos", "colour": [200, 60, 40], "combine": {"reward": 1}}'  # needs no weights
     words = [FULL, "--set", f"data.path={photos}", "--set", f"out={tmp_path / 'my runs'}", "--set", reward, "--device", "h100"]
     lines = doctor_with_a_dry_run(tmp_path, *words)
@@ -169,7 +168,7 @@ def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(photos: Pat
     assert not (tmp_path / "my runs").exists()
 
 
-def doctor_with_a_dry_run(tmp_path: Path, *words: str, code: int = 0) -> list[str]:
+def doctor_with_a_dry_run(tmp_path, *words, code=0):
     """The lines that `retouch doctor` prints in a process of its own, without weights on the machine."""
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache")}
     command = [python(), "-m", "retouch", "doctor", *words]
@@ -179,7 +178,7 @@ def doctor_with_a_dry_run(tmp_path: Path, *words: str, code: int = 0) -> list[st
 
 
 @pytest.mark.slow
-def test_a_gpu_that_is_too_small_is_refused_with_settings_that_fit(tmp_path: Path) -> None:
+def test_a_gpu_that_is_too_small_is_refused_with_settings_that_fit(tmp_path):
     words = ["sd3/prompt-enhancer", "--device", "a100-40gb", "--set", "microbatch=64"]
     lines = doctor_with_a_dry_run(tmp_path, *words, code=1)
     refused = r"\nFAILED  memory        does not fit: needs [\d.]+ GB of the 42\.31 GB of a100-40gb, in update"
@@ -190,9 +189,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_settings_that_fit(tmp_path: Pat
     assert any(line.startswith("ok      memory        needs ") for line in again)
 
 
-def test_the_other_checks_run_if_the_data_and_a_reward_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_checks_run_if_the_data_and_a_reward_are_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     words = [FULL, "--allow-import", "mine", "--set", "data.path=nowhere", "--device", "4090", "--no-rehearsal"]
     code, lines = doctor(capsys, *words)
@@ -208,7 +205,7 @@ def test_the_other_checks_run_if_the_data_and_a_reward_are_missing(
     assert lines[-1] == f"next: retouch doctor {given} {needed}"
 
 
-def test_without_cuda_a_recipe_is_checked_for_an_h100_with_a_note() -> None:
+def test_without_cuda_a_recipe_is_checked_for_an_h100_with_a_note():
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device, so that is checked for")
     target, finding = check_device("auto", device=None, weights_here=False)
@@ -230,14 +227,14 @@ def test_without_cuda_a_recipe_is_checked_for_an_h100_with_a_note() -> None:
         ("cuda:0 (NVIDIA B300)", "h100"),
     ],
 )
-def test_a_device_of_this_machine_has_the_rates_of_the_gpu_that_it_names(name: str, rates: str) -> None:
+def test_a_device_of_this_machine_has_the_rates_of_the_gpu_that_it_names(name, rates):
     made = machine_of(PlannedDevice(name, 10**9, torch.device("cuda:0")), "auto")
     assert (made.name, made.memory, made.half) == (name, 10**9, MACHINES[rates].half)
     assert made.measured.startswith(f"rates of {rates}: ")
     assert machine_of(PlannedDevice("l40s", 1, None), "l40s") == MACHINES["l40s"]
 
 
-def test_unknown_device_raises_with_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_device_raises_with_the_known_names(capsys):
     with pytest.raises(ValueError, match="4090"):
         cli.main(["doctor", "--device", "h20O", "--debug"])
 
@@ -249,7 +246,7 @@ _FULL_BF16 = ('policy.train={"kind":"full"}', "policy.model.dtype=bfloat16")
 
 
 @pytest.mark.parametrize("changes", [(), (*_FULL_BF16, "rollout.staleness=2"), (*_FULL_BF16, *_NFT)])
-def test_the_disk_is_checked_for_the_bytes_of_the_tensors_of_a_checkpoint(changes: tuple[str, ...]) -> None:
+def test_the_disk_is_checked_for_the_bytes_of_the_tensors_of_a_checkpoint(changes):
     parts = assemble(small(*changes), Ranks())
     stepper = parts.stepper()
     stepper.backward(torch.stack([parameter.float().sum() for parameter in parts.copies.parameters.values()]).sum())
@@ -260,7 +257,7 @@ def test_the_disk_is_checked_for_the_bytes_of_the_tensors_of_a_checkpoint(change
     parts.judge.close()
 
 
-def test_trial_step_of_a_small_recipe_passes_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trial_step_of_a_small_recipe_passes_and_leaves_no_files(tmp_path, capsys):
     file = recipe_file(tmp_path)
     code, lines = doctor(capsys, file, "--device", "cpu")
     assert code == 0, "\n".join(lines)
@@ -270,7 +267,7 @@ def test_trial_step_of_a_small_recipe_passes_and_leaves_no_files(tmp_path: Path,
     assert not (tmp_path / "runs").exists()
 
 
-def test_trial_step_samples_at_most_rollout_chunk_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_step_samples_at_most_rollout_chunk_rows_at_once(monkeypatch):
     parts = assemble(small("rollout.chunk=3", "tasks_per_step=8"), Ranks())
     run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: pytest.fail("a reward was computed"))
     seen: list[tuple[int, ...]] = []
@@ -284,7 +281,7 @@ def test_trial_step_samples_at_most_rollout_chunk_rows_at_once(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("objective", ['{"kind":"nft"}', '{"kind":"awm","reference_weight":0.1}', '{"kind":"dpo"}'])
-def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective: str) -> None:
+def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective):
     parts = assemble(small(f"objective={objective}", _NFT[1], "group_size=4"), Ranks())
     stepper = parts.stepper()
     parts.begin(0)
@@ -294,7 +291,7 @@ def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective:
     assert [(check.name, check.ok) for check in checks] == [("gradient", True), ("moved", True), ("frozen", True)]
 
 
-def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path, capsys):
     code, lines = doctor(capsys, recipe_file(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
     assert code == 1
     assert lines[-2] == "not ready: model"
@@ -308,42 +305,32 @@ def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path:
 # Recipes
 
 
+_FLUX2, _WRITER = "flux2/ocr-grpo", "sd3/prompt-enhancer"
+_REPEATED = ["25% of the rows of the update's forward passes", "of 4 does not divide the 9 steps", "; 3 does"]
+_HALVES = ("tasks_per_step=8", "group_size=8", "minibatches=2")
+
+
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("name", "world", "changes", "says"),
     [
-        ([], []),
-        (["microbatch=4"], ["25% of the rows of the update's forward passes", "of 4 does not divide the 9 steps", "; 3 does"]),
-        (["microbatch=12"], []),
-        (["microbatch=4", "rollout.equal_shapes=false"], []),
+        (_FLUX2, 8, [], []),
+        (_FLUX2, 8, ["microbatch=4"], _REPEATED),
+        (_FLUX2, 8, ["microbatch=12"], []),
+        (_FLUX2, 8, ["microbatch=4", "rollout.equal_shapes=false"], []),
+        (_WRITER, 1, ["microbatch=8", "rollout.chunk=64"], []),
+        (_WRITER, 1, ["microbatch=8", "rollout.chunk=12"], ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"]),
+        (_WRITER, 1, [*_HALVES[:2], "minibatches=1", "microbatch=5", "rollout.chunk=40"], []),
+        (_WRITER, 1, [*_HALVES, "microbatch=8", "rollout.chunk=64"], []),
+        (_WRITER, 1, [*_HALVES, "microbatch=12", "rollout.chunk=96"], ["32 rows", "use microbatch 4"]),
     ],
 )
-def test_check_batch_reports_forward_passes_that_are_filled_with_repeated_rows(changes: list[str], says: list[str]) -> None:
-    recipe = load("recipes/flux2/ocr-grpo.jsonnet", changes)
-    notes = [finding.text for finding in check_batch(recipe, world=8) if finding.status == "note"]
+def test_check_batch_reports_rows_that_are_repeated_and_chunks_and_minibatches_that_do_not_fit(name, world, changes, says):
+    notes = [finding.text for finding in check_batch(load(name, changes), world=world) if finding.status == "note"]
     assert len(notes) == bool(says)
     assert all(part in text for text in notes for part in says)
 
 
-@pytest.mark.parametrize(("chunk", "says"), [(64, []), (12, ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"])])
-def test_check_batch_reports_chunks_that_do_not_fit_the_microbatch_of_a_writer_in_16_bits(chunk: int, says: list[str]) -> None:
-    recipe = load("recipes/sd3/prompt-enhancer.jsonnet", ["microbatch=8", f"rollout.chunk={chunk}"])
-    notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
-    assert len(notes) == bool(says)
-    assert all(part in text for text in notes for part in says)
-
-
-@pytest.mark.parametrize(("minibatches", "microbatch", "says"), [(1, 5, []), (2, 8, []), (2, 12, ["32 rows", "use microbatch 4"])])
-def test_check_batch_reports_minibatches_that_do_not_fit_the_microbatch_of_a_writer(
-    minibatches: int, microbatch: int, says: list[str]
-) -> None:
-    changes = ["tasks_per_step=8", "group_size=8", f"minibatches={minibatches}", f"microbatch={microbatch}"]
-    recipe = load("recipes/sd3/prompt-enhancer.jsonnet", [*changes, f"rollout.chunk={microbatch * 8}"])
-    notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
-    assert len(notes) == bool(says)
-    assert all(part in text for text in notes for part in says)
-
-
-def test_check_batch_reports_ranks_that_do_not_divide_the_batch() -> None:
+def test_check_batch_reports_ranks_that_do_not_divide_the_batch():
     (good, unmeant) = check_batch(small("ranks=4"), world=2)
     assert good.text == "2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks"
     assert (unmeant.status, unmeant.text) == ("note", "the recipe is meant for 4 ranks, and there are 2")
@@ -354,16 +341,15 @@ def test_check_batch_reports_ranks_that_do_not_divide_the_batch() -> None:
     assert [finding.text.split(":")[0] for finding in check_batch(phased, world=1)] == ["phase a", "phase b"]
 
 
-def test_run_on_another_number_of_ranks_logs_it_and_continues(tmp_path: Path) -> None:
+def test_run_on_another_number_of_ranks_logs_it_and_continues(tmp_path):
     changes = ("ranks=4", "steps=1", f"out={tmp_path}", "device=cpu", "trackers=[]", "policy.ema=null")
     assert run(small(*changes), fresh=False) == 0
     assert "the recipe is meant for 4 ranks, and there is 1" in (tmp_path / "small" / "train.log").read_text()
 
 
-def test_check_data_reports_image_problems(photos: Path) -> None:
+def test_check_data_reports_image_problems(photos):
     recipe = small(f'data={{"kind":"folder","path":"{photos}","held_out":0.5}}', 'reward={"kind":"share","combine":{"share":1}}')
     ((finding, sets),) = check_data(recipe)
-    assert sets is not None
     assert (finding.status, len(sets.train), len(sets.heldout)) == ("ok", 5, 4)
     Image.new("L", (48, 32), 9).save(photos / "3.png")
     ((finding, sets),) = check_data(recipe)
@@ -376,7 +362,7 @@ def test_check_data_reports_image_problems(photos: Path) -> None:
     assert finding.fix == f"retouch data check {photos}"
 
 
-def test_headline_tags_without_held_out_tasks_are_a_failure() -> None:
+def test_headline_tags_without_held_out_tasks_are_a_failure():
     ((finding, _),) = check_data(small('eval.headline={"complexity":["3"]}'))
     assert finding.status == "FAILED"
     assert "evaluate on more tasks (eval.tasks), or set eval.headline to null" in finding.text
@@ -389,11 +375,11 @@ class NoScore:
 
     columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
 
-    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples):
         return {"overall": torch.full((len(samples),), math.nan)}
 
 
-def test_check_scoring_scores_a_source_image_and_reports_faulty_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_scoring_scores_a_source_image_and_reports_faulty_rewards(monkeypatch):
     recipe = small()
     sets = build_sets(recipe, recipe.data, size=None)
     good = check_scoring(recipe, sets)
@@ -417,10 +403,10 @@ class RecordsDevice:
     columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
     built: list[torch.device] = []  # noqa: RUF012
 
-    def __init__(self, *, device: torch.device) -> None:
+    def __init__(self, *, device):
         self.built.append(device)
 
-    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples):
         return {"overall": torch.zeros(len(samples))}
 
 
@@ -436,9 +422,7 @@ class RecordsDevice:
         (["device=cuda"], 0, False, "cpu"),
     ],
 )
-def test_reward_is_built_on_the_device_of_the_run_if_it_exists(
-    changes: list[str], gpus: int, mps: bool, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_is_built_on_the_device_of_the_run_if_it_exists(changes, gpus, mps, place, monkeypatch):
     """If this machine lacks the device, the reward is built on one that it has."""
     module = SimpleNamespace(RecordsDevice=RecordsDevice, __spec__=SimpleNamespace(submodule_search_locations=None))
     monkeypatch.setitem(sys.modules, "judges", module)
@@ -452,7 +436,7 @@ def test_reward_is_built_on_the_device_of_the_run_if_it_exists(
 
 
 @pytest.mark.parametrize("column", ["preference", "win_probability"])
-def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path: Path, column: str) -> None:
+def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path, column):
     votes = {"kind": "votes", "queue": str(tmp_path / "queue")}
     if column == "win_probability":
         line = (0.0, 1.0)
@@ -469,15 +453,15 @@ def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path: Path, colu
     assert not (tmp_path / "queue").exists()
 
 
-def test_doctor_does_not_wait_for_judge_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_does_not_wait_for_judge_servers(monkeypatch):
     waited: list[str] = []
 
-    async def wait(client: ChatClient) -> None:
+    async def wait(client):
         waited.append(client.endpoint.model)
 
     monkeypatch.setattr(ChatClient, "_wait_until_up", wait)
 
-    def judged(model: str, column: str) -> dict[str, Any]:
+    def judged(model, column):
         judge = {"kind": "endpoint", "model": model, "base_url": "http://127.0.0.1:9/v1", "key": None, "wait": 600}
         return {"kind": "aspects", "aspects": [column], "temperature": 0.7, "judge": judge, "combine": {column: 1}}
 
@@ -491,14 +475,14 @@ def test_doctor_does_not_wait_for_judge_servers(monkeypatch: pytest.MonkeyPatch)
     assert waited == ["training"]
 
 
-def test_missing_tracker_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_a_failure(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None)
     assert check_trackers(small()).status == "ok"
     missing = check_trackers(small('trackers=["wandb"]'))
     assert (missing.status, missing.fix) == ("FAILED", "pip install 'retouch[track]'")
 
 
-def test_run_folder_with_the_same_run_is_a_note_and_with_another_a_failure(tmp_path: Path) -> None:
+def test_run_folder_with_the_same_run_is_a_note_and_with_another_a_failure(tmp_path):
     recipe = small(f"out={tmp_path}")
     assert check_folder(recipe).status == "ok"
     folder = RunFolder(recipe.folder)
@@ -525,8 +509,8 @@ def test_run_folder_with_the_same_run_is_a_note_and_with_another_a_failure(tmp_p
         ("no such folder: weights", "correct policy.model"),
     ],
 )
-def test_run_that_cannot_be_built_suggests_the_key_to_correct(says: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_run_that_cannot_be_built_suggests_the_key_to_correct(says, fix, monkeypatch):
+    def refuse(*_):
         raise ValueError(says)
 
     monkeypatch.setattr(checks, "assemble", refuse)
@@ -534,7 +518,7 @@ def test_run_that_cannot_be_built_suggests_the_key_to_correct(says: str, fix: st
     assert (found.status, found.text, found.fix) == ("FAILED", says, fix)
 
 
-def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
+def test_checkpoints_must_fit_on_the_disk(tmp_path):
     recipe = small(f"out={tmp_path / 'not' / 'there' / 'yet'}")
     assert check_disk(recipe, 1000, steps=[1]).status == "ok"
     full = check_disk(recipe, 10**18, steps=[1])
@@ -545,7 +529,7 @@ def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
     assert found.text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
 
 
-def test_disk_check_counts_the_checkpoints_of_a_run_measured_in_passes(tmp_path: Path) -> None:
+def test_disk_check_counts_the_checkpoints_of_a_run_measured_in_passes(tmp_path):
     changes = ["steps=null", "passes=2", "tasks_per_step=2", "checkpoints.every=1", "checkpoints.keep_every=2"]
     recipe = small(f"out={tmp_path}", *changes)
     sets = build_sets(recipe, recipe.data, size=None)
@@ -560,7 +544,7 @@ def test_disk_check_counts_the_checkpoints_of_a_run_measured_in_passes(tmp_path:
     assert check_disk(recipe, 10**18, steps=None).status == "FAILED"
 
 
-def test_steps_of_each_phase_follow_from_passes_over_its_own_data() -> None:
+def test_steps_of_each_phase_follow_from_passes_over_its_own_data():
     data = small().document()["data"]
     phases = [{"name": name, "passes": 1, "data": {**data, "count": count}} for name, count in (("a", 4), ("b", 40), ("c", 4))]
     recipe = small("steps=null", "tasks_per_step=2", f"phases={json.dumps(phases)}")
@@ -583,9 +567,7 @@ TWO_RATES = 'phases=[{"name": "one", "steps": 1}, {"name": "two", "steps": 1, "l
         ("gradient", ['policy.train.targets=["to_q"]'], "--set policy.train.targets=null"),
     ],
 )
-def test_fix_of_a_failed_trial_step_is_a_valid_override(
-    check: str, changes: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fix_of_a_failed_trial_step_is_a_valid_override(check, changes, fix, monkeypatch):
     recipe = small(*changes)
     parts = assemble(recipe, Ranks())
     monkeypatch.setattr(type(parts), "trial_steps", lambda *_, **__: [Check(check, False, 0.0, None, "it failed")])
@@ -598,14 +580,14 @@ def test_fix_of_a_failed_trial_step_is_a_valid_override(
 
 
 @pytest.mark.parametrize(("check", "expected"), [("frozen", "writes to weights"), ("kl_gradient", "do not depend on the trained")])
-def test_failed_check_that_no_override_fixes_is_explained(check: str, expected: str) -> None:
+def test_failed_check_that_no_override_fixes_is_explained(check, expected):
     assert expected in checks._suggested_fix(small(), check)
 
 
 # Where weights are found
 
 
-def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert find_weights(str(tmp_path)) == tmp_path
     assert find_weights("some/model") is None
@@ -621,7 +603,7 @@ def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path: Path, monk
             find_weights(wrong)
 
 
-def test_failed_download_of_weights_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_of_weights_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="the weights of some/model could not be downloaded"):
@@ -631,7 +613,7 @@ def test_failed_download_of_weights_raises(tmp_path: Path, monkeypatch: pytest.M
 # Ranks
 
 
-def test_two_ranks_on_one_gpu_are_a_failure() -> None:
+def test_two_ranks_on_one_gpu_are_a_failure():
     assert check_devices(["a cpu", "a cpu"]).status == "ok"
     assert check_devices(["a cuda:0 GPU-1", "a cuda:0 GPU-2", "b cuda:0 GPU-3"]).status == "ok"
     shared = check_devices(["a cuda:0 GPU-1", "a cuda:1 GPU-2", "a cuda:0 GPU-1"])
@@ -639,7 +621,7 @@ def test_two_ranks_on_one_gpu_are_a_failure() -> None:
     assert shared.text.splitlines()[1:] == ["a cuda:0 GPU-1: ranks 0, 2"]
 
 
-def test_check_same_reports_values_that_differ_between_ranks() -> None:
+def test_check_same_reports_values_that_differ_between_ranks():
     same = json.dumps({"torch": "2.13", "git": "abc"})
     assert check_same("versions", [same, same]).status == "ok"
     other = check_same("versions", [same, json.dumps({"torch": "2.11"}), same])
@@ -647,22 +629,22 @@ def test_check_same_reports_values_that_differ_between_ranks() -> None:
     assert other.text.splitlines()[1:] == ["git: abc on ranks 0, 2; none on rank 1", "torch: 2.13 on ranks 0, 2; 2.11 on rank 1"]
 
 
-def test_wrong_all_reduce_result_is_a_failure() -> None:
+def test_wrong_all_reduce_result_is_a_failure():
     class NoCommunication(Ranks):
-        def sum(self, values: torch.Tensor) -> torch.Tensor:
+        def sum(self, values):
             return values
 
-        def max(self, values: torch.Tensor) -> torch.Tensor:
+        def max(self, values):
             return values
 
-        def gather(self, values: torch.Tensor) -> torch.Tensor:
+        def gather(self, values):
             return values
 
     assert check_all_reduce(NoCommunication(rank=0, world=1)).status == "ok"
     assert check_all_reduce(NoCommunication(rank=0, world=2)).status == "FAILED"
 
 
-def test_a_single_rank_gathers_its_own_texts() -> None:
+def test_a_single_rank_gathers_its_own_texts():
     group = RankGroup(Ranks())
     bad = failed("data", "gone", fix="look")
     assert group.gather_texts("é") == ["é"]
@@ -670,7 +652,7 @@ def test_a_single_rank_gathers_its_own_texts() -> None:
     assert isinstance(bad, Finding)
 
 
-def test_distributed_doctor_without_a_launcher_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_doctor_without_a_launcher_fails(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     code, lines = doctor(capsys, "--distributed")
     assert code == 1
@@ -692,7 +674,7 @@ print("codes", *codes)
 """
 
 
-def test_launched_ranks_report_agreement_and_differences(tmp_path: Path, photos: Path) -> None:
+def test_launched_ranks_report_agreement_and_differences(tmp_path, photos):
     recipe = recipe_file(tmp_path, "ranks=2")
     (tmp_path / "elsewhere").mkdir()
     command = [python(), "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]

@@ -12,11 +12,11 @@ A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
 
 
 @pytest.fixture(autouse=True)
-def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_weights(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def test_training_on_a_benchmark_fails_before_its_download() -> None:
+def test_training_on_a_benchmark_fails_before_its_download():
     ((finding, sets),) = check_data(load(A))
     assert (finding.status, sets) == ("FAILED", None)
     assert "Complex-Edit" in finding.text
@@ -25,7 +25,7 @@ def test_training_on_a_benchmark_fails_before_its_download() -> None:
     assert allowed.status == "note"
 
 
-def test_zero3_is_refused_by_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero3_is_refused_by_the_doctor(capsys):
     assert cli.main(["doctor", A, "--set", "sharding=zero3", "--device", "h200"]) != 0
     said = "".join(capsys.readouterr())
     assert "pop from an empty deque" in said
@@ -39,7 +39,7 @@ def test_zero3_is_refused_by_the_doctor(capsys: pytest.CaptureFixture[str]) -> N
         ("recipes/sd3/prompt-enhancer-playground.jsonnet", "enhancer"),
     ],
 )
-def test_the_engine_of_a_playground_model_is_checked(recipe: str, weights: str) -> None:
+def test_the_engine_of_a_playground_model_is_checked(recipe, weights):
     checked = load(recipe, ['rollout.engine={"kind": "vllm", "url": "http://127.0.0.1:9"}'])
     assert checked.policy.model.base_model == str(playground_weights(weights))
     (found,) = check_engines(checked)

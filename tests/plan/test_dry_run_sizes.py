@@ -1,9 +1,6 @@
 """A dry run of any size of images and chunks: it runs, or the message is about the recipe."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 
 from retouch.recipe.recipe import load
 from retouch_plan.estimate import explained
-from warm_python import python
+from warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -38,19 +35,12 @@ print(len(images), images[0].size, images[0].mode)
 """
 
 
-def test_point_2_3_a_chunk_of_128_large_images_is_decoded_in_a_dry_run() -> None:
-    done = subprocess.run(
-        [python(), "-W", "ignore", "-c", DECODED],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.stdout.splitlines()[-1:] == ["128 (1024, 1024) RGB"], done.stderr
+def test_point_2_3_a_chunk_of_128_large_images_is_decoded_in_a_dry_run():
+    printed = run_python("-c", DECODED, search=[SUPPORT], timeout=300)
+    assert printed.splitlines()[-1:] == ["128 (1024, 1024) RGB"]
 
 
-def test_point_2_3_only_a_message_for_the_user_blames_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_point_2_3_only_a_message_for_the_user_blames_the_recipe(capsys):
     with pytest.raises(ValueError, match="missing") as mistake:
         load("missing.jsonnet")
     assert explained(mistake.value) == (str(mistake.value), "correct the recipe as the message says")
@@ -65,16 +55,8 @@ def test_point_2_3_only_a_message_for_the_user_blames_the_recipe(capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_point_2_3_dry_runs_of_full_size_recipes_work_at_every_size_and_chunk(name: str) -> None:
-    done = subprocess.run(
-        [python(), "-W", "ignore", str(SUPPORT / "dry_run_sizes.py"), name],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=850,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def test_point_2_3_dry_runs_of_full_size_recipes_work_at_every_size_and_chunk(name):
+    printed = run_python(SUPPORT / "dry_run_sizes.py", name, search=[SUPPORT], timeout=850)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(found) in (2, 6)
     assert [line for line in found if "stages" not in line] == []

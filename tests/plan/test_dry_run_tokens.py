@@ -1,15 +1,11 @@
 """A dry run decodes only a few tokens; its figures are those of decoding all of them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from warm_python import python
+from warm_python import run_python
 
 pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -17,22 +13,14 @@ STATIC = ("static", "static, long", "static, seldom")
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
+def found():
     # A fake accelerator stays in its process.
-    done = subprocess.run(
-        [python(), "-W", "ignore", str(SUPPORT / "dry_run_tokens.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return {line["case"]: line for line in map(json.loads, filter(lambda text: text.startswith("{"), done.stdout.splitlines()))}
+    printed = run_python(SUPPORT / "dry_run_tokens.py", search=[SUPPORT], timeout=600)
+    return {line["case"]: line for line in map(json.loads, filter(lambda text: text.startswith("{"), printed.splitlines()))}
 
 
 @pytest.mark.parametrize("case", STATIC)
-def test_the_counted_work_with_a_static_cache_equals_that_of_all_tokens(found: dict[str, dict[str, Any]], case: str) -> None:
+def test_the_counted_work_with_a_static_cache_equals_that_of_all_tokens(found, case):
     few, every = found[case]["few"], found[case]["all"]
     assert few["flops"] == every["flops"]
     assert few["kernels"] == pytest.approx(every["kernels"], abs=1)
@@ -40,11 +28,11 @@ def test_the_counted_work_with_a_static_cache_equals_that_of_all_tokens(found: d
 
 
 @pytest.mark.parametrize(("case", "waits"), [("static", 1 / 16), ("static, long", 1 / 16), ("static, seldom", 1 / 40)])
-def test_the_host_waits_of_a_static_cache_are_its_checks(found: dict[str, dict[str, Any]], case: str, waits: float) -> None:
+def test_the_host_waits_of_a_static_cache_are_its_checks(found, case, waits):
     assert found[case]["token"]["waits"] == pytest.approx(waits)
 
 
-def test_the_peak_with_a_static_cache_contains_the_longest_completion(found: dict[str, dict[str, Any]]) -> None:
+def test_the_peak_with_a_static_cache_contains_the_longest_completion(found):
     tokens, keys_and_values, layers, rows, width, size = 112 - 48, 2, 2, 4, 16, 4
     assert found["static, long"]["few"]["peak"] - found["static"]["few"]["peak"] >= (
         tokens * keys_and_values * layers * rows * width * size
@@ -52,11 +40,11 @@ def test_the_peak_with_a_static_cache_contains_the_longest_completion(found: dic
 
 
 @pytest.mark.parametrize("case", STATIC)
-def test_the_peak_with_a_static_cache_is_near_that_of_all_tokens(found: dict[str, dict[str, Any]], case: str) -> None:
+def test_the_peak_with_a_static_cache_is_near_that_of_all_tokens(found, case):
     assert found[case]["few"]["peak"] == pytest.approx(found[case]["all"]["peak"], rel=0.04)
 
 
-def test_the_counted_work_with_a_growing_cache_is_near_that_of_all_tokens(found: dict[str, dict[str, Any]]) -> None:
+def test_the_counted_work_with_a_growing_cache_is_near_that_of_all_tokens(found):
     few, every = found["growing"]["few"], found["growing"]["all"]
     assert few["flops"] == pytest.approx(every["flops"], rel=0.01)
     assert few["kernels"] == pytest.approx(every["kernels"], rel=0.02)

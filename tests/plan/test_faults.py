@@ -1,65 +1,53 @@
 """A dry run reports errors of device, dtype and shape with file and line, and what occupies memory."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from warm_python import python
+from warm_python import run_python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SOURCE = (SUPPORT / "planted_faults.py").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory):
     return dry_run(tmp_path_factory.mktemp("rehearsal") / "sd3")
 
 
-def dry_run(folder: Path, *chosen: str) -> dict[str, dict[str, Any]]:
+def dry_run(folder, *chosen):
     """What ``planted_faults`` found with each of the ``chosen`` faults, or with all."""
     # A fake accelerator stays in its process.
-    done = subprocess.run(
-        [python(), "-W", "ignore", str(SUPPORT / "planted_faults.py"), str(folder), *chosen],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = run_python(SUPPORT / "planted_faults.py", folder, *chosen, search=[SUPPORT], timeout=600)
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return {line["fault"]: line for line in lines}
 
 
-def line_of(fault: str) -> int:
+def line_of(fault):
     return next(number for number, text in enumerate(SOURCE, start=1) if f"# fault: {fault}" in text)
 
 
-def test_a_device_error_is_reported_with_file_and_line(tmp_path: Path) -> None:
+def test_a_device_error_is_reported_with_file_and_line(tmp_path):
     error = dry_run(tmp_path / "sd3", "device")["device"]["error"]
     assert f"planted_faults.py:{line_of('device')}, in velocity" in error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["device", "dtype", "shape"])
-def test_an_error_is_reported_with_file_and_line(found: dict[str, dict[str, Any]], fault: str) -> None:
+def test_an_error_is_reported_with_file_and_line(found, fault):
     assert f"planted_faults.py:{line_of(fault)}, in velocity" in found[fault]["error"]
 
 
 @pytest.mark.slow
-def test_error_messages_describe_the_device_dtype_or_shape_mismatch(found: dict[str, dict[str, Any]]) -> None:
+def test_error_messages_describe_the_device_dtype_or_shape_mismatch(found):
     assert "expected all tensors to be on the same device, but found dryrun:0, cpu" in found["device"]["error"]
     assert "same dtype" in found["dtype"]["error"]
     assert "invalid for input of size" in found["shape"]["error"]
 
 
 @pytest.mark.slow
-def test_retained_memory_is_reported_in_the_stage_that_retains_it(found: dict[str, dict[str, Any]]) -> None:
+def test_retained_memory_is_reported_in_the_stage_that_retains_it(found):
     more = {name: found["hog"]["peaks"][name] - size for name, size in found[""]["peaks"].items()}
     assert more["rollout"] >= 2**30  # kept since the preflight
     assert more["update"] >= more["rollout"] + 2 * 2**30
@@ -67,13 +55,13 @@ def test_retained_memory_is_reported_in_the_stage_that_retains_it(found: dict[st
 
 
 @pytest.mark.slow
-def test_the_number_of_evaluations_equals_that_of_a_run(found: dict[str, dict[str, Any]]) -> None:
+def test_the_number_of_evaluations_equals_that_of_a_run(found):
     """Three steps, evaluated every 2 (after 0, 2 and 3 steps), every 3, and only at the start and at the end."""
     assert [found[name]["evaluations"] for name in ("", "checkpointing", "ranks")] == [3, 2, 2]
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_reduces_activations_and_increases_flops(found: dict[str, dict[str, Any]]) -> None:
+def test_gradient_checkpointing_reduces_activations_and_increases_flops(found):
     plain, checkpointed = found[""], found["checkpointing"]
     assert checkpointed["held"]["activations"] < plain["held"]["activations"]
     assert checkpointed["flops"]["update"] > 1.1 * plain["flops"]["update"]
@@ -81,14 +69,14 @@ def test_gradient_checkpointing_reduces_activations_and_increases_flops(found: d
 
 
 @pytest.mark.slow
-def test_a_setting_that_makes_the_recipe_fit_is_suggested(found: dict[str, dict[str, Any]]) -> None:
+def test_a_setting_that_makes_the_recipe_fit_is_suggested(found):
     settings, peak = found["small chunks"]["changes"]  # where the update alone is too large
     assert settings == ["policy.gradient_checkpointing=true"]
     assert peak < 0.95 * found["small chunks"]["peak"]
 
 
 @pytest.mark.slow
-def test_settings_are_suggested_for_every_stage_that_is_too_large(found: dict[str, dict[str, Any]]) -> None:
+def test_settings_are_suggested_for_every_stage_that_is_too_large(found):
     settings, peak = found[""]["changes"]  # where the rollout is nearly as large as the update
     assert found[""]["peaks"]["rollout"] > 0.95 * found[""]["peak"]
     assert settings == ["rollout.chunk=4"]  # gradient checkpointing was tried before, and is not needed beside it
@@ -96,7 +84,7 @@ def test_settings_are_suggested_for_every_stage_that_is_too_large(found: dict[st
 
 
 @pytest.mark.slow
-def test_moments_in_8_bits_are_suggested_if_they_suffice(tmp_path: Path) -> None:
+def test_moments_in_8_bits_are_suggested_if_they_suffice(tmp_path):
     found = dry_run(tmp_path / "sd3", "all weights")["all weights"]
     assert found["changes"][0] == ["optimizer.moments=8bit"]
     assert found["again"] == {"peak": found["changes"][1], "fits": True}
@@ -104,19 +92,19 @@ def test_moments_in_8_bits_are_suggested_if_they_suffice(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["", "small chunks"])
-def test_a_recipe_fits_with_the_suggested_settings(found: dict[str, dict[str, Any]], case: str) -> None:
+def test_a_recipe_fits_with_the_suggested_settings(found, case):
     assert found[case]["again"] == {"peak": found[case]["changes"][1], "fits": True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["", "hog"])
-def test_gradients_are_as_large_as_the_trained_weights(found: dict[str, dict[str, Any]], case: str) -> None:
+def test_gradients_are_as_large_as_the_trained_weights(found, case):
     held = found[case]["held"]  # the peak is in the last microbatch
     assert held["gradients"] == held["trained weights"] == held["master weights"]
 
 
 @pytest.mark.slow
-def test_only_the_first_of_several_ranks_runs(found: dict[str, dict[str, Any]]) -> None:
+def test_only_the_first_of_several_ranks_runs(found):
     assert found[""]["rows"] == 4 * found["ranks"]["rows"] == 16
     assert found[""]["flops"]["update"] == pytest.approx(4 * found["ranks"]["flops"]["update"], rel=0.05)
     assert found["ranks"]["peak"] < found[""]["peak"]
@@ -124,7 +112,7 @@ def test_only_the_first_of_several_ranks_runs(found: dict[str, dict[str, Any]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero2"])
-def test_the_first_sharded_rank_holds_only_its_shard(found: dict[str, dict[str, Any]], sharding: str) -> None:
+def test_the_first_sharded_rank_holds_only_its_shard(found, sharding):
     sharded = found[sharding]
     assert "error" not in sharded
     assert sharded["communicated"] > found["ranks"]["communicated"]
@@ -133,7 +121,7 @@ def test_the_first_sharded_rank_holds_only_its_shard(found: dict[str, dict[str, 
 
 
 @pytest.mark.slow
-def test_offloaded_sharded_weights_are_not_on_the_device(tmp_path: Path) -> None:
+def test_offloaded_sharded_weights_are_not_on_the_device(tmp_path):
     here, waiting = dry_run(tmp_path / "sd3", "fsdp2", "fsdp2, waiting").values()
     assert "error" not in waiting
     assert not {"trained weights", "AdamW's moments", "gradients"} & {name for name, size in waiting["held"].items() if size > 1000}
@@ -145,9 +133,7 @@ def test_offloaded_sharded_weights_are_not_on_the_device(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "waits"), [("cached", ("text",)), ("offloaded", ("text", "vae"))])
-def test_cached_or_offloaded_parts_are_not_on_the_device(
-    found: dict[str, dict[str, Any]], way: str, waits: tuple[str, ...]
-) -> None:
+def test_cached_or_offloaded_parts_are_not_on_the_device(found, way, waits):
     assert "error" not in found[way]
     frozen = {name.removeprefix("weights: "): size for name, size in found[""]["held"].items() if name.startswith("weights: ")}
     saved = found[""]["peaks"]["update"] - found[way]["peaks"]["update"]
@@ -157,5 +143,5 @@ def test_cached_or_offloaded_parts_are_not_on_the_device(
 
 
 @pytest.mark.slow
-def test_reading_the_loss_is_reported_as_a_host_synchronization(found: dict[str, dict[str, Any]]) -> None:
+def test_reading_the_loss_is_reported_as_a_host_synchronization(found):
     assert any(place.startswith("item at distributed/optimizer.py") for place in found[""]["waits"]["update"])

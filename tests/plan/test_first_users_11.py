@@ -6,7 +6,6 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -30,9 +29,7 @@ VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BAS
 
 
 @pytest.mark.parametrize("command", ["doctor", "train"])
-def test_fault_11_all_missing_variables_are_reported_at_once(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_11_all_missing_variables_are_reported_at_once(command, monkeypatch, capsys):
     for name in VARIABLES:
         monkeypatch.delenv(name)
     assert cli.main([command, "emu3/sft_s__rl_s"]) == 2
@@ -43,7 +40,7 @@ def test_fault_11_all_missing_variables_are_reported_at_once(
     assert "manifestification" not in said
 
 
-def test_fault_11_fix_for_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_11_fix_for_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ((finding, _),) = check_data(load("sd3/ocr-grpo"))
     assert (finding.status, finding.fix) == ("FAILED", "--set data.path=FILE.txt")
@@ -52,12 +49,12 @@ def test_fault_11_fix_for_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_p
     assert any("emu3" in name for name in available())
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def doctor(capsys, *words):
     assert cli.main(["doctor", *words]) == 1
     return capsys.readouterr().out.splitlines()
 
 
-def test_fault_11_the_command_that_makes_a_missing_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_11_the_command_that_makes_a_missing_export_is_named(capsys):
     start = f"{os.environ['APP__BASE_EXP_DIR']}/sft_s"
     lines = doctor(capsys, "emu3/sft_s__rl_s", "--device", "h200", "--no-rehearsal")
     (missing,) = (line for line in lines if line.startswith("FAILED  weights "))
@@ -66,7 +63,7 @@ def test_fault_11_the_command_that_makes_a_missing_export_is_named(capsys: pytes
     assert "next: retouch launch --nproc 8 emu3/sft_s  (weights)" in lines
 
 
-def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path: Path) -> None:
+def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path):
     made = tmp_path / "runs" / "mine"
     RunFolder(made).write_recipe({"policy": {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"}}})
     path = made / "somewhere" / "writer"
@@ -75,7 +72,6 @@ def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path: P
     assert fix == f"retouch export {made} --to {made}/exported"
     recipe = load("sd3/prompt-enhancer", [f"policy.model.path={path}"])
     substituted, _ = _with_known_size(recipe, None)
-    assert substituted is not None
     assert substituted.policy.model.source == base
 
 
@@ -87,13 +83,13 @@ def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path: P
         ("a/nobody-knows/exported/writer", None, "train and export that run, or give --base MODEL for its size"),
     ],
 )
-def test_fault_11_fix_for_missing_weights_is_to_train_them_or_give_a_base(path: str, base: str | None, fix: str) -> None:
+def test_fault_11_fix_for_missing_weights_is_to_train_them_or_give_a_base(path, base, fix):
     found, text, command = future_weights(path, base=base)
     assert (found, command) == (base, fix)
     assert ("The dry run uses a model" in text) == (base is not None)
 
 
-def test_fault_11_a_base_is_asked_for_if_weights_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_11_a_base_is_asked_for_if_weights_are_missing(capsys):
     words = ["sd3/prompt-enhancer", "--device", "h100", "--set", "policy.model.path=some/where/else"]
     assert "next: retouch doctor sd3/prompt-enhancer --set policy.model.path=some/where/else --device h100 --base MODEL" in doctor(
         capsys, *words
@@ -111,16 +107,14 @@ def test_fault_11_a_base_is_asked_for_if_weights_are_missing(capsys: pytest.Capt
         ),
     ],
 )
-def test_fault_11_a_dry_run_uses_a_model_of_the_size_of_missing_weights(words: list[str], weights: str) -> None:
+def test_fault_11_a_dry_run_uses_a_model_of_the_size_of_missing_weights(words, weights):
     done = subprocess.run([python(), "-m", "retouch", "doctor", *words], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 1, done.stderr  # the weights are missing
     assert re.search(r"\nok      memory        needs [\d.]+ GB of the ", done.stdout)
     assert re.search(rf"\n +[\d.]+ GB  (trained weights|weights: {weights})\n", done.stdout)
 
 
-def test_fault_11_downloadable_weights_are_not_reported_as_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_11_downloadable_weights_are_not_reported_as_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     words = ["sd3/prompt-enhancer", "--device", "h100", "--no-rehearsal", "--base", QWEN2, "--set"]
     lines = doctor(capsys, *words, "policy.model.path=some/one")
@@ -133,7 +127,7 @@ def test_fault_11_downloadable_weights_are_not_reported_as_missing(
     assert any(line.startswith("FAILED  weights       mine/exported does not exist yet: there is no run mine") for line in lines)
 
 
-def test_fault_11_next_steps_combine_overrides_and_list_other_commands() -> None:
+def test_fault_11_next_steps_combine_overrides_and_list_other_commands():
     failures = [
         failed("sharding", "DeepSpeed is not installed", fix="pip install 'retouch[deepspeed]'"),
         failed("data", "photos: no such folder", fix="--set data.path=DIR"),
@@ -146,19 +140,19 @@ def test_fault_11_next_steps_combine_overrides_and_list_other_commands() -> None
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
     asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
     assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
-        "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200",
+        "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200"
     ]
     assert DoctorOptions(estimate=True).words() == ["--estimate"]
     assert DoctorOptions(dry_run=False).words() == ["--no-rehearsal"]
 
 
-def commands_of_the_guide() -> str:
+def commands_of_the_guide():
     """The commands of docs/guides/photos.md that put PickScore and its processors into one folder."""
     lines = (Path(__file__).parents[2] / "docs/guides/photos.md").read_text().splitlines()
     return " && ".join(line for line in lines if line.startswith("hf download ") and line.endswith("--local-dir weights/pickscore"))
 
 
-def test_fault_11_fix_for_missing_reward_weights_is_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_11_fix_for_missing_reward_weights_is_the_download_command(tmp_path, monkeypatch):
     """PickScore's repository has no tokenizer and no image processor, so two downloads into one folder are needed."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     finding = check_scoring(load("flux-kontext/photos"), None)
@@ -173,7 +167,7 @@ def test_fault_11_fix_for_missing_reward_weights_is_the_download_command(tmp_pat
     assert (finding.fix, finding.then) == ("hf download openai/clip-vit-base-patch32", "")
 
 
-def dry_run() -> Any:
+def dry_run():
     """A dry run in which a step takes 36 s and an evaluation 60 s."""
     spent = {"rollout": 20.0, "update": 16.0, "evaluation": 60.0}
     stages = {name: Stage(Work(seconds=Counter({"matmul": each}))) for name, each in spent.items()}
@@ -181,7 +175,7 @@ def dry_run() -> Any:
     return SimpleNamespace(stages=stages, world=8, phases=(phase,), evaluations=3)
 
 
-def test_fault_11_time_and_cost_are_estimated() -> None:
+def test_fault_11_time_and_cost_are_estimated():
     machine = find_machine("h100")
     found = dry_run()
     spent = time_of(found, machine)
@@ -206,15 +200,13 @@ def test_fault_11_time_and_cost_are_estimated() -> None:
         ["--price-per-hour", "2", "quickstart", "--no-rehearsal"],
     ],
 )
-def test_fault_11_invalid_prices_and_estimates_without_a_recipe_are_rejected(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_11_invalid_prices_and_estimates_without_a_recipe_are_rejected(words, capsys):
     assert cli.main(["doctor", *words]) == 2
     assert "--price-per-hour" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
+def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path):
     profile = tmp_path / "mine.json"
     profile.write_text('{"name": "h200", "half": 7e14}')
     words = ["doctor", "sd3/ocr-grpo", "--device", str(profile), "--price-per-hour", "3"]
@@ -227,7 +219,7 @@ def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fault_11_a_recipe_is_estimated_after_its_trial_step() -> None:
+def test_fault_11_a_recipe_is_estimated_after_its_trial_step():
     """In one process torch's autograd would not know the fake device, which is added after its first backward pass."""
     words = ["doctor", "quickstart", "--estimate"]
     done = subprocess.run([python(), "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)

@@ -11,12 +11,12 @@ KEPT: dict[str, dict[str, Any]] = json.loads((ROOT / "measurements" / "rehearsal
 PAGE = " ".join((ROOT / "docs" / "machines.md").read_text(encoding="utf-8").split())
 
 
-def test_the_page_states_the_cpu_time_of_the_stored_dry_runs() -> None:
+def test_the_page_states_the_cpu_time_of_the_stored_dry_runs():
     seconds = [row["cpu_seconds"] for row in KEPT.values()]
     assert f"It takes {min(seconds):.0f} to {max(seconds):.0f} s of CPU time for the recipes below." in PAGE
 
 
-def test_the_page_names_the_recipe_with_the_smallest_margin() -> None:
+def test_the_page_names_the_recipe_with_the_smallest_margin():
     allowed = {name: (1 - FREE_SHARE) * MACHINES[row["machine"]].memory for name, row in KEPT.items()}
     name = min(KEPT, key=lambda each: allowed[each] - KEPT[each]["peak"])
     peak, most = KEPT[name]["peak"] / 1e9, allowed[name] / 1e9

@@ -1,11 +1,7 @@
 """The memory that a dry run counts, compared with torch's profiler on the CPU, and the weights of reward models."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +13,9 @@ from retouch.recipe.recipe import load
 from retouch_plan import estimate
 from retouch_plan.dry_run import DryRun, reward_weights, uncounted_rewards
 from retouch_plan.estimate import holders, largest
-from retouch_plan.findings import Finding
 from retouch_plan.machines import FREE_SHARE, MACHINES, fits
 from retouch_plan.meter import Stage
-from warm_python import python
+from warm_python import run_python
 
 GB = 10**9
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
@@ -49,19 +44,19 @@ print(json.dumps(found))
 """
 
 
-def _train(device: str) -> Callable[[], None]:
+def _train(device):
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(device)
     x = torch.randn(512, 64).to(device)
 
-    def step() -> None:
+    def step():
         net(x).sum().backward()
         net.zero_grad(set_to_none=True)
 
     return step
 
 
-def _free(device: str) -> Callable[[], None]:
-    def allocate() -> None:
+def _free(device):
+    def allocate():
         for _ in range(5):
             tensor = torch.zeros(1024, device=device)
             tensor.view(8, 128).T[3:]
@@ -74,23 +69,14 @@ COMPUTATIONS = {"training": _train, "freed tensors and views": _free}
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, int]:
+def counted():
     """The peaks of the computations in a process with a fake accelerator."""
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path])
-    done = subprocess.run(
-        [python(), "-W", "ignore", "-c", COUNTED],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_python("-c", COUNTED, search=[Path(__file__).parent, Path(__file__).parents[1] / "support"], timeout=300)
+    found: dict[str, int] = json.loads(printed.splitlines()[-1])
     return found
 
 
-def test_the_peak_of_a_training_step_equals_that_of_the_profiler_up_to_rounding_of_blocks(counted: dict[str, int]) -> None:
+def test_the_peak_of_a_training_step_equals_that_of_the_profiler_up_to_rounding_of_blocks(counted):
     """A device's allocator rounds each tensor up to 512 bytes; the step has fewer than 20 small tensors."""
     run = _train("cpu")
     run()
@@ -98,31 +84,24 @@ def test_the_peak_of_a_training_step_equals_that_of_the_profiler_up_to_rounding_
     assert measured <= counted["training"] <= measured + 20 * 512
 
 
-def test_freed_tensors_are_not_counted_and_views_are_not_counted_twice(counted: dict[str, int]) -> None:
+def test_freed_tensors_are_not_counted_and_views_are_not_counted_twice(counted):
     assert counted["freed tensors and views"] == 4096 == measured_peak(_free("cpu"))
 
 
 # Reward models
 
 
-def dry_run(**rewards: int) -> DryRun:
+def dry_run(**rewards):
     """A step that needs 30 GB on device 0 in its update, and reward models on the devices with these numbers."""
     held = Counter({"weights: transformer": 20 * GB, "activations": 10 * GB, "other": 0})
     update = Stage(most={(0, ("mm", GB, False)): (held.total(), held)})
     weights = {int(name.removeprefix("device")): Counter({"weights: reward x": size}) for name, size in rewards.items()}
     return DryRun(
-        stages={"update": update},
-        world=1,
-        phases=(),
-        evaluations=1,
-        checkpoint=GB,
-        host_peak=2 * GB,
-        units={},
-        rewards=weights,
+        stages={"update": update}, world=1, phases=(), evaluations=1, checkpoint=GB, host_peak=2 * GB, units={}, rewards=weights
     )
 
 
-def test_weights_of_reward_models_are_added_on_their_device() -> None:
+def test_weights_of_reward_models_are_added_on_their_device():
     assert largest(dry_run())[2] == 30 * GB
     assert largest(dry_run(device0=4 * GB)) == ("update", 0, 34 * GB)
     assert dict(holders(dry_run(device0=4 * GB), "update", 0))["weights: reward x"] == 4 * GB
@@ -133,19 +112,14 @@ def test_weights_of_reward_models_are_added_on_their_device() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "devices"),
-    [
-        ((), {2: 0.61}),
-        (("devices=null",), {0: 0.61}),
-        (("devices.reward=cpu",), {}),
-        (("devices.reward=null",), {0: 0.61}),
-    ],
+    [((), {2: 0.61}), (("devices=null",), {0: 0.61}), (("devices.reward=cpu",), {}), (("devices.reward=null",), {0: 0.61})],
 )
-def test_weights_of_a_clip_reward_are_on_the_device_of_the_recipe(changes: tuple[str, ...], devices: dict[int, float]) -> None:
+def test_weights_of_a_clip_reward_are_on_the_device_of_the_recipe(changes, devices):
     found = reward_weights(load(ENHANCER, changes))
     assert {device: weights.total() / 1e9 for device, weights in found.items()} == pytest.approx(devices, abs=0.01)
 
 
-def test_reward_models_without_a_known_configuration_are_named() -> None:
+def test_reward_models_without_a_known_configuration_are_named():
     recipe = load(ENHANCER, ['reward.rewards.taste={"kind": "pickscore", "path": "some/unknown"}'])
     assert uncounted_rewards(recipe) == ["some/unknown"]
     assert uncounted_rewards(load(ENHANCER)) == []
@@ -154,12 +128,12 @@ def test_reward_models_without_a_known_configuration_are_named() -> None:
 # The doctor's finding
 
 
-def memory(found: DryRun, name: str, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...] | None) -> Finding:
+def memory(found, name, monkeypatch, changes):
     monkeypatch.setattr(estimate, "smallest_changes", lambda *_, **__: None if changes is None else (changes, 1))
     return estimate.memory_of(load(ENHANCER), MACHINES[name], found, world=2)
 
 
-def test_a_step_fits_if_a_tenth_of_the_memory_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_fits_if_a_tenth_of_the_memory_stays_free(monkeypatch):
     memory_of_gpu = MACHINES["a100-40gb"].memory
     assert fits(int((1 - FREE_SHARE) * memory_of_gpu), memory_of_gpu)
     assert not fits(int((1 - FREE_SHARE) * memory_of_gpu) + 1, memory_of_gpu)
@@ -183,15 +157,13 @@ def test_a_step_fits_if_a_tenth_of_the_memory_stays_free(monkeypatch: pytest.Mon
         (500, None, "use more ranks, and sharding fsdp2"),
     ],
 )
-def test_the_fix_of_a_step_that_does_not_fit(
-    size: int, changes: tuple[str, ...] | None, fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fix_of_a_step_that_does_not_fit(size, changes, fix, monkeypatch):
     found = memory(dry_run(device0=(size - 30) * GB), "4090", monkeypatch, changes)
     assert (found.status, found.fix) == ("FAILED", fix)
     assert found.text.startswith(f"does not fit: needs {size}.00 GB of the 25.34 GB of 4090 on each of 2 ranks, in update")
 
 
-def test_models_without_a_dry_run_are_a_note() -> None:
+def test_models_without_a_dry_run_are_a_note():
     recipe = load(ENHANCER, ['policy.model={"kind": "import", "class": "mine:Model"}', 'policy.train.targets=["to_q"]'])
     findings, checkpoint = estimate.check_dry_run(recipe, MACHINES["h100"], world=1, timed=True, price=None, calls=[])
     assert checkpoint is None

@@ -1,7 +1,6 @@
 """Compiled blocks in a dry run, and the table of what makes Qwen-Image-Edit's Flow-GRPO faster."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from dry_run_scripts import call_in_new_process, script
 from retouch.recipe.recipe import load
 from retouch_plan.machines import FREE_SHARE
-from warm_python import python
+from warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 SPEEDUP = script("speedup")
@@ -64,22 +63,21 @@ print(meter.stages["compiled"].work.seconds["fused kernels"] * MACHINES["h100"].
 """
 
 
-def test_the_machines_page_contains_the_stored_speedup_table() -> None:
+def test_the_machines_page_contains_the_stored_speedup_table():
     assert SPEEDUP.table(KEPT) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
     assert KEPT.keys() == set(SPEEDUP.combinations())
 
 
-def test_the_changes_make_the_modelled_step_1_8_times_faster_and_it_fits() -> None:
+def test_the_changes_make_the_modelled_step_1_8_times_faster_and_it_fits():
     assert KEPT[",".join(SPEEDUP.CHANGES)]["step"] / KEPT[""]["step"] >= FACTOR
     assert KEPT[""]["peak"] <= (1 - FREE_SHARE) * 79.1 * 2**30
     assert load(SPEEDUP.RECIPE).policy.compile == "regional"
 
 
-def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
+def test_elementwise_kernels_of_a_compiled_block_count_as_one():
     """Four of them read the product and x once each and write the sum; outside the block each reads and writes by itself."""
-    done = subprocess.run([python(), "-W", "ignore", "-c", FUSION], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    stages, fused = done.stdout.splitlines()
+    printed = run_python("-c", FUSION, timeout=300)
+    stages, fused = printed.splitlines()
     found = json.loads(stages)
     weight = 64 / 32
     product = 2 + weight
@@ -91,8 +89,7 @@ def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["", ",".join(SPEEDUP.CHANGES)])
-def test_a_new_dry_run_matches_the_speedup_table(names: str) -> None:
+def test_a_new_dry_run_matches_the_speedup_table(names):
     code = call_in_new_process("speedup", "rehearse_without", names.split(",") if names else [])
-    done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(KEPT[names], rel=0.01, abs=0.01)
+    printed = run_python("-c", code, timeout=900)
+    assert json.loads(printed.splitlines()[-1]) == pytest.approx(KEPT[names], rel=0.01, abs=0.01)

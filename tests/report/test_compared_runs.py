@@ -2,20 +2,18 @@
 
 import json
 import math
-from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
 
 from fake_run import write_new_run
 from retouch.cli.parser import main
-from retouch.records.folder import RunFolder
 from retouch_view.report.tables import comparison
 
 TASKS = ("a", "b", "c", "d")
 
 
-def run_with(root: Path, *, after: list[float | None], sources: tuple[str, ...] = (), **changes: object) -> RunFolder:
+def run_with(root, *, after, sources=(), **changes):
     """A run whose evaluations have these scores of `TASKS`, which have these ``sources``; ``changes`` are made to its recipe."""
     folder = write_new_run(root)
     record = json.loads(folder.recipe.read_text())
@@ -29,7 +27,7 @@ def run_with(root: Path, *, after: list[float | None], sources: tuple[str, ...] 
     return folder
 
 
-def test_differences_are_paired_over_the_tasks_with_both_scores(tmp_path: Path) -> None:
+def test_differences_are_paired_over_the_tasks_with_both_scores(tmp_path):
     first = run_with(tmp_path / "first", after=[6.0, 7.5, 8.0, None], seed=0)
     second = run_with(tmp_path / "second", after=[6.5, 8.5, 8.2, 9.0], seed=1)
     text = comparison([first.root, second.root])
@@ -42,7 +40,7 @@ def test_differences_are_paired_over_the_tasks_with_both_scores(tmp_path: Path) 
     assert text.endswith("What differs in the recipes\n        first  second\n  seed      0       1")
 
 
-def test_tasks_of_one_source_are_a_cluster_in_a_comparison(tmp_path: Path) -> None:
+def test_tasks_of_one_source_are_a_cluster_in_a_comparison(tmp_path):
     """Changes of 1 and 1 for one source, and of 3 and 3 for another: the standard error is 1 with 2 clusters."""
     sources = ("one.png", "one.png", "two.png", "two.png")
     first = run_with(tmp_path / "first", after=[5.0, 6.0, 5.0, 6.0], sources=sources)
@@ -50,7 +48,7 @@ def test_tasks_of_one_source_are_a_cluster_in_a_comparison(tmp_path: Path) -> No
     assert "  second  +2.00 (−10.71 to +14.71) on 4 tasks" in comparison([first.root, second.root])
 
 
-def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path: Path) -> None:
+def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path):
     first = run_with(tmp_path / "one" / "run", after=[6.0, 7.0, 8.0, 9.0])
     second = run_with(tmp_path / "two" / "run", after=[6.0, 7.0, 8.0, 9.0])
     evaluation = json.loads(second.evaluation(9).read_text())
@@ -60,7 +58,7 @@ def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path: Path) -> None:
     assert text.endswith("The recipes do not differ.")
 
 
-def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
     first = run_with(tmp_path / "first", after=[6.0, 7.0, 8.0, 9.0])
     other = run_with(tmp_path / "other", after=[6.0, 7.0, 8.0, 9.0])
     for step in (0, 9):

@@ -31,7 +31,7 @@ from retouch_view.report.tables import seconds_spent
 FINITE = st.floats(-1e6, 1e6)
 
 
-def test_the_interval_of_a_mean_has_95_percent_coverage() -> None:
+def test_the_interval_of_a_mean_has_95_percent_coverage():
     """If the intervals of single steps cover the true value in 95 of 100 cases, the intervals of their means do so too."""
     draw_one, covered, cases = random.Random(3), 0, 2000
     for _ in range(cases):
@@ -42,7 +42,7 @@ def test_the_interval_of_a_mean_has_95_percent_coverage() -> None:
 
 
 @given(st.lists(FINITE | st.just(math.nan), min_size=1, max_size=60), st.integers(1, 20))
-def test_thinning_preserves_mean_minimum_and_maximum(values: list[float], most: int) -> None:
+def test_thinning_preserves_mean_minimum_and_maximum(values, most):
     points = [Point(float(x), y) for x, y in enumerate(values)]
     known = [y for y in values if math.isfinite(y)]
     thin = average_with_envelope(points, most)
@@ -56,7 +56,7 @@ def test_thinning_preserves_mean_minimum_and_maximum(values: list[float], most: 
         assert span == []
 
 
-def test_a_running_mean_is_nan_until_its_window_is_full() -> None:
+def test_a_running_mean_is_nan_until_its_window_is_full():
     points = [Point(x, y) for x, y in enumerate([1.0, 2.0, 3.0, math.nan, 5.0])]
     smooth = [point.y for point in running_mean(points, 3)]
     assert math.isnan(smooth[0])
@@ -65,7 +65,7 @@ def test_a_running_mean_is_nan_until_its_window_is_full() -> None:
 
 
 @given(FINITE, st.floats(1e-3, 1e6), st.integers(2, 8))
-def test_axis_ticks_are_evenly_spaced_within_the_range(low: float, width: float, about: int) -> None:
+def test_axis_ticks_are_evenly_spaced_within_the_range(low, width, about):
     found = axis_ticks(low, low + width, about)
     assert 1 <= len(found) <= 2 * about
     slack = 1e-6 * (abs(low) + width)
@@ -75,14 +75,14 @@ def test_axis_ticks_are_evenly_spaced_within_the_range(low: float, width: float,
     assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
 
 
-def test_axis_ticks_of_known_ranges_have_the_expected_values() -> None:
+def test_axis_ticks_of_known_ranges_have_the_expected_values():
     assert axis_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     assert axis_ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
     assert axis_ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
 
 
 @given(st.lists(FINITE, max_size=9))
-def test_a_padded_range_contains_its_values_and_is_not_empty(values: list[float]) -> None:
+def test_a_padded_range_contains_its_values_and_is_not_empty(values):
     low, high = padded_range(values)
     assert low < high
     assert all(low <= value <= high for value in values)
@@ -95,11 +95,11 @@ def test_a_padded_range_contains_its_values_and_is_not_empty(values: list[float]
     [(0.0, "0"), (8.5e-5, "8.5e−5"), (1e-6, "1e−6"), (-0.5, "−0.50"), (0.0123, "0.012"), (3.14159, "3.14"), (12345, "12345"),
      (1234.5, "1234"), (2.5e7, "2.5e7"), (math.nan, "–"), (None, "–")],
 )  # fmt: skip
-def test_format_number_gives_the_expected_text(value: float | None, written: str) -> None:
+def test_format_number_gives_the_expected_text(value, written):
     assert numbers.format_number(value) == written
 
 
-def test_signed_numbers_durations_tick_labels_and_percentages_are_formatted() -> None:
+def test_signed_numbers_durations_tick_labels_and_percentages_are_formatted():
     assert [numbers.format_signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
     assert [numbers.format_signed(-0.0099, numbers.decimals_for(values)) for values in ([0.5, None, math.nan], [0.5, -3.0])] == [
         "−0.010",
@@ -117,14 +117,14 @@ def test_signed_numbers_durations_tick_labels_and_percentages_are_formatted() ->
     assert numbers.format_percent(-0.034) == "−3 %"
 
 
-def test_reward_points_have_the_confidence_interval_of_the_mean() -> None:
+def test_reward_points_have_the_confidence_interval_of_the_mean():
     (point,) = charts.reward_points([{"step": 3, "reward/mean": 2.0, "reward/std": 0.5, "reward/ci95": 0.25}])
     assert point == (3, 2.0, 1.75, 2.25)
     (bare,) = charts.reward_points([{"step": 3, "reward/mean": 2.0}])
     assert bare.span == [2.0]
 
 
-def test_phases_begin_where_the_name_changes() -> None:
+def test_phases_begin_where_the_name_changes():
     lines = [{"step": step, "phase": "supervised" if step < 4 else "rl"} for step in range(1, 9)]
     drawn = [
         charts.reward_section([line | {"reward/mean": 1.0} for line in part], [], None, split="held-out")
@@ -136,7 +136,7 @@ def test_phases_begin_where_the_name_changes() -> None:
     ]
 
 
-def test_time_bars_show_the_time_outside_all_stages_as_other() -> None:
+def test_time_bars_show_the_time_outside_all_stages_as_other():
     bars = charts.time_bars(
         [{"step": 1, "time/step": 10.0, "time/a": 6.0, "time/b": 3.0}, {"step": 2, "time/step": 10.0, "time/a": 6.0}]
     )
@@ -149,7 +149,7 @@ def test_time_bars_show_the_time_outside_all_stages_as_other() -> None:
     assert seconds_spent([{"step": 1, "time/a": 2.0, "time/b": None}, {"step": 2, "time/step": None, "time/a": 5.0}]) == 7.0
 
 
-def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar() -> None:
+def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar():
     bar = gap_bar(Summary(column="reward", on="tasks", before=-3.0, after=-2.0, steps=1, ceiling=-1.0, best_of_k=0.0))
     assert bar is not None
     (tick,) = read(bar).all("span", "tick")
@@ -158,7 +158,7 @@ def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar() -> None:
     assert gained["style"] == "left:0.00%;width:33.33%"
 
 
-def test_a_better_score_is_on_the_right_of_the_gap_bar_if_lower_is_better() -> None:
+def test_a_better_score_is_on_the_right_of_the_gap_bar_if_lower_is_better():
     summary = Summary(column="error", on="tasks", before=0.9, after=0.6, steps=1, ceiling=0.3, best_of_k=0.45, lower_is_better=True)
     bar = gap_bar(summary)
     assert bar is not None
@@ -170,13 +170,13 @@ def test_a_better_score_is_on_the_right_of_the_gap_bar_if_lower_is_better() -> N
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])
-def test_charts_have_finite_coordinates_for_any_values(values: list[float]) -> None:
+def test_charts_have_finite_coordinates_for_any_values(values):
     page = read(draw("c", [Line("l", "plain", [Point(x, y) for x, y in enumerate(values, start=1)])], len(values)))
     assert all("nan" not in (path["d"] or "") and "inf" not in (path["d"] or "") for path in page.all("path"))
 
 
 @given(st.text(st.characters()))
-def test_any_text_is_escaped_once_and_reads_back(value: str) -> None:
+def test_any_text_is_escaped_once_and_reads_back(value):
     """Only halves of surrogate pairs and control characters, which ``characters()`` includes, are replaced."""
     page = read(tag("p", value, title=value, data_x=value))
     (attributes,) = page.all("p")
@@ -189,7 +189,7 @@ def test_any_text_is_escaped_once_and_reads_back(value: str) -> None:
     assert shown == (expected if expected.strip() else "")
 
 
-def test_markup_composes_without_escaping_twice() -> None:
+def test_markup_composes_without_escaping_twice():
     inner = tag("b", "<&>")
     assert join(["a<", inner, None, [inner, "b"]], " ") == f"a&lt; {inner} {inner}b"
     assert tag("p", text("<")) == "<p>&lt;</p>"

@@ -6,13 +6,12 @@ import io
 import math
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from fake_run import write_new_run, write_run
-from html_check import Page, assert_self_contained, read
+from html_check import assert_self_contained, read
 from retouch.records.folder import RunFolder, SampleRecord, Summary
 from retouch.types import Sample, Task
 from retouch_view.report.page import write_report
@@ -29,39 +28,32 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "whole", steps=12, tasks=15, every=6)
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> RunFolder:
+def started(tmp_path):
     return write_new_run(tmp_path / "started")
 
 
-def page_of(folder: RunFolder) -> str:
+def page_of(folder):
     return write_report(folder.root).read_text(encoding="utf-8")
 
 
-def test_a_report_is_one_self_contained_file_with_all_sections(run: RunFolder) -> None:
+def test_a_report_is_one_self_contained_file_with_all_sections(run):
     path = write_report(run.root)
     assert path == run.root / "report.html"
     page = read(path.read_text(encoding="utf-8"))
     assert_self_contained(page)
     titles = [title for title in page.text["h2"] if title]
     assert titles == [
-        "Reward",
-        "Held-out scores",
-        "Before and after",
-        "Training groups",
-        "Signals",
-        "Time",
-        "Checks before the first step",
-        "Recipe",
-        "Versions",
+        *("Reward", "Held-out scores", "Before and after", "Training groups", "Signals", "Time"),
+        *("Checks before the first step", "Recipe", "Versions"),
     ]
 
 
-def test_the_images_of_the_report_equal_the_stored_samples(run: RunFolder) -> None:
+def test_the_images_of_the_report_equal_the_stored_samples(run):
     page = read(page_of(run))
     shown = [base64.b64decode((image["src"] or "").partition(",")[2]) for image in page.all("img")]
     for step in run.sample_steps():
@@ -74,7 +66,7 @@ def test_the_images_of_the_report_equal_the_stored_samples(run: RunFolder) -> No
     assert len(page.all("article", "strip")) == 2 * 4
 
 
-def test_the_content_security_policy_allows_exactly_the_script_of_the_report(run: RunFolder) -> None:
+def test_the_content_security_policy_allows_exactly_the_script_of_the_report(run):
     content = page_of(run)
     (policy,) = (meta["content"] for meta in read(content).all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
     script = content.rpartition("<script>")[2].partition("</script>")[0]
@@ -82,14 +74,13 @@ def test_the_content_security_policy_allows_exactly_the_script_of_the_report(run
     assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def test_reports_of_equal_run_folders_are_bytewise_equal(run: RunFolder, tmp_path: Path) -> None:
+def test_reports_of_equal_run_folders_are_bytewise_equal(run, tmp_path):
     shutil.copytree(run.root, tmp_path / "copy")
     assert page_of(RunFolder(tmp_path / "copy")) == page_of(run)
 
 
-def test_the_headline_and_the_table_show_the_values_of_the_files(run: RunFolder) -> None:
+def test_the_headline_and_the_table_show_the_values_of_the_files(run):
     summary = run.read_summary()
-    assert summary is not None
     words = read(page_of(run)).words
     assert f"from {summary.before:.2f} to {summary.after:.2f}" in words
     assert summary.gap_closed is not None
@@ -104,7 +95,7 @@ def test_the_headline_and_the_table_show_the_values_of_the_files(run: RunFolder)
     assert "KL has a gradient" in words
 
 
-def test_group_samples_are_sorted_by_reward_with_missing_scores_last(run: RunFolder) -> None:
+def test_group_samples_are_sorted_by_reward_with_missing_scores_last(run):
     content = page_of(run)
     latest = content[content.index("<h2>Training groups") : content.index("<details><summary>The same at step 1")]
     for strip in latest.split('<article class="strip">')[1:]:
@@ -117,7 +108,7 @@ def test_group_samples_are_sorted_by_reward_with_missing_scores_last(run: RunFol
     assert latest.count("all equal, so all advantages are 0") >= 1
 
 
-def test_the_report_of_a_run_without_steps_says_that_it_has_just_started(started: RunFolder) -> None:
+def test_the_report_of_a_run_without_steps_says_that_it_has_just_started(started):
     page = read(page_of(started))
     assert_self_contained(page)
     assert "has just started" in page.words
@@ -125,7 +116,7 @@ def test_the_report_of_a_run_without_steps_says_that_it_has_just_started(started
     assert page.words.count("yet") >= 5
 
 
-def test_the_report_of_an_unfinished_run_shows_the_steps_so_far(started: RunFolder) -> None:
+def test_the_report_of_an_unfinished_run_shows_the_steps_so_far(started):
     started.append_metrics(1, "rl", {"reward/mean": 0.5, "policy/approx_kl": math.nan})
     started.write_eval(0, "heldout", table={"all": {"overall": 5.0, "n": 10}}, ci95={})
     page = read(page_of(started))
@@ -136,7 +127,7 @@ def test_the_report_of_an_unfinished_run_shows_the_steps_so_far(started: RunFold
 
 
 @pytest.mark.parametrize("part", ["metrics", "timings", "evals", "summary", "preflight", "samples"])
-def test_a_report_is_written_if_a_part_of_the_run_folder_is_missing(run: RunFolder, part: str, tmp_path: Path) -> None:
+def test_a_report_is_written_if_a_part_of_the_run_folder_is_missing(run, part, tmp_path):
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.root, copy.root)
     where = copy.root / "samples" if part == "samples" else getattr(copy, part)
@@ -144,7 +135,7 @@ def test_a_report_is_written_if_a_part_of_the_run_folder_is_missing(run: RunFold
     assert_self_contained(read(page_of(copy)))
 
 
-def test_missing_damaged_or_outside_images_do_not_break_the_report(run: RunFolder, tmp_path: Path) -> None:
+def test_missing_damaged_or_outside_images_do_not_break_the_report(run, tmp_path):
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.root, copy.root)
     (tmp_path / "secret.png").write_bytes((copy.samples(0) / "heldout-0000-000.png").read_bytes())
@@ -157,12 +148,12 @@ def test_missing_damaged_or_outside_images_do_not_break_the_report(run: RunFolde
     assert (words.count("file not found"), words.count("not readable"), words.count("no image")) == (1, 2, 1)
 
 
-def test_a_folder_that_is_not_a_run_raises(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_raises(tmp_path):
     with pytest.raises(ValueError, match=r"has no recipe\.json"):
         write_report(tmp_path)
 
 
-def hostile_run(root: Path, word: str) -> RunFolder:
+def hostile_run(root, word):
     """A run in which every text of external origin is ``word``."""
     folder = write_new_run(root, name=word)
     big = Image.linear_gradient("L").resize((500, 300)).convert("RGB")
@@ -181,12 +172,12 @@ def hostile_run(root: Path, word: str) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def plain_page(tmp_path_factory):
     return read(page_of(hostile_run(tmp_path_factory.mktemp("plain_page"), "plain")))
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_hostile_text_adds_no_elements_to_the_page(word: str, plain_page: Page, tmp_path: Path) -> None:
+def test_hostile_text_adds_no_elements_to_the_page(word, plain_page, tmp_path):
     page = read(page_of(hostile_run(tmp_path / "hostile", word)))
     assert_self_contained(page)
     assert [name for name, _ in page.elements] == [name for name, _ in plain_page.elements]
@@ -195,7 +186,7 @@ def test_hostile_text_adds_no_elements_to_the_page(word: str, plain_page: Page, 
         assert any(printable.strip() in text for text in page.text["p"])
 
 
-def test_large_images_are_reduced(plain_page: Page) -> None:
+def test_large_images_are_reduced(plain_page):
     page = plain_page
     sizes = {Image.open(io.BytesIO(base64.b64decode((image["src"] or "").partition(",")[2]))).size for image in page.all("img")}
     assert sizes == {(384, 230), (208, 125)}
@@ -212,9 +203,7 @@ def test_large_images_are_reduced(plain_page: Page) -> None:
         ((1.0, 1.0), "changed"),
     ],
 )
-def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(
-    interval: tuple[float, float] | None, said: str, started: RunFolder
-) -> None:
+def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(interval, said, started):
     gain = 0.0 if interval is None else sum(interval) / 2
     started.write_summary(Summary(column="overall", on="tasks", before=5.0, after=5.0 + gain, steps=1, gain_ci95=interval))
     page = read(page_of(started))
@@ -227,9 +216,7 @@ def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(
     ("interval", "needed", "advised"),
     [((-0.2, 0.6), 48, True), ((0.2, 0.6), 48, False), ((-0.2, 0.6), 9000, False), ((-0.2, 0.6), None, False)],
 )
-def test_a_gain_that_may_be_chance_comes_with_the_number_of_tasks_that_would_be_enough(
-    interval: tuple[float, float], needed: int | None, advised: bool, started: RunFolder
-) -> None:
+def test_a_gain_that_may_be_chance_comes_with_the_number_of_tasks_that_would_be_enough(interval, needed, advised, started):
     summary = Summary(
         **{"column": "overall", "on": "tasks", "before": 5.0, "after": 5.2, "steps": 1},
         **{"gain_ci95": interval, "independent_tasks": 10, "needed_tasks": needed},
@@ -241,7 +228,7 @@ def test_a_gain_that_may_be_chance_comes_with_the_number_of_tasks_that_would_be_
 
 
 @pytest.mark.parametrize(("change", "style"), [(-0.5, "good"), (0.5, "bad")])
-def test_the_headline_of_a_score_where_lower_is_better_calls_a_fall_good(change: float, style: str, started: RunFolder) -> None:
+def test_the_headline_of_a_score_where_lower_is_better_calls_a_fall_good(change, style, started):
     ends = (change - 0.1, change + 0.1)
     started.write_summary(
         Summary(column="error", on="tasks", before=1.0, after=1.0 + change, steps=1, gain_ci95=ends, lower_is_better=True)
@@ -251,7 +238,7 @@ def test_the_headline_of_a_score_where_lower_is_better_calls_a_fall_good(change:
     assert [len(page.all("strong", each)) for each in ("good", "bad")] == [style == "good", style == "bad"]
 
 
-def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started: RunFolder) -> None:
+def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started):
     summary = Summary(column="overall", on="compound tasks", before=5.0, after=6.0, steps=1, ceiling=9.7, best_of_k=7.0)
     started.write_summary(summary)
     for step, value in ((0, 5.0), (1, 6.0)):
@@ -264,14 +251,14 @@ def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started: RunFo
     assert read(page_of(started)).all("path", "level") == []
 
 
-def test_a_reward_that_equals_a_score_column_is_shown_once(started: RunFolder) -> None:
+def test_a_reward_that_equals_a_score_column_is_shown_once(started):
     started.write_eval(0, "heldout", table={"all": {"reward": 5.0, "overall": 5.0, "IF": 3.0}}, ci95={})
     assert read(page_of(started)).text["th"][:3] == ["tasks", "overall", "IF"]
     started.write_eval(0, "heldout", table={"all": {"reward": 5.5, "overall": 5.0, "IF": 3.0}}, ci95={})
     assert read(page_of(started)).text["th"][:4] == ["tasks", "reward", "overall", "IF"]
 
 
-def test_a_decrease_beyond_both_intervals_is_shown_as_a_warning(started: RunFolder) -> None:
+def test_a_decrease_beyond_both_intervals_is_shown_as_a_warning(started):
     for step, value in ((0, 9.0), (1, 8.0)):
         table = {"all": {"overall": value, "n": 99}, "complexity=1": {"IP": value, "n": 50}, "kind=rare": {"IP": value, "n": 3}}
         ci95 = {row: {"IP": (value - 0.2, value + 0.2)} for row in ("complexity=1", "kind=rare")}
@@ -281,7 +268,7 @@ def test_a_decrease_beyond_both_intervals_is_shown_as_a_warning(started: RunFold
     assert "IP (complexity 1) 9.00 to 8.00." in page.text["p"]
 
 
-def test_an_increase_of_a_lower_is_better_score_is_shown_as_worse(started: RunFolder) -> None:
+def test_an_increase_of_a_lower_is_better_score_is_shown_as_worse(started):
     for step, value in ((0, 1.0), (1, 2.0)):
         means, ends = ({"extra": value, "good": value, "n": 99}, {"extra": (value - 0.2, value + 0.2), "good": (value, value)})
         started.write_eval(step, "heldout", table={"all": means}, ci95={"all": ends}, lower_is_better=["extra"])
@@ -290,7 +277,7 @@ def test_an_increase_of_a_lower_is_better_score_is_shown_as_worse(started: RunFo
     assert len(page.all("span", "bad")) == len(page.all("span", "good")) == 1
 
 
-def test_a_signal_is_drawn_once(started: RunFolder) -> None:
+def test_a_signal_is_drawn_once(started):
     started.append_metrics(1, "rl", {"reward/mean": 0.5, "reward/fault_fraction": 0.1, "reward/overall": 0.5})
     words = read(page_of(started)).words
     assert words.count("reward/fault_fraction") == words.count("reward/overall") == 1

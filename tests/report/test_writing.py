@@ -1,14 +1,13 @@
 """Completions are shown next to their images; prompts also with their length and quality."""
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from fake_run import write_new_run
-from html_check import Page, read
-from retouch.records.folder import RunFolder, SampleRecord
+from html_check import read
+from retouch.records.folder import SampleRecord
 from retouch.rewards.text.completions import prompt_quality
 from retouch.types import Sample, Task
 from retouch_view.report.page import write_report
@@ -18,7 +17,7 @@ BEFORE = "<answer>red circle</answer>"
 AFTER = "Sure! Here is the prompt: red circle top middle, high quality"
 
 
-def run_of(root: Path, *, renderer: str | None) -> RunFolder:
+def run_of(root, *, renderer):
     """A run with one held-out task before and after, and one training group."""
     folder = write_new_run(root)
     kept = json.loads(folder.recipe.read_text())
@@ -36,16 +35,16 @@ def run_of(root: Path, *, renderer: str | None) -> RunFolder:
     return folder
 
 
-def page_of(folder: RunFolder) -> Page:
+def page_of(folder):
     return read(write_report(folder.root).read_text(encoding="utf-8"))
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Page:
+def prompts(tmp_path):
     return page_of(run_of(tmp_path / "run", renderer="prompt"))
 
 
-def test_original_and_enhanced_prompts_are_shown_with_length_quality_and_reward(prompts: Page) -> None:
+def test_original_and_enhanced_prompts_are_shown_with_length_quality_and_reward(prompts):
     words = prompts.words
     assert words.count(INSTRUCTION) == 2
     assert BEFORE in words
@@ -59,12 +58,12 @@ def test_original_and_enhanced_prompts_are_shown_with_length_quality_and_reward(
     assert words.count(last) == 1
 
 
-def test_completions_without_a_prompt_are_marked(prompts: Page) -> None:
+def test_completions_without_a_prompt_are_marked(prompts):
     assert prompts.words.count("contains no prompt") == 1
 
 
 @pytest.mark.parametrize("renderer", ["response", None])
-def test_completions_that_are_not_prompts_are_shown_without_prompt_quality(renderer: str | None, tmp_path: Path) -> None:
+def test_completions_that_are_not_prompts_are_shown_without_prompt_quality(renderer, tmp_path):
     words = page_of(run_of(tmp_path / "run", renderer=renderer)).words
     assert AFTER in words
     assert not any("prompt quality" in told or "no prompt" in told for told in words)

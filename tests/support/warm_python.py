@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
@@ -57,3 +58,13 @@ def start_server() -> str:
     if process.stdout.readline() != b"ready\n":
         raise RuntimeError(f"{command} did not start")
     return str(client)
+
+
+def run_python(*words: object, search: Sequence[object] = (), timeout: float = 900, **variables: str) -> str:
+    """Run a program with ``python()`` and return its output; the assertion shows the output of a program that fails. ``search``:
+    folders that its imports search before those of this process. ``variables``: added to the environment."""
+    path = {"PYTHONPATH": os.pathsep.join([*map(str, search), *sys.path])} if search else {}
+    command, environment = [python(), "-W", "ignore", *map(str, words)], {**os.environ, **path, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    return done.stdout

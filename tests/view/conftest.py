@@ -3,9 +3,6 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import uvicorn
@@ -19,11 +16,19 @@ from retouch_serve.front import bounded_config
 from retouch_view.live.app import LIMITS, build_app
 
 TOKEN = "a-token-of-the-tests"
+WIDE_AND_PHONE = pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+
+
+def fits(page):
+    """Whether the page is no wider than its window."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 
 @pytest.fixture
-def write_run(tmp_path: Path) -> Callable[..., RunFolder]:
-    def write(name: str, *, steps: int = 4, of: int = 4, instruction: str = "make it red") -> RunFolder:
+def write_run(tmp_path):
+    def write(name, *, steps=4, of=4, instruction="make it red"):
         folder = RunFolder(tmp_path / "runs" / name)
         folder.write_recipe({"name": name, "steps": of, "tasks_per_step": 2, "group_size": 3})
         for step in range(1, steps + 1):
@@ -48,7 +53,7 @@ def write_run(tmp_path: Path) -> Callable[..., RunFolder]:
 
 
 @pytest.fixture
-def running(write_run: Callable[..., RunFolder]) -> Iterator[RunFolder]:
+def running(write_run):
     folder = write_run("one", steps=2, of=9)
     owner = Owner(folder.root)
     yield folder
@@ -56,7 +61,7 @@ def running(write_run: Callable[..., RunFolder]) -> Iterator[RunFolder]:
 
 
 @pytest.fixture
-def anonymous(tmp_path: Path) -> Iterator[TestClient]:
+def anonymous(tmp_path):
     """A browser that was not given the token."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     with TestClient(build_app(tmp_path / "runs", token=TOKEN, poll_seconds=0.02), base_url="http://127.0.0.1:8765") as client:
@@ -64,13 +69,13 @@ def anonymous(tmp_path: Path) -> Iterator[TestClient]:
 
 
 @pytest.fixture
-def browser(anonymous: TestClient) -> TestClient:
+def browser(anonymous):
     assert anonymous.get(f"/?token={TOKEN}").status_code == 200
     return anonymous
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def chromium():
     """Debian's Chromium, driven by Playwright; the tests are skipped where one of them is missing."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     path = shutil.which("chromium")
@@ -83,13 +88,13 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
+def options():
     """Options of the page, passed to ``build_app``; test files that need others override this fixture."""
     return {}
 
 
 @pytest.fixture
-def address(tmp_path: Path, options: dict[str, Any]) -> Iterator[str]:
+def address(tmp_path, options):
     """A server of the page."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     app = build_app(tmp_path / "runs", token=TOKEN, poll_seconds=0.1, **options)
@@ -104,7 +109,7 @@ def address(tmp_path: Path, options: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.fixture
-def tab(chromium: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+def tab(chromium, address, request):
     """A tab that has the token. Any error in the page fails the test."""
     context = chromium.new_context(**{"viewport": {"width": 1200, "height": 800}, **getattr(request, "param", {})})
     page = context.new_page()

@@ -4,9 +4,6 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +17,12 @@ STEPS = 2000
 
 
 @pytest.fixture
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+def options(request):
     return {"control": getattr(request, "param", True)}
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def trainer(tmp_path):
     """`retouch train` of a run that takes longer than the test."""
     keys = {"out": str(tmp_path / "runs"), "device": "cpu", "trackers": [], "steps": STEPS, "samples": {"every": 0}}
     file = tmp_path / "small.json"
@@ -38,7 +35,7 @@ def trainer(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
             process.kill()
 
 
-def opened(tab: Any, address: str) -> None:
+def opened(tab, address):
     """Open the page of the run once it has made a step."""
     tab.set_default_timeout(120_000)
     tab.goto(f"{address}/#/")
@@ -47,11 +44,11 @@ def opened(tab: Any, address: str) -> None:
 
 
 @pytest.mark.slow
-def test_training_run_executes_control_requests_at_the_end_of_a_step(trainer, tab, address: str, tmp_path: Path) -> None:
+def test_training_run_executes_control_requests_at_the_end_of_a_step(trainer, tab, address, tmp_path):
     folder = RunFolder(tmp_path / "runs" / "small")
     opened(tab, address)
 
-    def answered(press: Callable[[], None], words: str) -> int:
+    def answered(press, words):
         """Make a request, and return the step at whose end the run answered it."""
         before = len(folder.read_metrics())
         press()
@@ -80,7 +77,7 @@ def test_training_run_executes_control_requests_at_the_end_of_a_step(trainer, ta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [False], indirect=True)
-def test_control_request_without_the_option_is_rejected_and_training_continues(trainer, tab, address: str, tmp_path: Path) -> None:
+def test_control_request_without_the_option_is_rejected_and_training_continues(trainer, tab, address, tmp_path):
     opened(tab, address)
     assert tab.get_by_role("heading", name="Control").count() == 0
     headers = {"Origin": address, "Content-Type": "application/json"}

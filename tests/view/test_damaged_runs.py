@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,11 +30,11 @@ FAST = [form for form in FORMS if form.startswith(_FAST)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return whole_run(tmp_path_factory.mktemp("whole") / "good").root
 
 
-def readers(good: Path, root: Path) -> list[Callable[[], object]]:
+def readers(good, root):
     """What the commands ``report``, ``compare``, ``ledger`` and ``votes`` read of a run."""
     return [
         lambda: run_page(root),
@@ -47,7 +46,7 @@ def readers(good: Path, root: Path) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("form", slow_except(FAST, FORMS))
-def test_point_3_4_a_damaged_run_shows_its_fault_and_breaks_nothing_else(form: str, whole: Path, tmp_path: Path) -> None:
+def test_point_3_4_a_damaged_run_shows_its_fault_and_breaks_nothing_else(form, whole, tmp_path):
     good, bad = (Path(shutil.copytree(whole, tmp_path / "runs" / name)) for name in ("good", "bad"))
     FORMS[form](bad)
     began = time.monotonic()
@@ -74,14 +73,14 @@ def test_point_3_4_a_damaged_run_shows_its_fault_and_breaks_nothing_else(form: s
     ["NaN", "-Infinity", "1e999", "9" * 301, '{"a": 1, "a": 2}', "[" * 101 + "]" * 101, '{"a":' * 5000, b'"\xff"', "", "[1] 2"],
     ids=lambda text: repr(text)[:20],
 )
-def test_point_3_4_json_that_is_ambiguous_or_unbounded_is_refused(text: str | bytes) -> None:
+def test_point_3_4_json_that_is_ambiguous_or_unbounded_is_refused(text):
     with pytest.raises(ValueError, match=r".+"):
         strict_json(text)
     assert strict_json("[" * 100 + "]" * 100)
     assert strict_json('{"a": [1.5e-300, -123456789012345678901, "\\ud800"]}')["a"][0] == 1.5e-300
 
 
-def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole: Path, tmp_path: Path) -> None:
+def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs" / "good")
     script = (
         "import sys, time, retouch_view.live.runs as live\n"
@@ -90,7 +89,6 @@ def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole: Path, tmp_p
         "view(Path(sys.argv[1]), port=0, report=lambda line: print(line, flush=True))\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "runs")], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         address = process.stdout.readline().split("open ")[1].strip()
         assert httpx.get(address, timeout=60).status_code == 303
         began = time.monotonic()
@@ -100,7 +98,7 @@ def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole: Path, tmp_p
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def test_point_3_4_the_page_of_all_runs_is_whole_next_to_every_damaged_run(whole: Path, tmp_path: Path, address: str, tab) -> None:
+def test_point_3_4_the_page_of_all_runs_is_whole_next_to_every_damaged_run(whole, tmp_path, address, tab):
     shutil.copytree(whole, tmp_path / "runs" / "good")
     for number, change in enumerate(FORMS.values()):
         change(Path(shutil.copytree(whole, tmp_path / "runs" / f"damaged-{number:03d}")))

@@ -3,8 +3,6 @@
 import base64
 import io
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,27 +22,27 @@ PLACE = "/api/runs/signs"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     tiny_sign_runs.make_run(root)
     return root
 
 
 @pytest.fixture(scope="module")
-def page(runs: Path) -> Iterator[TestClient]:
+def page(runs):
     """A browser on a page with ``--try``, with the token."""
     with TestClient(build_app(runs, token=TOKEN, trying="cpu"), base_url="http://127.0.0.1:8765") as client:
         client.get(f"/?token={TOKEN}")
         yield client
 
 
-def encoded(image: Image.Image, kind: str = "PNG") -> str:
+def encoded(image, kind="PNG"):
     content = io.BytesIO()
     image.save(content, kind)
     return base64.b64encode(content.getvalue()).decode()
 
 
-def job(**changes: Any) -> dict[str, Any]:
+def job(**changes):
     task = tiny_sign_runs.task()
     assert task.mask is not None
     assert task.reference is not None
@@ -52,7 +50,7 @@ def job(**changes: Any) -> dict[str, Any]:
     return {"instruction": task.instruction, **images, "step": 2, "seed": 3} | changes
 
 
-def tried(page: TestClient, **changes: Any) -> dict[str, Any]:
+def tried(page, **changes):
     reply = page.post(f"{PLACE}/try", json=job(**changes), headers=OWN)
     assert reply.status_code == 200, reply.text
     last: dict[str, Any] = json.loads([line for line in reply.text.splitlines() if line.strip()][-1])
@@ -60,12 +58,12 @@ def tried(page: TestClient, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_try_uses_the_mask_the_reference_and_the_context(page: TestClient, runs: Path) -> None:
+def test_try_uses_the_mask_the_reference_and_the_context(page, runs):
     pair, task, made = SideBySide(runs / "signs", device="cpu"), tiny_sign_runs.task(), []
     for context in (None, "reference"):
         done = tried(page, context=context)["done"]
         image = Image.open(io.BytesIO(base64.b64decode(done["trained"]["image"])))
-        assert np.array_equal(image, pair.sample(task, step=2, seed=3, context=context).image)  # type: ignore[arg-type]
+        assert np.array_equal(image, pair.sample(task, step=2, seed=3, context=context).image)
         assert image.size == task.images[0].size
         made.append(done["trained"]["image"])
     other = tried(page, reference=encoded(Image.new("RGB", (24, 12), "red")))["done"]["trained"]["image"]
@@ -73,7 +71,7 @@ def test_try_uses_the_mask_the_reference_and_the_context(page: TestClient, runs:
     assert len({*made, other, part}) == 4
 
 
-def test_page_learns_which_images_the_model_reads(page: TestClient, runs: Path, tmp_path: Path) -> None:
+def test_page_learns_which_images_the_model_reads(page, runs, tmp_path):
     assert page.get(f"{PLACE}/checkpoints").json() == {
         "steps": [1, 2],
         "inputs": {"mask": True, "reference": True, "context": True},
@@ -110,12 +108,12 @@ def test_page_learns_which_images_the_model_reads(page: TestClient, runs: Path, 
     ],
     ids=["mask", "reference", "m64", "r64", "large-m", "large-r", "bitmap", "transparent", "size", "tall"],
 )
-def test_invalid_mask_or_reference_returns_an_error_with_the_reason(page: TestClient, changes: dict[str, Any], why: str) -> None:
+def test_invalid_mask_or_reference_returns_an_error_with_the_reason(page, changes, why):
     assert why in tried(page, **changes)["error"]
 
 
 @pytest.mark.parametrize("changes", [{"mask": 3}, {"reference": ["a"]}, {"context": "left"}, {"context": True}])
-def test_try_with_invalid_types_returns_409(page: TestClient, changes: dict[str, Any]) -> None:
+def test_try_with_invalid_types_returns_409(page, changes):
     reply = page.post(f"{PLACE}/try", json=job(**changes), headers=OWN)
     assert reply.status_code == 409
     assert next(iter(changes)) in reply.json()["error"]

@@ -1,20 +1,19 @@
 """Charts in a browser: confidence bands, the axes of a comparison, judge cost, and SVG and PNG files for a paper."""
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from conftest import WIDE_AND_PHONE
 from PIL import Image
 
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.database import Database
 from retouch_judge.cache import AnswerCache, JudgeCall
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def judged_run(write_run, name: str, *, cost: float | None) -> RunFolder:
+def judged_run(write_run, name, *, cost):
     """A run with bands, whose judge took 10 requests a step. ``cost``: of a step, None without prices."""
     folder: RunFolder = write_run(name, steps=0)
     for step in range(1, 5):
@@ -31,7 +30,7 @@ def judged_run(write_run, name: str, *, cost: float | None) -> RunFolder:
     return folder
 
 
-def test_chart_bands_are_95_percent_confidence_intervals(write_run, tab, address: str) -> None:
+def test_chart_bands_are_95_percent_confidence_intervals(write_run, tab, address):
     judged_run(write_run, "one", cost=0.5)
     tab.goto(f"{address}/#/run/one")
     chart = tab.locator("figure", has_text="reward/mean").first
@@ -45,7 +44,7 @@ def test_chart_bands_are_95_percent_confidence_intervals(write_run, tab, address
     assert tab.locator("figure", has_text="time/step").locator("path.band").count() == 0
 
 
-def test_runs_are_compared_over_judge_cost(write_run, tab, address: str) -> None:
+def test_runs_are_compared_over_judge_cost(write_run, tab, address):
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "two", cost=0.25)
     tab.goto(f"{address}/#/compare/one,two")
@@ -57,7 +56,7 @@ def test_runs_are_compared_over_judge_cost(write_run, tab, address: str) -> None
     assert tab.get_by_text("Not over").count() == 0
 
 
-def test_images_axis_counts_the_images_of_each_phase_and_refilled_groups(write_run, tab, address: str) -> None:
+def test_images_axis_counts_the_images_of_each_phase_and_refilled_groups(write_run, tab, address):
     sampled = [{"name": "first", "tasks_per_step": 5}, {"name": "second", "group_size": 10}]
     for name in ("one", "two"):
         folder: RunFolder = write_run(name, steps=0)
@@ -72,7 +71,7 @@ def test_images_axis_counts_the_images_of_each_phase_and_refilled_groups(write_r
     assert reward.locator(".tick.middle").all_text_contents() == ["20", "40", "60", "80"]  # 15, 60 and 80
 
 
-def test_axis_that_a_run_lacks_is_disabled_with_the_reason(write_run, tab, address: str) -> None:
+def test_axis_that_a_run_lacks_is_disabled_with_the_reason(write_run, tab, address):
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "unpriced", cost=None)
     write_run("exact")
@@ -86,10 +85,8 @@ def test_axis_that_a_run_lacks_is_disabled_with_the_reason(write_run, tab, addre
     tab.get_by_text("Not over dollars paid to judges or requests to judges: exact asked no judge.").wait_for()
 
 
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
-def test_table_of_runs_shows_judge_cost(write_run, tab, address: str) -> None:
+@WIDE_AND_PHONE
+def test_table_of_runs_shows_judge_cost(write_run, tab, address):
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "unpriced", cost=None)
     write_run("exact")
@@ -104,7 +101,7 @@ def test_table_of_runs_shows_judge_cost(write_run, tab, address: str) -> None:
 
 
 @pytest.mark.parametrize("tab", [{}, {"color_scheme": "dark"}], indirect=True, ids=["light", "dark"])
-def test_chart_is_saved_as_svg_and_png(write_run, tab, address: str, tmp_path: Path) -> None:
+def test_chart_is_saved_as_svg_and_png(write_run, tab, address, tmp_path):
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "<b>two", cost=0.25)
     tab.goto(f"{address}/#/compare/one,%3Cb%3Etwo")

@@ -1,8 +1,6 @@
 """Requests to runs from the page: only with the flag, only from the page itself, and only to a run that is training."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import TOKEN
@@ -16,7 +14,7 @@ CONTROL_PATH = "/api/runs/one/control"
 
 
 @pytest.fixture
-def control_client(tmp_path: Path) -> Iterator[TestClient]:
+def control_client(tmp_path):
     """A browser on a page with ``--control``, with the token."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     app = build_app(tmp_path / "runs", token=TOKEN, control=True, poll_seconds=0.02)
@@ -25,7 +23,7 @@ def control_client(tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_control_request_is_stored_and_returned_with_its_answer(running, control_client) -> None:
+def test_control_request_is_stored_and_returned_with_its_answer(running, control_client):
     assert control_client.get("/api/features").json()["control"] is True
     reply = control_client.post(CONTROL_PATH, json={"action": "samples", "value": 3}, headers=SAME_ORIGIN)
     assert reply.status_code == 202
@@ -37,7 +35,7 @@ def test_control_request_is_stored_and_returned_with_its_answer(running, control
     assert (shown["taken"], shown["step"], shown["value"]) == (True, 3, 3)
 
 
-def test_control_requests_without_the_flag_are_rejected(running, browser) -> None:
+def test_control_requests_without_the_flag_are_rejected(running, browser):
     assert browser.get("/api/features").json() == {"vote": False, "control": False, "try": False}
     assert browser.post(CONTROL_PATH, json={"action": "stop"}, headers=SAME_ORIGIN).status_code == 405
     assert not running.control.exists()
@@ -61,7 +59,7 @@ def test_control_requests_without_the_flag_are_rejected(running, browser) -> Non
     ],
     ids=str,
 )
-def test_other_sites_cannot_make_requests(running, control_client, headers: dict[str, str]) -> None:
+def test_other_sites_cannot_make_requests(running, control_client, headers):
     content = b'{"action": "stop"}'
     reply = control_client.post(CONTROL_PATH, content=content, headers={"Content-Type": "application/json", **headers})
     assert reply.status_code in (403, 421)
@@ -72,7 +70,7 @@ def test_other_sites_cannot_make_requests(running, control_client, headers: dict
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 @pytest.mark.parametrize("place", ["/api/runs", CONTROL_PATH])
-def test_other_http_methods_and_paths_return_405(running, control_client, method: str, place: str) -> None:
+def test_other_http_methods_and_paths_return_405(running, control_client, method, place):
     assert control_client.request(method, place, headers=SAME_ORIGIN).status_code == 405
     assert control_client.post("/api/runs", json={}, headers=SAME_ORIGIN).status_code == 405
 
@@ -93,14 +91,14 @@ def test_other_http_methods_and_paths_return_405(running, control_client, method
     ],
     ids=range(10),
 )
-def test_malformed_control_requests_are_rejected(running, control_client, content: bytes, status: int) -> None:
+def test_malformed_control_requests_are_rejected(running, control_client, content, status):
     reply = control_client.post(CONTROL_PATH, content=content, headers={**SAME_ORIGIN, "Content-Type": "application/json"})
     assert reply.status_code == status
     assert reply.json()["error"]
     assert not running.control.exists()
 
 
-def test_control_requests_to_runs_that_are_not_training_are_rejected(write_run, control_client) -> None:
+def test_control_requests_to_runs_that_are_not_training_are_rejected(write_run, control_client):
     write_run("one")
     reply = control_client.post(CONTROL_PATH, json={"action": "stop"}, headers=SAME_ORIGIN)
     assert (reply.status_code, reply.json()) == (409, {"error": "run one is not training, so nothing would take the request"})
@@ -108,7 +106,7 @@ def test_control_requests_to_runs_that_are_not_training_are_rejected(write_run, 
     assert control_client.post("/api/runs/other/control", json={"action": "stop"}, headers=SAME_ORIGIN).status_code == 404
 
 
-def test_hostile_text_in_a_control_request_is_returned_unchanged(running, control_client) -> None:
+def test_hostile_text_in_a_control_request_is_returned_unchanged(running, control_client):
     running.control.mkdir()
     hostile = "<script>alert(1)</script>\u202e" + "x" * 5000
     request = {"action": "stop", "value": None, "by": hostile, "at": "<b>", "taken": False, "step": 1, "answer": hostile[:40]}

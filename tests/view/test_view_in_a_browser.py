@@ -1,22 +1,14 @@
 """The page in a real browser: Debian's Chromium, driven by Playwright, where both are installed."""
 
-from pathlib import Path
-
 import pytest
-from conftest import TOKEN
+from conftest import TOKEN, WIDE_AND_PHONE, fits
 
 from retouch.records.folder import RunFolder
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 
 
-def fits(page) -> bool:
-    """Whether the page is no wider than its window."""
-    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
-
-
-def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_run, tab, address: str) -> None:
+def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_run, tab, address):
     folder = write_run("one")
     for step, mean in ((0, 6.0), (4, 3.0)):
         cell = {"mean": mean, "low": mean - 1, "high": mean + 1, "n": 4}
@@ -35,15 +27,13 @@ def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_ru
     assert fits(tab)
 
 
-def test_empty_folder_shows_a_message_and_the_url_has_no_token(tab) -> None:
+def test_empty_folder_shows_a_message_and_the_url_has_no_token(tab):
     tab.get_by_text("No runs here yet").wait_for()
     assert TOKEN not in tab.url
 
 
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
-def test_pages_of_finished_runs_render_and_fit_the_window(write_run, tab, address: str) -> None:
+@WIDE_AND_PHONE
+def test_pages_of_finished_runs_render_and_fit_the_window(write_run, tab, address):
     write_run("one")
     write_run("two", of=8)
     tab.goto(f"{address}/#/")
@@ -68,7 +58,7 @@ def test_pages_of_finished_runs_render_and_fit_the_window(write_run, tab, addres
     assert fits(tab)
 
 
-def test_page_of_a_training_run_updates_without_a_reload(write_run, tab, address: str) -> None:
+def test_page_of_a_training_run_updates_without_a_reload(write_run, tab, address):
     folder = write_run("one", steps=2, of=9)
     tab.goto(f"{address}/#/run/one")
     tab.get_by_text("2 of 9").wait_for()
@@ -77,7 +67,7 @@ def test_page_of_a_training_run_updates_without_a_reload(write_run, tab, address
     assert "last: reward/mean 0.75" in tab.get_by_role("img", name="reward/mean").get_attribute("aria-label")
 
 
-def test_sample_is_opened_and_closed_with_the_keyboard(write_run, tab, address: str) -> None:
+def test_sample_is_opened_and_closed_with_the_keyboard(write_run, tab, address):
     write_run("one")
     tab.goto(f"{address}/#/samples/one")
     tab.locator(".sample").first.wait_for()
@@ -89,7 +79,7 @@ def test_sample_is_opened_and_closed_with_the_keyboard(write_run, tab, address: 
     assert tab.evaluate("document.activeElement.className") == "sample"
 
 
-def test_hostile_text_is_not_rendered_as_html(write_run, tab, address: str) -> None:
+def test_hostile_text_is_not_rendered_as_html(write_run, tab, address):
     write_run("one", instruction=HOSTILE)
     for place in ("#/samples/one", "#/compare/one,one"):
         tab.goto(f"{address}/{place}")
@@ -99,14 +89,14 @@ def test_hostile_text_is_not_rendered_as_html(write_run, tab, address: str) -> N
         assert fits(tab)
 
 
-def test_run_with_a_damaged_recipe_shows_the_error(write_run, tab, address: str) -> None:
+def test_run_with_a_damaged_recipe_shows_the_error(write_run, tab, address):
     folder: RunFolder = write_run("one")
     folder.recipe.write_text("{}")
     tab.goto(f"{address}/#/run/one")
     tab.get_by_text("was changed and holds no recipe").wait_for()
 
 
-def test_unknown_run_returns_404(tab, address: str, write_run) -> None:
+def test_unknown_run_returns_404(tab, address, write_run):
     write_run("one")
     tab.goto(f"{address}/#/")
     tab.get_by_role("link", name="one", exact=True).wait_for()
@@ -116,16 +106,9 @@ def test_unknown_run_returns_404(tab, address: str, write_run) -> None:
 
 @pytest.mark.parametrize(
     ("place", "marker"),
-    [
-        ("#/", "2 of 2 runs"),
-        ("#/run/one", "All metrics"),
-        ("#/samples/one", "make it red"),
-        ("#/compare/one,two", "make it red"),
-    ],
+    [("#/", "2 of 2 runs"), ("#/run/one", "All metrics"), ("#/samples/one", "make it red"), ("#/compare/one,two", "make it red")],
 )
-def test_a_saved_page_shows_the_same_without_a_server(
-    write_run, tab, address: str, place: str, marker: str, tmp_path: Path
-) -> None:
+def test_a_saved_page_shows_the_same_without_a_server(write_run, tab, address, place, marker, tmp_path):
     write_run("one", instruction=f"make it red {HOSTILE}")
     write_run("two", of=8)
     tab.goto(f"{address}/{place}")

@@ -1,30 +1,28 @@
 """Options of `retouch view` in a browser: control requests to runs; and the parts of a sample that only some runs have."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import WIDE_AND_PHONE, fits
 from PIL import Image
 
 from retouch.records.control import answer_request, read_requests
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import SampleRecord
 from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow
 from retouch.types import Sample, Task
 from retouch_judge.cache import AnswerCache, JudgeCall
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
+def options():
     return {"control": True, "trying": "cpu"}
 
 
 @pytest.fixture
-def judged(write_run) -> RunFolder:
+def judged(write_run):
     """A run with a group of three training samples, and the answers of judges in its ledger."""
     folder = write_run("one")
     task = Task("task/7", "make it blue", images=(Image.new("RGB", (64, 64), "white"),))
@@ -52,14 +50,8 @@ def judged(write_run) -> RunFolder:
     return folder
 
 
-def fits(page) -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
-
-
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
-def test_control_requests_and_their_answers_are_shown(running, tab, address: str) -> None:
+@WIDE_AND_PHONE
+def test_control_requests_and_their_answers_are_shown(running, tab, address):
     tab.goto(f"{address}/#/run/one")
     tab.get_by_role("button", name="Save a checkpoint").click()
     tab.get_by_text("The run takes the request at the end of its current step.").wait_for()
@@ -78,7 +70,7 @@ def test_control_requests_and_their_answers_are_shown(running, tab, address: str
     assert fits(tab)
 
 
-def test_hostile_text_in_a_control_request_is_not_rendered_as_html(running, tab, address: str) -> None:
+def test_hostile_text_in_a_control_request_is_not_rendered_as_html(running, tab, address):
     running.control.mkdir()
     request = {"action": "stop", "value": None, "by": HOSTILE, "at": HOSTILE[:50], "taken": False, "step": 1, "answer": HOSTILE}
     (running.control / "0.json").write_text(json.dumps(request))
@@ -89,7 +81,7 @@ def test_hostile_text_in_a_control_request_is_not_rendered_as_html(running, tab,
     assert fits(tab)
 
 
-def test_a_finished_run_has_no_buttons(write_run, tab, address: str) -> None:
+def test_a_finished_run_has_no_buttons(write_run, tab, address):
     write_run("one")
     tab.goto(f"{address}/#/run/one")
     tab.get_by_role("heading", name="one").wait_for()
@@ -98,10 +90,8 @@ def test_a_finished_run_has_no_buttons(write_run, tab, address: str) -> None:
     tab.get_by_text("The run has no checkpoint yet.").wait_for()
 
 
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
-def test_sample_shows_its_group_best_first_and_the_answers_of_its_judges(judged, tab, address: str) -> None:
+@WIDE_AND_PHONE
+def test_sample_shows_its_group_best_first_and_the_answers_of_its_judges(judged, tab, address):
     tab.goto(f"{address}/#/samples/one")
     tab.get_by_label("Set").select_option("group")
     tab.get_by_label("Sort by").select_option("reward:desc")
@@ -119,7 +109,7 @@ def test_sample_shows_its_group_best_first_and_the_answers_of_its_judges(judged,
     assert fits(tab)
 
 
-def test_damaged_ledger_returns_409_with_an_error(judged, tab, address: str, tmp_path: Path) -> None:
+def test_damaged_ledger_returns_409_with_an_error(judged, tab, address, tmp_path):
     (judged.root / "ledger.sqlite").write_bytes(b"not a ledger" * 1000)
     reply = tab.request.get(f"{address}/api/runs/one/answers?set=group&step=4&group=5&slot=2")
     assert reply.status == 409
@@ -127,7 +117,7 @@ def test_damaged_ledger_returns_409_with_an_error(judged, tab, address: str, tmp
     assert tab.request.get(f"{address}/api/runs/one/answers?set=other&step=x").json() == {"answers": []}
 
 
-def test_sample_shows_token_log_probabilities_and_denoising_states(write_run, tab, address: str) -> None:
+def test_sample_shows_token_log_probabilities_and_denoising_states(write_run, tab, address):
     folder = write_run("one")
     image = Image.new("RGB", (64, 64), "blue")
     tokens = [("paint", -0.01), (" it", -0.5), (f" {HOSTILE}", -1.0), (" blue", -2.0), ("!", -7.0)]
@@ -148,7 +138,7 @@ def test_sample_shows_token_log_probabilities_and_denoising_states(write_run, ta
     assert fits(tab)
 
 
-def test_malformed_tokens_and_states_are_not_shown(write_run, tab, address: str) -> None:
+def test_malformed_tokens_and_states_are_not_shown(write_run, tab, address):
     folder = write_run("one")
     path = folder.samples(4) / "samples.jsonl"
     line = json.loads(path.read_text()) | {

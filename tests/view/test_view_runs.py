@@ -4,8 +4,6 @@ import io
 import json
 import os
 import sqlite3
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +19,7 @@ from retouch_view.live.runs import LineTail, LiveRun, UsageTail
 from retouch_view.report.page import run_page
 
 
-def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path: Path) -> None:
+def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path):
     write_run("finished")
     write_run("stopped", steps=2).log().write_text(
         "2026-01-01 00:00:00,000  ValueError: the reward returned 3 scores for 4 images\n"
@@ -49,7 +47,7 @@ def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tm
     assert found["finished"]["summary"]["gap_closed"] is None
 
 
-def test_total_steps_are_summed_over_phases_or_read_from_the_summary(write_run) -> None:
+def test_total_steps_are_summed_over_phases_or_read_from_the_summary(write_run):
     folder = write_run("one")
     for phases, total in (([{"steps": 1}, {"steps": 3}], 4), ([{"steps": 2}, {"steps": 3}], 5), ([{"steps": None}], 4)):
         folder.write_recipe({"name": "one", "steps": None, "phases": phases})
@@ -59,13 +57,13 @@ def test_total_steps_are_summed_over_phases_or_read_from_the_summary(write_run) 
     assert LiveRun(folder.root).overview()["steps"] is None
 
 
-def test_catalogue_of_a_single_run_folder_lists_that_run(write_run) -> None:
+def test_catalogue_of_a_single_run_folder_lists_that_run(write_run):
     from retouch_view.live.runs import Catalogue
 
     assert list(Catalogue(write_run("only").root).runs()) == ["only"]
 
 
-def test_run_endpoint_returns_metrics_evals_sample_steps_and_recipe(write_run, browser) -> None:
+def test_run_endpoint_returns_metrics_evals_sample_steps_and_recipe(write_run, browser):
     write_run("one")
     found = browser.get("/api/runs/one").json()
     assert [line["step"] for line in found["metrics"]] == [1, 2, 3, 4]
@@ -76,7 +74,7 @@ def test_run_endpoint_returns_metrics_evals_sample_steps_and_recipe(write_run, b
     assert browser.get("/api/runs/other").status_code == 404
 
 
-def test_run_endpoint_returns_benchmark_results_and_alarms(write_run, browser) -> None:
+def test_run_endpoint_returns_benchmark_results_and_alarms(write_run, browser):
     folder = write_run("one")
     table = {"all": {"overall": {"mean": 6.0, "low": 5.0, "high": 7.0, "n": 4}}}
     for step in (0, 4):
@@ -91,7 +89,7 @@ def test_run_endpoint_returns_benchmark_results_and_alarms(write_run, browser) -
     ]
 
 
-def test_live_run_returns_appended_lines_and_starts_over_after_truncation(write_run) -> None:
+def test_live_run_returns_appended_lines_and_starts_over_after_truncation(write_run):
     folder = write_run("one", steps=2)
     run = LiveRun(folder.root)
     first = run.since(0, 0, 0)
@@ -106,7 +104,7 @@ def test_live_run_returns_appended_lines_and_starts_over_after_truncation(write_
     assert [line["step"] for line in again["metrics"]] == [1]
 
 
-def test_event_stream_sends_only_new_lines(write_run, address: str) -> None:
+def test_event_stream_sends_only_new_lines(write_run, address):
     """Over a real server, because older test clients of Starlette wait for the end of the response."""
     write_run("one")
     events = "/api/runs/one/events?generation=0&metrics=3&timings=4"
@@ -120,7 +118,7 @@ def test_event_stream_sends_only_new_lines(write_run, address: str) -> None:
     assert ([each["step"] for each in found["metrics"]], found["timings"]) == ([4], [])
 
 
-def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(write_run) -> None:
+def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(write_run):
     folder = write_run("one")
     run = LiveRun(folder.root)
     assert run.overview()["judges"] is None
@@ -128,13 +126,7 @@ def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(wri
     database = Database(folder.root / "ledger.sqlite")
     assert run.overview()["judges"] is None
     AnswerCache(database).record([JudgeCall(content="a", **paid)])
-    assert run.overview()["judges"] == {
-        "requests": 1,
-        "input_tokens": 1000,
-        "output_tokens": 10,
-        "cost": None,
-        "unpriced": 1,
-    }
+    assert run.overview()["judges"] == {"requests": 1, "input_tokens": 1000, "output_tokens": 10, "cost": None, "unpriced": 1}
     AnswerCache(database).record([JudgeCall(content="b", cost=0.25, **paid), JudgeCall(content="c", cost=0.5, attempts=3, **paid)])
     found = run.overview()["judges"]
     assert (found["requests"], found["cost"], found["unpriced"]) == (5, 0.75, 1)
@@ -146,13 +138,13 @@ def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(wri
     assert run.overview()["judges"] is None
 
 
-def test_locked_ledger_is_read_again_at_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_ledger_is_read_again_at_the_next_update(tmp_path, monkeypatch):
     database = Database(tmp_path / "ledger.sqlite")
     AnswerCache(database).record([JudgeCall(content="a", image="", judge="j", rubric="r", scores=None)])
     database.close()
     tail, reading = UsageTail(tmp_path / "ledger.sqlite"), read_usage
 
-    def locked(*_: Any, **__: Any) -> Any:
+    def locked(*_, **__):
         raise sqlite3.OperationalError("database is locked")
 
     monkeypatch.setattr("retouch_view.live.runs.read_usage", locked)
@@ -161,7 +153,7 @@ def test_locked_ledger_is_read_again_at_the_next_update(tmp_path: Path, monkeypa
     assert [tail.update().requests for _ in range(2)] == [1, 1]
 
 
-def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path: Path) -> None:
+def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path):
     path = tmp_path / "lines.jsonl"
     tail = LineTail(path)
     assert (tail.update(), tail.lines) == (False, [])
@@ -177,10 +169,10 @@ def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path: Path
     assert (tail.update(), tail.lines) == (True, [])
 
 
-def test_samples_are_filtered_sorted_and_paged(write_run, browser) -> None:
+def test_samples_are_filtered_sorted_and_paged(write_run, browser):
     write_run("one", instruction="Make it RED")
 
-    def ask(query: str) -> dict[str, Any]:
+    def ask(query):
         return browser.get(f"/api/runs/one/samples?{query}").json()
 
     assert ask("")["total"] == 2
@@ -194,7 +186,7 @@ def test_samples_are_filtered_sorted_and_paged(write_run, browser) -> None:
     assert ask("task=task/1&limit=99999999999999")["total"] == 2
 
 
-def test_images_and_thumbnails_are_served_as_png(write_run, browser) -> None:
+def test_images_and_thumbnails_are_served_as_png(write_run, browser):
     write_run("one")
     (line,) = browser.get("/api/runs/one/samples?step=4").json()["samples"]
     whole, small = (browser.get(f"/{kind}/one/4/{line['image']}") for kind in ("images", "thumbnails"))
@@ -214,7 +206,7 @@ def test_images_and_thumbnails_are_served_as_png(write_run, browser) -> None:
     [b"", b"\0\xff{", b"[" * 100_000, b'"text"\n', b'{"step": "x"}\n', None],
     ids=["empty", "binary", "deep", "text", "type", "gone"],
 )
-def test_damaged_run_files_do_not_break_the_page(write_run, browser, file: str, damage: bytes | None) -> None:
+def test_damaged_run_files_do_not_break_the_page(write_run, browser, file, damage):
     folder = write_run("one")
     if damage is None:
         (folder.root / file).unlink(missing_ok=True)
@@ -227,7 +219,7 @@ def test_damaged_run_files_do_not_break_the_page(write_run, browser, file: str, 
     assert browser.get(f"/thumbnails/one/4/{line['image']}").status_code == 404
 
 
-def test_new_and_renamed_runs_are_listed(browser, write_run, tmp_path: Path) -> None:
+def test_new_and_renamed_runs_are_listed(browser, write_run, tmp_path):
     assert browser.get("/api/runs").json()["runs"] == []
     write_run("later", steps=0)
     (run,) = browser.get("/api/runs").json()["runs"]
@@ -237,10 +229,10 @@ def test_new_and_renamed_runs_are_listed(browser, write_run, tmp_path: Path) -> 
     assert [each["name"] for each in browser.get("/api/runs").json()["runs"]] == ["renamed"]
 
 
-def test_reading_a_run_does_not_modify_its_files(write_run, browser) -> None:
+def test_reading_a_run_does_not_modify_its_files(write_run, browser):
     folder = write_run("one")
 
-    def state() -> dict[Path, tuple[int, int]]:
+    def state():
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.root.rglob("*")}
 
     before = state()
@@ -250,9 +242,7 @@ def test_reading_a_run_does_not_modify_its_files(write_run, browser) -> None:
     assert isinstance(RunFolder(folder.root).read_recipe(), dict)
 
 
-def test_export_writes_the_page_and_rejects_a_folder_that_is_no_run(
-    write_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_writes_the_page_and_rejects_a_folder_that_is_no_run(write_run, tmp_path, capsys):
     folder = write_run("one")
     file = tmp_path / "new" / "page.html"
     assert cli.main(["view", str(folder.root), "--export", str(file)]) == 0

@@ -6,9 +6,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -30,7 +28,7 @@ PLACE = "/api/runs/small/try"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """A folder with a run of two steps."""
     root = tmp_path_factory.mktemp("runs")
     keys = {"out": str(root), "device": "cpu", "trackers": (), "learning_rate": 0.05, "checkpoints": {"every": 1}}
@@ -39,31 +37,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(runs: Path) -> Iterator[TestClient]:
+def page(runs):
     """A browser on a page with ``--try``, with the token."""
     with TestClient(build_app(runs, token=TOKEN, trying="auto"), base_url="http://127.0.0.1:8765") as client:
         client.get(f"/?token={TOKEN}")
         yield client
 
 
-def encoded(image: Image.Image, kind: str = "PNG") -> str:
+def encoded(image, kind="PNG"):
     content = io.BytesIO()
     image.save(content, kind)
     return base64.b64encode(content.getvalue()).decode()
 
 
-def source() -> Image.Image:
+def source():
     return Image.new("RGB", (64, 64), "white")
 
 
-def tried(page: TestClient, **asked: Any) -> list[dict[str, Any]]:
+def tried(page, **asked):
     job = {"instruction": "add a red circle", "image": encoded(source()), "step": 2, "seed": 3} | asked
     reply = page.post(PLACE, json=job, headers=OWN)
     assert reply.status_code == 200, reply.text
     return [json.loads(line) for line in reply.text.splitlines() if line.strip()]
 
 
-def test_try_returns_images_of_the_untrained_policy_and_the_checkpoint(page: TestClient, runs: Path) -> None:
+def test_try_returns_images_of_the_untrained_policy_and_the_checkpoint(page, runs):
     inputs = {"mask": False, "reference": False, "context": False}
     assert page.get("/api/runs/small/checkpoints").json() == {"steps": [1, 2], "inputs": inputs}
     events = tried(page)
@@ -94,7 +92,7 @@ def test_try_returns_images_of_the_untrained_policy_and_the_checkpoint(page: Tes
     ],
     ids=["no base64", "no image", "too large", "bitmap", "none", "mask", "reference", "context"],
 )
-def test_invalid_source_image_returns_an_error_with_the_reason(page: TestClient, asked: dict[str, Any], why: str) -> None:
+def test_invalid_source_image_returns_an_error_with_the_reason(page, asked, why):
     assert why in tried(page, **asked)[-1]["error"]
 
 
@@ -115,14 +113,14 @@ def test_invalid_source_image_returns_an_error_with_the_reason(page: TestClient,
     ],
     ids=["empty", "blank", "none", "long", "image", "step", "path", "true", "negative", "large", "fraction"],
 )
-def test_try_with_invalid_fields_returns_409(page: TestClient, asked: dict[str, Any]) -> None:
+def test_try_with_invalid_fields_returns_409(page, asked):
     job = {"instruction": "add", "image": None, "step": 2, "seed": 0} | asked
     reply = page.post(PLACE, json=job, headers=OWN)
     assert reply.status_code == 409
     assert reply.json()["error"]
 
 
-def test_try_is_rejected_from_other_origins_and_without_the_flag(page: TestClient, runs: Path) -> None:
+def test_try_is_rejected_from_other_origins_and_without_the_flag(page, runs):
     job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
     assert page.post(PLACE, json=job).status_code == 403
     assert page.post(PLACE, json=job, headers={"Origin": "http://127.0.0.1:1"}).status_code == 403
@@ -136,24 +134,24 @@ def test_try_is_rejected_from_other_origins_and_without_the_flag(page: TestClien
 class Client:
     """A request whose client is connected, or has disconnected."""
 
-    def __init__(self, *, left: bool) -> None:
+    def __init__(self, *, left):
         self.left = left
 
-    async def is_disconnected(self) -> bool:
+    async def is_disconnected(self):
         return self.left
 
 
-def test_cancelled_try_frees_the_worker_and_leaves_no_process(runs: Path) -> None:
+def test_cancelled_try_frees_the_worker_and_leaves_no_process(runs):
     folder = RunFolder(runs / "small")
     job = {"instruction": "add", "image": None, "mask": None, "reference": None, "context": None, "step": 2, "seed": 0}
 
-    async def try_twice() -> list[str]:
+    async def try_twice():
         bench = TrialWorker("cpu")
         with anyio.move_on_after(0.1) as scope:
-            async for _ in bench.events(folder, job, Client(left=False)):  # type: ignore[arg-type]
+            async for _ in bench.events(folder, job, Client(left=False)):
                 pass
         assert scope.cancelled_caught
-        found = [line async for line in bench.events(folder, job, Client(left=True))]  # type: ignore[arg-type]
+        found = [line async for line in bench.events(folder, job, Client(left=True))]
         await bench.stop()
         return found
 
@@ -164,7 +162,7 @@ def test_cancelled_try_frees_the_worker_and_leaves_no_process(runs: Path) -> Non
 
 
 @pytest.mark.slow
-def test_worker_process_ends_with_the_server(runs: Path) -> None:
+def test_worker_process_ends_with_the_server(runs):
     with TestClient(build_app(runs, token=TOKEN, trying="cpu"), base_url="http://127.0.0.1:8765") as client:
         client.get(f"/?token={TOKEN}")
         before = children()
@@ -176,7 +174,7 @@ def test_worker_process_ends_with_the_server(runs: Path) -> None:
     assert children() <= before
 
 
-def children() -> set[int]:
+def children():
     """The processes of workers that this process has started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):

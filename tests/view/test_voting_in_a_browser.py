@@ -1,9 +1,7 @@
 """Voting in a real browser: with keys, on a phone, with hostile text, and on the queue of a training run."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
+from conftest import WIDE_AND_PHONE, fits
 from PIL import Image
 
 from retouch.records.folder import RunFolder, SampleRecord
@@ -15,11 +13,11 @@ HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202e
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
+def options():
     return {"vote": True}
 
 
-def write_run(root: Path, *, tasks: int = 3, instruction: str = "make it red") -> RunFolder:
+def write_run(root, *, tasks=3, instruction="make it red"):
     folder = RunFolder(root / "runs" / "one")
     folder.write_recipe({"name": "one", "steps": 4})
     for step in (0, 4):
@@ -40,14 +38,8 @@ def write_run(root: Path, *, tasks: int = 3, instruction: str = "make it red") -
     return folder
 
 
-def fits(page: Any) -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
-
-
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
-def test_pairs_are_voted_on_with_keys_and_buttons_up_to_the_results(tab, address: str, tmp_path: Path) -> None:
+@WIDE_AND_PHONE
+def test_pairs_are_voted_on_with_keys_and_buttons_up_to_the_results(tab, address, tmp_path):
     folder = write_run(tmp_path)
     tab.goto(f"{address}/#/vote/one")
     tab.get_by_label("Your name").fill("Ann")
@@ -77,7 +69,7 @@ def test_pairs_are_voted_on_with_keys_and_buttons_up_to_the_results(tab, address
     assert fits(tab)
 
 
-def test_hostile_text_is_not_rendered_as_html(tab, address: str, tmp_path: Path) -> None:
+def test_hostile_text_is_not_rendered_as_html(tab, address, tmp_path):
     write_run(tmp_path, instruction=HOSTILE)
     tab.goto(f"{address}/#/vote/one")
     tab.get_by_label("Your name").fill("<i id=planted>x</i>")
@@ -93,11 +85,11 @@ def test_hostile_text_is_not_rendered_as_html(tab, address: str, tmp_path: Path)
     assert fits(tab)
 
 
-def test_new_pairs_of_a_training_run_appear_without_a_reload(tab, address: str, tmp_path: Path) -> None:
+def test_new_pairs_of_a_training_run_appear_without_a_reload(tab, address, tmp_path):
     folder = write_run(tmp_path)
     queue = VoteQueue(folder.root / "queue")
 
-    def put(number: int):
+    def put(number):
         images = [Image.new("RGB", (24, 24), (90 * k, number, 0)) for k in range(2)]
         return queue.put(Task(f"q/{number}", "make it red", (images[0],)), images, pairs=None)
 

@@ -2,8 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from conftest import TOKEN
@@ -22,15 +20,15 @@ STEPS = {"run": "one", "step": "0", "other": "one", "other_step": "4"}
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path):
     return tmp_path / "runs"
 
 
 @pytest.fixture
-def write_samples(runs: Path) -> Callable[..., RunFolder]:
+def write_samples(runs):
     """A run with held-out images after steps 0 and 4: the later images are brighter and have the higher judge scores."""
 
-    def write(name: str, *, tasks: int = 6, instruction: str = "make it red") -> RunFolder:
+    def write(name, *, tasks=6, instruction="make it red"):
         folder = RunFolder(runs / name)
         folder.write_recipe({"name": name, "steps": 4})
         for step in (0, 4):
@@ -48,33 +46,33 @@ def write_samples(runs: Path) -> Callable[..., RunFolder]:
 
 
 @pytest.fixture
-def client(runs: Path) -> Iterator[TestClient]:
+def client(runs):
     runs.mkdir(exist_ok=True)
     with TestClient(build_app(runs, token=TOKEN, vote=True, poll_seconds=0.02), base_url="http://127.0.0.1:8765") as made:
         assert made.get(f"/?token={TOKEN}").status_code == 200
         yield made
 
 
-def question(client: TestClient, voter: str = "ann", **poll: str) -> dict:
+def question(client, voter="ann", **poll):
     return client.get("/api/next-pair", params={**(poll or STEPS), "voter": voter}).json()
 
 
-def answer(client: TestClient, given: dict, choice: str):
+def answer(client, given, choice):
     return client.post("/api/votes", json={"question": given["question"]["id"], "choice": choice}, headers=ORIGIN)
 
 
-def red(client: TestClient, given: dict, which: str) -> int:
+def red(client, given, which):
     reply = client.get(f"/pair-images/{given['question']['id']}/{which}")
     assert reply.headers["cache-control"] == "no-store"
     with Image.open(io.BytesIO(reply.content)) as image:
         return int(image.getpixel((0, 0))[0])
 
 
-def prefer_later(client: TestClient, given: dict) -> str:
+def prefer_later(client, given):
     return "left" if red(client, given, "left") > red(client, given, "right") else "right"
 
 
-def test_results_report_win_rates_judge_agreement_and_voter_consistency(write_samples, client, runs: Path) -> None:
+def test_results_report_win_rates_judge_agreement_and_voter_consistency(write_samples, client, runs):
     write_samples("one", tasks=20)
     found = client.get("/api/votes/one").json()
     assert (found["waiting"], found["steps"], found["others"]) == (None, [0, 4], [])
@@ -96,7 +94,7 @@ def test_results_report_win_rates_judge_agreement_and_voter_consistency(write_sa
     assert results["voters"][0]["consistency"]["value"] == 1.0
 
 
-def test_repeated_pair_has_its_sides_swapped(write_samples, client, runs: Path) -> None:
+def test_repeated_pair_has_its_sides_swapped(write_samples, client, runs):
     write_samples("one", tasks=30)
     while (given := question(client))["question"] is not None:
         answer(client, given, "left")
@@ -104,14 +102,14 @@ def test_repeated_pair_has_its_sides_swapped(write_samples, client, runs: Path) 
     assert (row.consistency.value, row.consistency.count) == (0.0, 30 // REPEAT_EVERY)
 
 
-def test_images_of_a_pair_are_still_served_after_its_vote(write_samples, client) -> None:
+def test_images_of_a_pair_are_still_served_after_its_vote(write_samples, client):
     write_samples("one")
     given = question(client)
     answer(client, given, "left")
     assert [client.get(f"/pair-images/{given['question']['id']}/{side}").status_code for side in ("left", "right")] == [200, 200]
 
 
-def test_pair_reveals_neither_run_nor_step_and_its_sides_vary_by_voter(write_samples, client) -> None:
+def test_pair_reveals_neither_run_nor_step_and_its_sides_vary_by_voter(write_samples, client):
     write_samples("one")
     given = question(client)
     assert given["question"].keys() == {"id", "instruction", "source"}
@@ -123,7 +121,7 @@ def test_pair_reveals_neither_run_nor_step_and_its_sides_vary_by_voter(write_sam
     assert len(orders) > 2
 
 
-def test_vote_counts_once_and_can_be_undone(write_samples, client, runs: Path) -> None:
+def test_vote_counts_once_and_can_be_undone(write_samples, client, runs):
     write_samples("one")
     given = question(client)
     assert answer(client, given, "leftish").status_code == 409
@@ -139,7 +137,7 @@ def test_vote_counts_once_and_can_be_undone(write_samples, client, runs: Path) -
         assert (reply.status_code, reply.json()["error"]) == (409, "you have no vote to undo")
 
 
-def test_two_runs_are_compared_and_equal_images_are_not_shown(write_samples, client, runs: Path) -> None:
+def test_two_runs_are_compared_and_equal_images_are_not_shown(write_samples, client, runs):
     write_samples("one")
     write_samples("three")
     two = {"run": "one", "step": "4", "other": "three", "other_step": "4"}
@@ -152,7 +150,7 @@ def test_two_runs_are_compared_and_equal_images_are_not_shown(write_samples, cli
     assert (runs / "one" / vote.left.file).resolve().is_file()
 
 
-def test_queued_pairs_of_a_training_run_are_voted_on_once(write_samples, client, runs: Path) -> None:
+def test_queued_pairs_of_a_training_run_are_voted_on_once(write_samples, client, runs):
     write_samples("one")
     queue = VoteQueue(runs / "one" / "queue")
     images = [Image.new("RGB", (8, 8), (60 * k, 0, 0)) for k in range(3)]
@@ -167,7 +165,7 @@ def test_queued_pairs_of_a_training_run_are_voted_on_once(write_samples, client,
 
 
 @pytest.mark.parametrize("name", ["", " ", "\u202e", "x" * 65])
-def test_invalid_voter_names_are_rejected(write_samples, client, name: str) -> None:
+def test_invalid_voter_names_are_rejected(write_samples, client, name):
     write_samples("one")
     reply = client.get("/api/next-pair", params={**STEPS, "voter": name})
     assert (reply.status_code, reply.json()["error"]) == (409, "give a name of 1 to 64 characters")
@@ -176,12 +174,12 @@ def test_invalid_voter_names_are_rejected(write_samples, client, name: str) -> N
 @pytest.mark.parametrize(
     "changed", [{"run": "none"}, {"run": "../one"}, {"step": "7"}, {"step": "-1"}, {"other": "none"}, {"other_step": "x"}], ids=str
 )
-def test_missing_runs_and_steps_are_rejected(write_samples, client, changed: dict[str, str]) -> None:
+def test_missing_runs_and_steps_are_rejected(write_samples, client, changed):
     write_samples("one")
     assert client.get("/api/next-pair", params={**STEPS, **changed, "voter": "ann"}).status_code == 409
 
 
-def test_no_file_outside_the_runs_is_shown(write_samples, client, runs: Path) -> None:
+def test_no_file_outside_the_runs_is_shown(write_samples, client, runs):
     folder = write_samples("one", tasks=4)
     Image.new("RGB", (8, 8), (200, 1, 2)).save(runs.parent / "secret.png")
     lines = folder.samples(4) / "samples.jsonl"
@@ -213,7 +211,7 @@ def test_no_file_outside_the_runs_is_shown(write_samples, client, runs: Path) ->
     ],
     ids=str,
 )
-def test_other_sites_cannot_vote(write_samples, client, runs: Path, headers: dict[str, str]) -> None:
+def test_other_sites_cannot_vote(write_samples, client, runs, headers):
     write_samples("one")
     given = question(client)["question"]["id"]
     if "Cookie" in headers:
@@ -225,7 +223,7 @@ def test_other_sites_cannot_vote(write_samples, client, runs: Path, headers: dic
     assert not (runs / "one" / "votes.jsonl").exists()
 
 
-def test_voting_is_disabled_without_the_vote_option(write_samples, browser, runs: Path) -> None:
+def test_voting_is_disabled_without_the_vote_option(write_samples, browser, runs):
     write_samples("one")
     assert browser.get("/api/features").json()["vote"] is False
     assert browser.get("/api/next-pair", params={**STEPS, "voter": "ann"}).status_code == 404
@@ -237,7 +235,7 @@ def test_voting_is_disabled_without_the_vote_option(write_samples, browser, runs
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"nan", b"[" * 9000, b'{"question": 1}', b'{"choice": "left", "question": []}', b"x" * 99_999]
 )
-def test_malformed_vote_bodies_return_4xx_with_an_error(write_samples, client, body: bytes) -> None:
+def test_malformed_vote_bodies_return_4xx_with_an_error(write_samples, client, body):
     write_samples("one")
     for path in ("/api/votes", "/api/undo-vote"):
         reply = client.post(path, content=body, headers={**ORIGIN, "Content-Type": "application/json"})

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
@@ -217,14 +217,9 @@ class ImgEditMultiTurnSuite(RowSuite):
         later = [published(row, turn) for turn in ("turn2", "turn3") if row.meta.get(turn) is not None]
         if not later:
             raise ValueError("'turn2': no text; a multi-turn item has at least two turns")
-        category = published(row, "category")
-        return SuiteItem(
-            id=f"{category}-{published(row, 'key')}",
-            prompt=row.instruction,
-            later=tuple(later),
-            category=category,
-            cluster=row.source,
-        )
+        category, key = (published(row, name) for name in ("category", "key"))
+        name = f"{category}-{key}"
+        return SuiteItem(id=name, prompt=row.instruction, later=tuple(later), category=category, cluster=row.source)
 
 
 def _imgedit_rows(data: Path, name: str, *, columns: Mapping[str, str] | None = None, **added: str) -> Rows:
@@ -313,13 +308,8 @@ class ComplexEditSuite(RowSuite):
 
     def item(self, row: Row) -> SuiteItem | None:
         image, _, level = row.id.rpartition("/")
-        return SuiteItem(
-            id=f"{image.rpartition('/')[2]}-level-{level}",
-            prompt=row.instruction,
-            category=f"level {level}",
-            cluster=row.source,
-            fields=row.meta,
-        )
+        name, category = f"{image.rpartition('/')[2]}-level-{level}", f"level {level}"
+        return SuiteItem(id=name, prompt=row.instruction, category=category, cluster=row.source, fields=row.meta)
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         temperature = 0.0 if self.answers == 1 else 1.0
@@ -332,14 +322,7 @@ SetName: TypeAlias = Literal["omniedit", "emuedit", "aurora", "magicbrush", "vis
 class EarlSuite(RowSuite):
     """EARL's evaluation: OmniEdit, Emu Edit, AURORA, MagicBrush, VisMin and I2EBench."""
 
-    sets: Annotated[tuple[SetName, ...], Field(min_length=1, strict=False)] = (
-        "omniedit",
-        "emuedit",
-        "aurora",
-        "magicbrush",
-        "vismin",
-        "i2ebench",
-    )
+    sets: Annotated[tuple[SetName, ...], Field(min_length=1, strict=False)] = get_args(SetName)
     """The test sets, which are also the names of their folders or files. The published average is over all six."""
 
     name, title = "earl", "EARL's evaluation"
@@ -483,13 +466,9 @@ class PreservationSuite(RowSuite):
     def item(self, row: Row) -> SuiteItem | None:
         if not row.images or row.mask is None:
             raise ValueError("no source image or no mask; preservation is measured outside a mask")
-        category = row.meta.get("category")
-        return SuiteItem(
-            id=row.id.replace("/", "-"),
-            prompt=row.instruction,
-            category=category if isinstance(category, str) else "",
-            cluster=row.source,
-        )
+        given = row.meta.get("category")
+        category = given if isinstance(given, str) else ""
+        return SuiteItem(id=row.id.replace("/", "-"), prompt=row.instruction, category=category, cluster=row.source)
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         parts: dict[str, RewardSection] = {"pixels": AppearanceReward()}
@@ -584,15 +563,9 @@ class KrisSuite(RowSuite):
 
     def item(self, row: Row) -> SuiteItem | None:
         category = published(row, "category")
-        explain = row.meta.get("explain")
-        fields = {"category": category, "explain": explain}
-        return SuiteItem(
-            id=f"{category}-{published(row, 'key')}",
-            prompt=row.instruction,
-            category=category,
-            cluster=f"{category}/{row.source}",
-            fields=fields,
-        )
+        name, cluster = f"{category}-{published(row, 'key')}", f"{category}/{row.source}"
+        fields = {"category": category, "explain": row.meta.get("explain")}
+        return SuiteItem(id=name, prompt=row.instruction, category=category, cluster=cluster, fields=fields)
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
         names = (*_KRIS_NAMES, "knowledge") if item.category in _KNOWLEDGE else _KRIS_NAMES
@@ -603,9 +576,8 @@ class KrisSuite(RowSuite):
 def _kris_rows(path: Path) -> Rows:
     """Read the rows of a category. The published code reads ``instruction`` and ``explain``; the files have ``ins_en`` and
     ``explain_en``."""
-    table: list[dict[str, Any]] = []
-    for row in keyed_rows(path):
-        kept = {
+    table = [
+        {
             "key": row.get("key"),
             "ori_img": row.get("ori_img"),
             "gt_img": row.get("gt_img") or None,
@@ -613,7 +585,8 @@ def _kris_rows(path: Path) -> Rows:
             "explain": row.get("explain_en") or row.get("explain") or None,
             "category": path.parent.name,
         }
-        table.append(kept)
+        for row in keyed_rows(path)
+    ]
     columns = {"instruction": "instruction", "image": "ori_img", "target": "gt_img"}
     return file_rows(table, name=str(path), columns=columns, images=path.parent)
 

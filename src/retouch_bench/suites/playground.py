@@ -61,7 +61,11 @@ class PlaygroundSuite(Suite):
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
         if data is not None:
             raise ValueError(f"{data}: the playground's tasks are generated; leave --data out")
-        items = [SuiteItem(id=task.id, prompt=task.instruction, category=_category(task), fields=task.meta) for task in self._tasks]
+        items = []
+        for task in self._tasks:
+            edits = task.tags["complexity"]
+            category = f"{edits} edit{'s' * (edits != '1')}"
+            items.append(SuiteItem(id=task.id, prompt=task.instruction, category=category, fields=task.meta))
         return items, []
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
@@ -69,8 +73,3 @@ class PlaygroundSuite(Suite):
 
     def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
         return self._tasks[self._by_id[item.id]]
-
-
-def _category(task: Task) -> str:
-    edits = task.tags["complexity"]
-    return f"{edits} edit{'s' * (edits != '1')}"

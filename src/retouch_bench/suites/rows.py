@@ -57,10 +57,8 @@ class RowSuite(Suite):
         return self.judged_by(judge=require_judge(self, judge))
 
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
-        """Return the items in the order of the rows, and the rows that cannot be used. All images are decoded once, as a check.
-
-        A second row with the same id cannot be used. Raises ValueError as ``rows`` does, and if there are no items.
-        """
+        """Return the items in the order of the rows, and the rows that cannot be used. All images are decoded once, as a check. A
+        second row with the same id cannot be used. Raises ValueError as ``rows`` does, and if there are no items."""
         if data is None:
             raise ValueError(f"{self.name} needs its data, which are not part of this package: {self.layout}")
         if not data.exists() and not self.on_hub:

@@ -206,7 +206,6 @@ def _listed(name: str, meta: Mapping[str, Any], key: str, nouns: str) -> list[di
 
 
 def _dpg_columns(questions: Sequence[Mapping[str, Any]], answers: Sequence[float]) -> dict[str, float]:
-    """Compute the columns of one image from the answers."""
     counted: dict[int, float] = {one["id"]: answer for one, answer in zip(questions, answers, strict=True)}
     for one in questions:  # in the published order, so that a question also counts as no if its parent has just become no
         if any(counted.get(parent) == 0 for parent in one["parents"]):
@@ -358,7 +357,12 @@ class UniGenJudge(JudgeReward):
         import torch
 
         points = [_listed(sample.task.id, sample.task.meta, "points", "test points") for sample in samples]
-        verdicts = self.panel.judge([_points_prompt(sample, each) for sample, each in zip(samples, points, strict=True)])
+        prompts = []
+        for sample, each in zip(samples, points, strict=True):
+            listed: dict[str, Json] = {str(number): f"{point['kind']}: {point['words']}" for number, point in enumerate(each, 1)}
+            parts = image_parts(sample, quoted("Prompt", sample.task.instruction), quoted("Points", listed))
+            prompts.append(Prompt(rubric("test-points"), parts, ScoresForm({f"point_{name}": _YES_OR_NO for name in listed})))
+        verdicts = self.panel.judge(prompts)
         table = {name: torch.full((len(samples),), NAN) for name in self.columns}
         for row, (verdict, each) in enumerate(zip(verdicts, points, strict=True)):
             answers = [float(verdict.mean(f"point_{number}")) for number in range(1, len(each) + 1)]
@@ -367,12 +371,6 @@ class UniGenJudge(JudgeReward):
                 own = [answer for answer, point in zip(answers, each, strict=True) if dimension(point["kind"]) == name]
                 table[name][row] = sum(own) / len(own)
         return table
-
-
-def _points_prompt(sample: Sample, points: Sequence[Mapping[str, str]]) -> Prompt:
-    listed: dict[str, Json] = {str(number): f"{point['kind']}: {point['words']}" for number, point in enumerate(points, 1)}
-    parts = image_parts(sample, quoted("Prompt", sample.task.instruction), quoted("Points", listed))
-    return Prompt(rubric("test-points"), parts, ScoresForm({f"point_{number}": _YES_OR_NO for number in listed}))
 
 
 class UniGenSuite(RowSuite):
@@ -474,9 +472,7 @@ class ReadTextReward(RewardSection):
 
 def accuracy(wanted: str, lines: Sequence[str]) -> float:
     """Return 1 - edit distance / length, ignoring case and spaces, 0 to 1; 1 if the recognized text contains the wanted text.
-
-    Source: the reward of Flow-GRPO (arXiv 2505.05470).
-    """
+    Source: the reward of Flow-GRPO (arXiv 2505.05470)."""
     wanted, found = wanted.replace(" ", "").lower(), "".join(lines).replace(" ", "").lower()
     if wanted in found:
         return 1.0
@@ -493,10 +489,8 @@ def units(text: str, *, chinese: bool) -> list[str]:
 
 
 def word_share(wanted: str, lines: Sequence[str], *, chinese: bool) -> float:
-    """Return the share of the wanted words that were recognized, counting repetitions; 0 if there are no wanted words.
-
-    Source: LongText-Bench (X-Omni, arXiv 2507.22058).
-    """
+    """Return the share of the wanted words that were recognized, counting repetitions; 0 if there are no wanted words. Source:
+    LongText-Bench (X-Omni, arXiv 2507.22058)."""
     right, found = Counter(units(wanted, chinese=chinese)), Counter(units(" ".join(lines), chinese=chinese))
     return (right & found).total() / right.total() if right else 0.0
 

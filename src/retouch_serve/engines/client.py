@@ -108,10 +108,8 @@ class Client:
         return self._request(path, None, _TRIES_OF_500)
 
     def post(self, path: str, document: dict[str, Any], *, tries_of_500: int = _TRIES_OF_500) -> bytes:
-        """Return the body of the response. Raises RequestRefused, or EngineFault after ``patience``.
-
-        ``tries_of_500``: after this number of HTTP 500 answers, RequestRefused is raised.
-        """
+        """Return the body of the response. Raises RequestRefused, or EngineFault after ``patience``. ``tries_of_500``: after this
+        number of HTTP 500 answers, RequestRefused is raised."""
         return self._request(path, document, tries_of_500)
 
     def refusal(self, path: str, document: dict[str, Any] | None = None, *, tries_of_500: int = _TRIES_OF_500) -> int | None:
@@ -174,7 +172,6 @@ class Client:
         raise RequestRefused(status, text)
 
     def _is_healthy(self) -> bool:
-        """Whether the server's engine is alive; if it is dead, vLLM and SGLang answer with HTTP 503."""
         # A new connection: a server may close the old one after an error, which would look as if the engine were dead.
         try:
             with httpx.Client(**self._options) as http:
@@ -194,9 +191,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 def on_all_ranks(work: Callable[[], T], any_rank: Callable[[bool], bool], *, otherwise: str) -> T:
     """The result of ``work``. All ranks must call this. Raises EngineFault on all ranks if ``work`` raised it on any rank.
-
-    ``any_rank``: tells whether a flag is true on at least one rank. ``otherwise``: the message on ranks that had no fault.
-    """
+    ``any_rank``: tells whether a flag is true on at least one rank. ``otherwise``: the message on ranks that had no fault."""
     fault: EngineFault | None = None
     try:
         result = work()

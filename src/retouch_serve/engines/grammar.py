@@ -16,11 +16,8 @@ _MAX_PLACES, _MAX_RANGES = 2**17, 2**12
 
 @runtime_checkable
 class ImageGrammar(Protocol):
-    """A grammar (``retouch.protocols.Grammar``) of two vocabularies, text and visual tokens.
-
-    Text is sampled until the token ``begin``. The i-th token after it is ``form[i]`` (f,), or sampled from the second vocabulary
-    where that is -1.
-    """
+    """A grammar (``retouch.protocols.Grammar``) of two vocabularies, text and visual tokens. Text is sampled until the token
+    ``begin``. The i-th token after it is ``form[i]`` (f,), or sampled from the second vocabulary where that is -1."""
 
     vocabularies: Tensor
     begin: int
@@ -56,11 +53,8 @@ def check_grammar(document: Any) -> None:
 
 
 class GrammarMask:
-    """Applies a grammar, in the form of ``grammar_to_json``, to logits over ``vocabulary`` ids.
-
-    A forced id outside the vocabulary is replaced by its last id, so that the client rejects the response and the server keeps
-    running.
-    """
+    """Applies a grammar, in the form of ``grammar_to_json``, to logits over ``vocabulary`` ids. A forced id outside the vocabulary
+    is replaced by its last id, so that the client rejects the response and the server keeps running."""
 
     def __init__(self, document: Mapping[str, Any], *, vocabulary: int, device: torch.device) -> None:
         self.begin = int(document["begin"])

@@ -47,9 +47,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
     """``count`` images of one prompt; image k is sampled with ``seed + k``. ``negative``: the prompt of the unconditional branch.
-
-    ``size``: (height, width) in pixels.
-    """
+    ``size``: (height, width) in pixels."""
 
     prompt: str
     negative: str
@@ -358,7 +356,6 @@ class SglangSampling:
             raise EngineFault(f"{client.server} gave an invalid response: {invalid}") from None
 
     def _has_lost(self, client: Client) -> bool:
-        """Whether any rank finds that the server has other weights than the policy."""
         return self._any_rank(self._on_all_ranks(lambda: self._weights.has_lost(client)))
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:

@@ -208,10 +208,8 @@ class Servable(Protocol):
     image_token: int | None
 
     def resized_images(self, task: Task) -> Sequence[Image]:
-        """The task's images at their final size; empty if the images are in the prompt's ids.
-
-        The server's image processor must not resize them, because it uses torchvision, whose pixels differ from PIL's.
-        """
+        """The task's images at their final size; empty if the images are in the prompt's ids. The server's image processor must not
+        resize them, because it uses torchvision, whose pixels differ from PIL's."""
         ...
 
 

@@ -43,10 +43,8 @@ _HEADERS = {
 
 
 class Gate:
-    """ASGI middleware that checks host, origin and token of every request, and adds security headers to every reply.
-
-    ``writes``: allow POST, for an application with endpoints that change something; otherwise only GET and HEAD are allowed.
-    """
+    """ASGI middleware that checks host, origin and token of every request, and adds security headers to every reply. ``writes``:
+    allow POST, for an application with endpoints that change something; otherwise only GET and HEAD are allowed."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = (), writes: bool = False) -> None:
         self._app, self._token, self._writes = app, token, writes
@@ -67,7 +65,11 @@ class Gate:
         if not is_from_own_host(headers.getlist("host"), headers.getlist("origin"), self._hosts.__contains__):
             reply: ASGIApp = PlainTextResponse("This server answers only to its own address.", 421)
         elif scope["method"] == "POST" and self._writes:
-            reply = self._app if self._may_write(headers) else PlainTextResponse("Only the page itself may send this.", 403)
+            # Scripts of other origins cannot send JSON without a CORS preflight.
+            own = urlsplit(headers.get("origin", "")).netloc.lower() == headers["host"].lower()
+            is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+            may_write = own and is_json and self._has_cookie(headers)
+            reply = self._app if may_write else PlainTextResponse("Only the page itself may send this.", 403)
         elif scope["method"] not in ("GET", "HEAD"):
             reply = PlainTextResponse("This page only reads.", 405)
         elif self._has_cookie(headers):
@@ -80,12 +82,6 @@ class Gate:
         else:
             reply = PlainTextResponse("Open the address that `retouch view` printed; it contains the token.", 401)
         await reply(scope, receive, send_with_headers)
-
-    def _may_write(self, headers: Headers) -> bool:
-        """Whether a script of the page sent the request. Scripts of other origins cannot send JSON without a CORS preflight."""
-        own = urlsplit(headers.get("origin", "")).netloc.lower() == headers["host"].lower()
-        is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-        return own and is_json and self._has_cookie(headers)
 
     def _has_cookie(self, headers: Headers) -> bool:
         name, value = self._cookie(headers)

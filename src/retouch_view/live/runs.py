@@ -55,10 +55,8 @@ class LineTail:
         self.damaged = 0
 
     def update(self) -> bool:
-        """Read the new lines. Returns whether the file was replaced or removed, so that the lines from before are not valid.
-
-        Raises OSError if the file exists and cannot be read, and ValueError if it has more than 1 GiB.
-        """
+        """Read the new lines. Returns whether the file was replaced or removed, so that the lines from before are not valid. Raises
+        OSError if the file exists and cannot be read, and ValueError if it has more than 1 GiB."""
         try:
             file = open_file(self._path)
         except FileNotFoundError:  # not written yet, or removed
@@ -75,20 +73,17 @@ class LineTail:
             file.seek(self._offset)
             while line := file.readline(LONGEST_LINE):
                 if line.endswith(b"\n"):
-                    self._append(line)
+                    try:
+                        found = strict_json(line)
+                        if not isinstance(found, dict):
+                            raise ValueError("not an object")
+                        self.lines.append(found if self._shape is None else checked(self._shape, found, str(self._path)))
+                    except ValueError:
+                        self.damaged += 1
                 elif len(line) < LONGEST_LINE:
                     break  # it is being written
                 self._offset += len(line)
         return again
-
-    def _append(self, line: bytes) -> None:
-        try:
-            found = strict_json(line)
-            if not isinstance(found, dict):
-                raise ValueError("not an object")
-            self.lines.append(found if self._shape is None else checked(self._shape, found, str(self._path)))
-        except ValueError:
-            self.damaged += 1
 
 
 class UsageTail:
@@ -104,7 +99,7 @@ class UsageTail:
 
     def update(self) -> JudgeUsage:
         """Return the usage of all answers so far."""
-        stamp = [_stamp(path) for path in (self._path, self._path.with_name(f"{self._path.name}-wal"))]
+        stamp = [_stamp(path, follow=True) for path in (self._path, self._path.with_name(f"{self._path.name}-wal"))]
         if stamp != self._stamp:
             if stamp[0][0] != self._inode:  # the file was replaced
                 self._inode, self._last, self._used = stamp[0][0], 0, JudgeUsage()
@@ -123,9 +118,9 @@ class UsageTail:
         return self._used
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _stamp(path: Path, *, follow: bool) -> tuple[int, int, int]:
     try:
-        stat = path.stat()
+        stat = path.stat(follow_symlinks=follow)
     except OSError:
         return 0, 0, 0
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -160,7 +155,8 @@ class LiveRun:
 
     def _row(self) -> dict[str, Any]:
         with self._lock:
-            self._update()
+            if any([self._metrics.update(), self._timings.update()]):
+                self._generation += 1
             recipe, problem = self._recipe()
             lines, summary = self._metrics.lines, self._document("summary.json", SUMMARY)
             step, steps = lines[-1]["step"] if lines else 0, _total_steps(recipe, summary)
@@ -168,6 +164,9 @@ class LiveRun:
             state, reason = self._state(step, steps, problem)
             recent = [_number(line.get("time/step")) for line in self._timings.lines[-_RECENT_STEPS:]]
             known = [value for value in recent if value is not None]
+            paths = ledger_files(self.folder.root)
+            self._ledgers = {path: self._ledgers.get(path) or UsageTail(path) for path in paths}
+            used = sum((tail.update() for tail in self._ledgers.values()), JudgeUsage())
             seconds = statistics.median(known) if known else None
             remaining = None if steps is None or seconds is None or state != "running" else max(0, steps - step) * seconds
             return {
@@ -181,7 +180,7 @@ class LiveRun:
                 "rewards": _thin(rewards),
                 "seconds_per_step": seconds,
                 "seconds_left": remaining,
-                "judges": self._judges(),
+                "judges": {**asdict(used), "cost": used.known_cost} if used.requests else None,  # cost: dollars, None if unknown
                 "changed": _changed(self.folder),
                 "summary": summary,
                 "faults": self._faults(),
@@ -216,10 +215,8 @@ class LiveRun:
         }
 
     def since(self, generation: int, metrics: int, timings: int) -> dict[str, Any]:
-        """Return the lines after the first ``metrics`` and ``timings`` lines.
-
-        If ``generation`` is not the current one, the files were replaced, and the lines start with the first.
-        """
+        """Return the lines after the first ``metrics`` and ``timings`` lines. If ``generation`` is not the current one, the files
+        were replaced, and the lines start with the first."""
         row = self._row()
         with self._lock:
             if generation != self._generation:
@@ -250,20 +247,7 @@ class LiveRun:
                 found += self._samples[step][1]
             return found
 
-    def _judges(self) -> dict[str, float | None] | None:
-        """Return requests, tokens and cost of judges so far; None before the first request. ``cost``: dollars, None if unknown."""
-        paths = ledger_files(self.folder.root)
-        self._ledgers = {path: self._ledgers.get(path) or UsageTail(path) for path in paths}
-        used = sum((tail.update() for tail in self._ledgers.values()), JudgeUsage())
-        return {**asdict(used), "cost": used.known_cost} if used.requests else None
-
-    def _update(self) -> None:
-        again = [tail.update() for tail in (self._metrics, self._timings)]
-        if any(again):
-            self._generation += 1
-
     def _faults(self) -> list[str]:
-        """Return a sentence about each file with damage that was left out."""
         tails = {"metrics": self._metrics, "timings": self._timings, "evals": self._evals, "suites": self._suites}
         counted = [f"{name}.jsonl: {tail.damaged} damaged lines were skipped" for name, tail in tails.items() if tail.damaged]
         return [*counted, *(problem for _, _, problem in self._documents.values() if problem is not None)]
@@ -279,11 +263,7 @@ class LiveRun:
 
     def _read(self, path: Path, read: Callable[[], Any]) -> tuple[Any, str | None]:
         """Return the content of a file, and the error of reading it, or None. The file is read again only after it has changed."""
-        try:
-            stat = path.lstat()
-            stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
-        except OSError:
-            stamp = (0, 0, 0)
+        stamp = _stamp(path, follow=False)
         if self._documents.get(path, (None,))[0] != stamp:
             try:
                 found, problem = read(), None
@@ -293,8 +273,7 @@ class LiveRun:
         return self._documents[path][1:]
 
     def _state(self, step: int, steps: int | None, problem: str | None) -> tuple[State, str | None]:
-        owner = current_owner(self.folder.root)
-        if owner is not None:
+        if current_owner(self.folder.root) is not None:
             return "running", None
         if problem is not None:
             return "unreadable", problem

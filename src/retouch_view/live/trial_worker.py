@@ -4,7 +4,6 @@ It keeps the model of the last run. It ends when stdin is closed, or after ten m
 """
 
 import base64
-import io
 import json
 import os
 import select
@@ -18,6 +17,7 @@ from PIL.Image import Image
 from retouch.data.images import EncodedImage, load_image, load_mask
 from retouch.data.tasks import require_same_size
 from retouch.inference.sampling import SideBySide
+from retouch.records.files import png
 from retouch.types import Task
 
 IDLE_SECONDS = 600.0
@@ -83,9 +83,7 @@ def _run(events: TextIO, pair: SideBySide, task: Task, job: dict[str, Any]) -> N
 
 
 def _png(image: Image) -> str:
-    content = io.BytesIO()
-    image.convert("RGB").save(content, "PNG")
-    return base64.b64encode(content.getvalue()).decode()
+    return base64.b64encode(png(image.convert("RGB"))).decode()
 
 
 def _send(events: TextIO, event: dict[str, Any]) -> None:

@@ -44,10 +44,8 @@ class TrialWorker:
         self._busy = False
 
     async def events(self, folder: RunFolder, asked: Mapping[str, Any], request: Request) -> AsyncIterator[str]:
-        """Yield lines of JSON: ``stage`` with the number of model ``calls`` so far, and at the end ``done`` or ``error``.
-
-        Empty lines keep the connection alive. If the client disconnects, the process is killed.
-        """
+        """Yield lines of JSON: ``stage`` with the number of model ``calls`` so far, and at the end ``done`` or ``error``. Empty
+        lines keep the connection alive. If the client disconnects, the process is killed."""
         if self._busy:
             yield json.dumps({"error": "another try is being computed; wait until it is done"}) + "\n"
             return
@@ -140,10 +138,7 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
 
     async def checkpoints(request: Request) -> Response:
         run = await run_of(request, catalogue)
-        found = {
-            "steps": await run_in_threadpool(_steps, run.folder),
-            "inputs": await run_in_threadpool(trial_inputs, run.folder),
-        }
+        found = {"steps": await run_in_threadpool(_steps, run.folder), "inputs": await run_in_threadpool(trial_inputs, run.folder)}
         return JSONResponse(found, headers=FRESH)
 
     async def attempt(request: Request) -> Response:
@@ -151,14 +146,10 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
         asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
         return StreamingResponse(bench.events(run.folder, asked, request), media_type="application/x-ndjson")
 
-    return [
-        Route("/api/runs/{name}/checkpoints", checkpoints),
-        Route("/api/runs/{name}/try", attempt, methods=["POST"]),
-    ]
+    return [Route("/api/runs/{name}/checkpoints", checkpoints), Route("/api/runs/{name}/try", attempt, methods=["POST"])]
 
 
 def _steps(folder: RunFolder) -> list[int]:
-    """Return the steps of the stored checkpoints."""
     names = (path.parent.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*/manifest.json"))
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
@@ -185,10 +176,7 @@ def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
 
 def trial_inputs(folder: RunFolder) -> Mapping[str, bool]:
     """Return whether the page asks for a ``mask`` and a ``reference`` image, and whether the reference can be ``context``
-    (``retouch.inference.sampling``).
-
-    All are false if the recipe of the run cannot be read; a try then fails with the reason.
-    """
+    (``retouch.inference.sampling``). All are false if the recipe of the run cannot be read; a try then fails with the reason."""
     try:
         recipe = parse(folder.read_recipe()["recipe"])
     except (ValueError, OSError):

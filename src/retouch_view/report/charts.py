@@ -180,7 +180,6 @@ def draw(
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Split the points into segments at missing values."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point.y):
@@ -203,7 +202,6 @@ def _tooltips(lines: Sequence[Line], last_step: int) -> str:
 
 
 def _description(title: str, lines: Sequence[Line]) -> str:
-    """Describe the chart in words, for its alternative text."""
     sentences = []
     for line in lines:
         known = [point for point in line.points if math.isfinite(point.y)]
@@ -215,28 +213,16 @@ def _description(title: str, lines: Sequence[Line]) -> str:
 
 def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
     """Draw horizontal bars: (name, length from 0 to 1, note behind the bar)."""
-    return tag(
-        "div",
-        [
-            tag(
-                "div",
-                tag("span", name, class_="name"),
-                tag("span", tag("span", style=f"width:{100 * share:.2f}%"), class_="track"),
-                tag("span", note, class_="note"),
-                class_="bar",
-            )
-            for name, share, note in rows
-        ],
-        class_="bars",
-    )
+    drawn = []
+    for name, share, note in rows:
+        track = tag("span", tag("span", style=f"width:{100 * share:.2f}%"), class_="track")
+        drawn.append(tag("div", tag("span", name, class_="name"), track, tag("span", note, class_="note"), class_="bar"))
+    return tag("div", drawn, class_="bars")
 
 
 def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Average consecutive points, so that at most ``most`` points remain.
-
-    The band of a mean of m independent points with half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the
-    mean.
-    """
+    """Average consecutive points, so that at most ``most`` points remain. The band of a mean of m independent points with
+    half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the mean."""
     return [_mean(part) for part in _parts(points, most)]
 
 
@@ -322,9 +308,7 @@ def reward_section(
     metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, split: str
 ) -> Html | None:
     """Draw the training reward and the evaluations, in one chart if their scales match, otherwise in two; None without values.
-
-    ``split``: how to call the evaluation tasks, for example "held-out".
-    """
+    ``split``: how to call the evaluation tasks, for example "held-out"."""
     raw = reward_points(metrics)
     column = headline_column(evals, summary)
     heldout = heldout_points(evals, column=column) if column else []
@@ -413,17 +397,12 @@ def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
     line = Line(name.rpartition("/")[2], "plain", average_with_envelope(points, 160))
     latest = format_number(known[-1].y) if known else "no value yet"
     note = (SIGNALS | WATCHED).get(name)
-    return tag(
-        "figure",
-        tag(
-            "figcaption",
-            tag("span", name, class_="name"),
-            tag("span", latest, class_="latest"),
-            tag("span", note, class_="note") if note else None,
-        ),
-        draw(name, [line], int(metrics[-1]["step"])),
-        class_="small",
+    words = (
+        tag("span", name, class_="name"),
+        tag("span", latest, class_="latest"),
+        tag("span", note, class_="note") if note else None,
     )
+    return tag("figure", tag("figcaption", *words), draw(name, [line], int(metrics[-1]["step"])), class_="small")
 
 
 def time_bars(timings: Sequence[Mapping[str, Any]]) -> Html | None:

@@ -1,18 +1,15 @@
 """The HTML page of an audit: its lines, its ladder and the images of one item, in one file that works offline."""
 
-import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from PIL import Image
-
-from retouch.records.files import write_atomic
+from retouch.records.files import png, write_atomic
 from retouch_judge.audit import JudgeAudit
 from retouch_judge.audit_findings import AuditLine
 from retouch_judge.audit_ladders import Item
 from retouch_view.report.charts import bars
-from retouch_view.report.markup import Html, embedded, format_score, join, tag
+from retouch_view.report.markup import SMALL, Html, embedded, format_score, join, scrolled, tag
 from retouch_view.report.page import html_page
 
 _STYLES = {"pass": "good", "fail": "bad", "warning": "bad"}
@@ -21,12 +18,6 @@ _SIGNS = {"pass": "\u2713 ", "fail": "\u2717 ", "warning": "! "}
 
 def write_page(audit: JudgeAudit, example: Item) -> Path:
     """Write ``audit.html`` into the audit's folder and return its path. ``example``: the item whose images are shown."""
-    path = audit.folder / "audit.html"
-    write_atomic(path, f"<!doctype html>\n{_page(audit, example)}\n".encode())
-    return path
-
-
-def _page(audit: JudgeAudit, example: Item) -> Html:
     header = tag(
         "header",
         tag("p", "Retouch \u00b7 audit of a judge", class_="kicker"),
@@ -40,7 +31,9 @@ def _page(audit: JudgeAudit, example: Item) -> Html:
         _section("Ladder", ladder, "Mean scores as shares of the judge's range, with 95 % intervals; the truth in brackets."),
         _section("Images of one item", _images(example), example.rungs[0].sample.task.instruction),
     ]
-    return html_page(audit.judge, header, join(main))
+    path = audit.folder / "audit.html"
+    write_atomic(path, f"<!doctype html>\n{html_page(audit.judge, header, join(main))}\n".encode())
+    return path
 
 
 def _section(title: str, content: Html, note: str) -> Html:
@@ -60,7 +53,7 @@ def _table(lines: Iterable[AuditLine]) -> Html:
         for line in lines
     ]
     head = tag("tr", [tag("th", name, scope="col") for name in ("", "line", "measured (95 %)", "what it says", "thresholds")])
-    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="checks"), class_="scroll")
+    return scrolled(head, rows, style="checks")
 
 
 def _interval(mean: float, low: float, high: float) -> str:
@@ -71,11 +64,6 @@ def _interval(mean: float, low: float, high: float) -> str:
 
 def _images(item: Item) -> Html:
     shown = [(probe.name, probe.sample.image) for probe in (*item.rungs, *item.probes)]
-    figures = [tag("figure", _image(image, name), tag("figcaption", name), class_="shown") for name, image in shown if image]
+    images = [(name, embedded(png(image.convert("RGB")), words=name, edge=SMALL)) for name, image in shown if image]
+    figures = [tag("figure", image, tag("figcaption", name), class_="shown") for name, image in images]
     return tag("div", figures, class_="strip images")
-
-
-def _image(image: Image.Image, name: str) -> Html:
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format="PNG")
-    return embedded(buffer.getvalue(), words=name, edge=208)

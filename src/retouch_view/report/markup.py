@@ -44,7 +44,8 @@ def text(value: str) -> Html:
 
 def join(children: Iterable[Child], between: str = "") -> Html:
     """Concatenate pieces with ``between`` as the separator; text is escaped, and None is left out."""
-    return Html(text(between).join(_flat(children)))
+    pieces = (child if isinstance(child, str) else join(child) for child in children if child is not None)
+    return Html(text(between).join(piece if isinstance(piece, Html) else text(piece) for piece in pieces))
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
@@ -58,18 +59,6 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
         assert not children, f"<{name}> cannot have children"
         return Html(f"<{name}{written}>") if name in ("br", "img", "meta") else Html(f"<{name}{written}/>")
     return Html(f"<{name}{written}>{join(children)}</{name}>")
-
-
-def _flat(children: Iterable[Child]) -> Iterable[str]:
-    for child in children:
-        if child is None:
-            continue
-        if isinstance(child, Html):
-            yield child
-        elif isinstance(child, str):
-            yield text(child)
-        else:
-            yield join(child)
 
 
 def format_number(value: float | int | None) -> str:
@@ -153,19 +142,21 @@ def _cell(cell: str, width: int, place: int) -> str:
     return cell.rjust(width) if numeric and place else cell.ljust(width)
 
 
+def scrolled(head: Html, rows: Child, *, style: str | None = None) -> Html:
+    """A table with a head, in a box that scrolls. ``style``: the class of the table."""
+    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_=style), class_="scroll")
+
+
 def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
     """Embed the image at ``path``, reduced to ``edge`` pixels if it is large; a box with the reason if there is no image.
-
-    ``words``: the alternative text.
-    """
-    if path is None:
-        return tag("span", "no image", class_="nothing")
+    ``words``: the alternative text."""
+    reason = "no image"
     try:
-        return embedded(read_bytes(path), words=words, edge=edge)
-    except FileNotFoundError:
-        return tag("span", "file not found", class_="nothing")
-    except OSError:
-        return tag("span", "not readable", class_="nothing")
+        if path is not None:
+            return embedded(read_bytes(path), words=words, edge=edge)
+    except OSError as error:
+        reason = "file not found" if isinstance(error, FileNotFoundError) else "not readable"
+    return tag("span", reason, class_="nothing")
 
 
 def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
@@ -184,11 +175,10 @@ def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
 
 def _encode(image: Image.Image, edge: int) -> tuple[str, bytes]:
     """Encode a small image as PNG, and a large one reduced as JPEG: 20 photographs as PNG would take tens of megabytes."""
-    buffer = io.BytesIO()
+    buffer, reduced = io.BytesIO(), image.convert("RGB")
     if max(image.size) <= EXACT:
-        image.convert("RGB").save(buffer, format="PNG")
+        reduced.save(buffer, format="PNG")
         return "png", buffer.getvalue()
-    reduced = image.convert("RGB")
     reduced.thumbnail((edge, edge), Image.Resampling.LANCZOS)
     reduced.save(buffer, format="JPEG", quality=88)
     return "jpeg", buffer.getvalue()

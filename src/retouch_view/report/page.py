@@ -15,18 +15,25 @@ from retouch.records.folder import RunFolder, Summary, split_label
 from retouch.run.hooks import Hook, StepResult
 from retouch.run.step import ScoredRollout
 from retouch_view.report import charts, tables
-from retouch_view.report.markup import Html, decimals_for, format_duration, format_percent, format_score, format_signed, join, tag
+from retouch_view.report.markup import (
+    Html,
+    decimals_for,
+    format_duration,
+    format_percent,
+    format_score,
+    format_signed,
+    join,
+    scrolled,
+    tag,
+)
 
 log = logging.getLogger("retouch")
 _MOST_TASKS = 20  # more tasks are advised only if at most this many times as many would be enough
 
 
 def write_report(run: Path) -> Path:
-    """Write ``report.html`` into a run's folder and return its path.
-
-    The same folder gives the same bytes. A section that has no data yet says so. Raises ValueError if ``run`` is not the folder of
-    a run.
-    """
+    """Write ``report.html`` into a run's folder and return its path. The same folder gives the same bytes. A section that has no
+    data yet says so. Raises ValueError if ``run`` is not the folder of a run."""
     folder = RunFolder(run)
     write_atomic(folder.report, run_page(run).encode())
     return folder.report
@@ -43,6 +50,7 @@ def run_page(run: Path) -> str:
     checks, groups = folder.read_preflight(), tables.groups(folder)
     passed = sum(bool(check["ok"]) for check in checks)
     more = [tag("details", tag("summary", f"The same at step {step}"), strip) for step, strip in groups[1:]]
+    document = json.dumps(recipe, indent=2, ensure_ascii=False)
     sections = [
         _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
         *_suites(folder.read_suites()),
@@ -59,13 +67,7 @@ def run_page(run: Path) -> str:
         ),
         _section(
             "Recipe",
-            [
-                tag(
-                    "details",
-                    tag("summary", "The resolved recipe, with all defaults"),
-                    tag("pre", json.dumps(recipe, indent=2, ensure_ascii=False)),
-                )
-            ],
+            [tag("details", tag("summary", "The resolved recipe, with all defaults"), tag("pre", document))],
             "",
         ),
         _section("Versions", [_facts([(name, str(value)) for name, value in versions.items()], "facts versions")], ""),
@@ -73,6 +75,12 @@ def run_page(run: Path) -> str:
     last_step = int(metrics[-1]["step"]) if metrics else 0
     first_split = [line for line in evals if line["split"] == evals[0]["split"]]
     declines = tables.significant_declines(first_split[0], first_split[-1]) if len(first_split) > 1 else []
+    worse = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")
+    stopped = None
+    if (alarm := folder.read_alarm()) is not None:
+        back = "" if alarm["back_to"] is None else f" The run is back in the state of step {alarm['back_to']}."
+        why = f"{'; '.join(str(each['text']) for each in alarm['alarms'])}.{back}"
+        stopped = tag("p", tag("strong", f"Stopped by an alarm after step {alarm['step']}: "), why, class_="warning")
     steps = recipe.get("steps")
     title = str(recipe.get("name", folder.name))
     header = tag(
@@ -81,8 +89,8 @@ def run_page(run: Path) -> str:
         tag("h1", title),
         verdict(summary, last_step=last_step, steps=steps if isinstance(steps, int) else None),
         gap_bar(summary) if summary else None,
-        _alarm_note(folder.read_alarm()),
-        _declines_note(declines),
+        stopped,
+        tag("p", tag("strong", "What got worse: "), worse, ".", class_="warning") if declines else None,
         _facts(_main_facts(recipe, last_step, tables.seconds_spent(timings), summary.cost if summary else {}), "facts"),
     )
     return f"<!doctype html>\n{html_page(title, header, join(sections))}\n"
@@ -165,7 +173,7 @@ def _suites(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
                 "div",
                 tag("p", tag("b", name), f", {column}", class_="caption"),
                 charts.draw(f"{name}, {column}", [], last, marks=marks) if points and last > 0 else None,
-                tag("div", tag("table", tag("thead", head), tag("tbody", body)), class_="scroll"),
+                scrolled(head, body),
                 tag("p", f"Alarm: {'; '.join(alarms)}.", class_="warning") if alarms else None,
             )
         )
@@ -265,8 +273,6 @@ def gap_bar(summary: Summary) -> Html | None:
 
 
 def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The recipe's main settings, the time and the cost."""
-
     def plain(value: object) -> str:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -283,23 +289,6 @@ def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost:
 
 def _facts(rows: Sequence[tuple[str, str]], style: str) -> Html:
     return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in rows], class_=style)
-
-
-def _alarm_note(record: Mapping[str, Any] | None) -> Html | None:
-    """Say why an alarm stopped the run; None if no alarm stopped it."""
-    if record is None:
-        return None
-    back = "" if record["back_to"] is None else f" The run is back in the state of step {record['back_to']}."
-    texts = "; ".join(str(alarm["text"]) for alarm in record["alarms"])
-    return tag("p", tag("strong", f"Stopped by an alarm after step {record['step']}: "), f"{texts}.{back}", class_="warning")
-
-
-def _declines_note(declines: Sequence[str]) -> Html | None:
-    """Warn about the held-out scores that declined significantly; None if there are no declines."""
-    if not declines:
-        return None
-    shown = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")
-    return tag("p", tag("strong", "What got worse: "), shown, ".", class_="warning")
 
 
 class ReportHook(Hook):

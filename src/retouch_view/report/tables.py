@@ -29,6 +29,7 @@ from retouch_view.report.markup import (
     format_signed,
     join,
     picture,
+    scrolled,
     tag,
 )
 
@@ -110,10 +111,8 @@ def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, 
 
 
 def columns_of(line: Mapping[str, Any]) -> list[str]:
-    """Return the columns of an evaluation in their order, without the number of tasks.
-
-    The combined reward is left out if it equals one of the other columns.
-    """
+    """Return the columns of an evaluation in their order, without the number of tasks. The combined reward is left out if it equals
+    one of the other columns."""
     rows = line["table"].values()
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "n"))
     others = [column for column in columns if column != "reward"]
@@ -122,10 +121,8 @@ def columns_of(line: Mapping[str, Any]) -> list[str]:
 
 
 def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Describe every score that declined: its interval after training is entirely worse than its interval before training.
-
-    Only rows with at least ``FEWEST_TASKS`` tasks are compared.
-    """
+    """Describe every score that declined: its interval after training is entirely worse than its interval before training. Only
+    rows with at least ``FEWEST_TASKS`` tasks are compared."""
     found = []
     for row, cells in after["table"].items():
         if (cells.get("n") or 0) < FEWEST_TASKS:
@@ -134,17 +131,14 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
             cell = compare_cell(before, after, row=row, column=column)
             if cell.apart and cell.direction == "bad":
                 where = "" if row == "all" else f" ({row.replace('=', ' ', 1)})"
-                found.append(
-                    f"{column}{where} {format_score(cell.before, cell.decimals)} to {format_score(cell.after, cell.decimals)}"
-                )
+                before_and_after = (format_score(value, cell.decimals) for value in (cell.before, cell.after))
+                found.append(f"{column}{where} {' to '.join(before_and_after)}")
     return found
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
-    """Compare the first and the last evaluation of each split, with the column ``first`` in front.
-
-    ``split_name``: the displayed name of the split "heldout". Columns that share a prefix ("success/") get a separate table.
-    """
+    """Compare the first and the last evaluation of each split, with the column ``first`` in front. ``split_name``: the displayed
+    name of the split "heldout". Columns that share a prefix ("success/") get a separate table."""
     found = []
     for split in dict.fromkeys(line["split"] for line in evals):
         lines = sorted((line for line in evals if line["split"] == split), key=lambda line: int(line["step"]))
@@ -165,12 +159,7 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
     for row, cells in after["table"].items():
         if any(cells.get(column) is not None for column in columns):
             groups.setdefault(row.partition("=")[0] if "=" in row else "", []).append(row)
-    head = tag(
-        "tr",
-        tag("th", "", scope="col"),
-        tag("th", "tasks", scope="col"),
-        [tag("th", column.rpartition("/")[2], scope="col") for column in columns],
-    )
+    head = tag("tr", [tag("th", name.rpartition("/")[2], scope="col") for name in ("", "tasks", *columns)])
 
     def lines(rows: Sequence[str]) -> Iterator[Html]:
         for row in rows:
@@ -184,8 +173,8 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
     folded: list[Html] = []
     for name, rows in groups.items():
         if len(rows) > MOST_ROWS:
-            table = tag("table", tag("thead", head), tag("tbody", lines(rows)), class_="scores")
-            folded.append(tag("details", tag("summary", f"{name}: {len(rows)} rows"), tag("div", table, class_="scroll")))
+            title_of_rows = tag("summary", f"{name}: {len(rows)} rows")
+            folded.append(tag("details", title_of_rows, scrolled(head, lines(rows), style="scores")))
         else:
             if name:
                 body.append(tag("tr", tag("th", name, colspan=width, scope="colgroup"), class_="group"))
@@ -196,46 +185,29 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
         if any(counts):
             without_score += f" · no {column} for {' → '.join(map(str, counts))} of {after['table']['all']['n']} tasks"
     caption = tag("p", tag("b", title), f" · {steps}", without_score, class_="caption")
-    return join(
-        [caption, tag("div", tag("table", tag("thead", head), tag("tbody", body), class_="scores"), class_="scroll"), *folded]
-    )
+    return join([caption, scrolled(head, body, style="scores"), *folded])
 
 
 def _cell(cell: ComparedCell, *, single: bool) -> Html:
+    def score(value: float | None) -> str:
+        return format_score(value, cell.decimals)
+
     ends = [("before", cell.before_ci), ("after", cell.after_ci)][1 if single else 0 :]
-    title = (
-        "; ".join(
-            f"{name} 95 %: {format_score(ci[0], cell.decimals)} to {format_score(ci[1], cell.decimals)}"
-            for name, ci in ends
-            if ci is not None
-        )
-        or None
-    )
+    title = "; ".join(f"{name} 95 %: {score(ci[0])} to {score(ci[1])}" for name, ci in ends if ci is not None) or None
     if single:
-        return tag("td", format_score(cell.after, cell.decimals), title=title)
-    return tag(
-        "td",
-        tag(
-            "span",
-            tag("span", f"{format_score(cell.before, cell.decimals)} → ", class_="quiet"),
-            format_score(cell.after, cell.decimals),
-            class_="pair",
-        ),
-        tag("span", format_signed(cell.change, cell.decimals), class_=f"change {cell.direction}{' sure' if cell.apart else ''}"),
-        title=title,
-    )
+        return tag("td", score(cell.after), title=title)
+    pair = tag("span", tag("span", f"{score(cell.before)} → ", class_="quiet"), score(cell.after), class_="pair")
+    style = f"change {cell.direction}{' sure' if cell.apart else ''}"
+    return tag("td", pair, tag("span", format_signed(cell.change, cell.decimals), class_=style), title=title)
 
 
 def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
     """Return a table of the checks, each with its result, the measured value and the limit."""
+    outcomes = {True: tag("span", "✓ passed", class_="good"), False: tag("span", "✗ failed", class_="bad")}
     rows = [
         tag(
             "tr",
-            tag(
-                "td",
-                tag("span", "✓ passed" if check["ok"] else "✗ failed", class_="good" if check["ok"] else "bad"),
-                class_="outcome",
-            ),
+            tag("td", outcomes[bool(check["ok"])], class_="outcome"),
             tag("th", str(check["name"]), scope="row"),
             tag("td", _amount(check.get("value")), class_="number"),
             tag("td", _amount(check.get("limit")), class_="number"),
@@ -244,28 +216,13 @@ def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
         for check in checks
     ]
     head = tag("tr", [tag("th", name, scope="col") for name in ("", "check", "measured", "limit", "description")])
-    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="checks"), class_="scroll")
+    return scrolled(head, rows, style="checks")
 
 
 def _amount(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: MISSING}[value]
     return format_number(value) if isinstance(value, int | float) else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The stored line of a held-out task before and after training. ``moved``: the two lines are of different steps."""
-
-    before: dict[str, Any]
-    after: dict[str, Any]
-    moved: bool
-    column: str | None
-
-    @property
-    def values(self) -> tuple[float, float]:
-        """The scores shown under the two images: the reward, or the headline column if there is no reward."""
-        return _value(self.before, self.column), _value(self.after, self.column)
 
 
 def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
@@ -276,10 +233,10 @@ def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
     first, last = steps[0], steps[-1]
     after = {line["task"]: line for line in _of(folder, last, "heldout")}
     lines = [line for line in _of(folder, first, "heldout") if line["task"] in after]
-    pairs = [_Pair(line, after[line["task"]], first != last, column) for line in lines[:MOST_TASKS]]
-    decimals = decimals_for(value for pair in pairs for value in pair.values)
-    rewrites = _rewrites_prompts(folder)
-    cards = [_card(folder, pair, index=index, decimals=decimals, rewrites=rewrites) for index, pair in enumerate(pairs)]
+    pairs = [(line, after[line["task"]]) for line in lines[:MOST_TASKS]]
+    decimals = decimals_for(_value(line, column) for pair in pairs for line in pair)
+    same: dict[str, Any] = {"moved": first != last, "column": column, "decimals": decimals, "rewrites": _rewrites_prompts(folder)}
+    cards = [_card(folder, *pair, index=index, **same) for index, pair in enumerate(pairs)]
     steps_shown = f"Before: step {first}; after: step {last}" if first != last else f"Step {first}; there are no later images yet"
     words = f"The same tasks with the same seeds at every evaluation. {steps_shown}."
     if len(cards) < len(lines):
@@ -303,19 +260,29 @@ def _value(line: Mapping[str, Any], column: str | None) -> float:
     return reward if math.isfinite(reward) or column is None else number(line["scores"].get(column))
 
 
-def _card(folder: RunFolder, pair: _Pair, *, index: int, decimals: int, rewrites: bool) -> Html:
-    before, after, moved = pair.before, pair.after, pair.moved
-    gain = pair.values[1] - pair.values[0]
-    pictures = [_shown("source", _path(folder, before, "source"), None)] if before["source"] else []
-    pictures.append(_shown("before", _path(folder, before, "image"), _scores(before, pair.column, decimals)))
+def _card(
+    folder: RunFolder,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    index: int,
+    moved: bool,
+    column: str | None,
+    decimals: int,
+    rewrites: bool,
+) -> Html:
+    """A held-out task before and after training. ``moved``: the two lines are of different steps."""
+    gain = _value(after, column) - _value(before, column)
+    pictures = [shown("source", _path(folder, before, "source"), None)] if before["source"] else []
+    pictures.append(shown("before", _path(folder, before, "image"), _scores(before, column, decimals)))
     if moved:
-        pictures.append(_shown("after", _path(folder, after, "image"), _scores(after, pair.column, decimals), style="after"))
+        pictures.append(shown("after", _path(folder, after, "image"), _scores(after, column, decimals), style="after"))
     if before["target"]:
-        pictures.append(_shown("target", _path(folder, before, "target"), None))
+        pictures.append(shown("target", _path(folder, before, "target"), None))
     tags = [tag("span", f"{name} {value}", class_="tag") for name, value in before["tags"].items()]
-    change = (
-        tag("span", format_signed(gain, decimals), class_=f"change {_direction(gain)}") if moved and math.isfinite(gain) else None
-    )
+    change = None
+    if moved and math.isfinite(gain):
+        change = tag("span", format_signed(gain, decimals), class_=f"change {_direction(gain)}")
     return tag(
         "article",
         _instruction(before),
@@ -347,13 +314,9 @@ def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
     return tag("span", tag("b", main), tag("span", small, class_="scores-small") if small else None, class_="verdicts")
 
 
-def _shown(label: str, path: Path | None, scores: Html | None, *, style: str = "", edge: int = LARGE) -> Html:
-    return tag(
-        "figure",
-        picture(path, words=label, edge=edge),
-        tag("figcaption", tag("span", label, class_="label"), scores),
-        class_=f"shown {style}".strip(),
-    )
+def shown(label: str, path: Path | None, scores: Html | None, *, style: str = "", edge: int = LARGE) -> Html:
+    caption = tag("figcaption", tag("span", label, class_="label"), scores)
+    return tag("figure", picture(path, words=label, edge=edge), caption, class_=f"shown {style}".strip())
 
 
 def groups(folder: RunFolder) -> list[tuple[int, Html]]:
@@ -367,14 +330,13 @@ def _groups(folder: RunFolder, step: int) -> Html:
     for line in _of(folder, step, "group"):
         members.setdefault(line["group"], []).append(line)
     ranked = sorted(members.values(), key=_mean_reward, reverse=True)
-    if len(ranked) > MOST_GROUPS:
-        shown = [ranked[round(index * (len(ranked) - 1) / (MOST_GROUPS - 1))] for index in range(MOST_GROUPS)]
-    else:
-        shown = ranked
-    note = "" if len(shown) == len(ranked) else f" {len(shown)} of {len(ranked)} groups, evenly spaced in this order."
+    note, count = "", len(ranked)
+    if count > MOST_GROUPS:
+        ranked = [ranked[round(index * (count - 1) / (MOST_GROUPS - 1))] for index in range(MOST_GROUPS)]
+        note = f" {MOST_GROUPS} of {count} groups, evenly spaced in this order."
     caption = f"Step {step}: groups sorted by mean reward, highest first; samples of a group sorted by reward.{note}"
     rewrites = _rewrites_prompts(folder)
-    return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group, rewrites=rewrites) for group in shown])
+    return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group, rewrites=rewrites) for group in ranked])
 
 
 def _mean_reward(group: Sequence[Mapping[str, Any]]) -> float:
@@ -387,7 +349,7 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) ->
     missing = [line for line in group if not math.isfinite(number(line["reward"]))]
     ranked = sorted(judged, key=lambda line: (-number(line["reward"]), line["slot"])) + missing
     head = ranked[0]
-    given = [_shown(name, _path(folder, head, name), None, edge=SMALL) for name in ("source", "target") if head[name]]
+    given = [shown(name, _path(folder, head, name), None, edge=SMALL) for name in ("source", "target") if head[name]]
     rewards = [number(line["reward"]) for line in judged]
     notes = []
     decimals = decimals_for(rewards)
@@ -417,23 +379,16 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) ->
 
 def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int, *, rewrites: bool) -> Html:
     reward, advantage = number(line["reward"]), number(line["advantage"])
-    scores = "; ".join(
-        f"{name} {format_brief(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value))
-    )
-    return tag(
-        "figure",
-        picture(_path(folder, line, "image"), words=f"sample {line['slot']}", edge=SMALL),
-        tag(
-            "figcaption",
-            tag("b", format_score(reward, decimals)) if math.isfinite(reward) else tag("b", "no score", class_="quiet"),
-            tag("span", format_signed(advantage), class_=f"advantage {_direction(advantage)}")
-            if math.isfinite(reward + advantage)
-            else None,
-            _completion(line, label="", rewrites=rewrites),
-        ),
-        class_="shown member",
-        title=f"sample {line['slot']}" + (f": {scores}" if scores else ""),
-    )
+    known = [(name, number(value)) for name, value in line["scores"].items() if math.isfinite(number(value))]
+    scores, name = "; ".join(f"{name} {format_brief(value)}" for name, value in known), f"sample {line['slot']}"
+    main, gain = tag("b", "no score", class_="quiet"), None
+    if math.isfinite(reward):
+        main = tag("b", format_score(reward, decimals))
+    if math.isfinite(reward + advantage):
+        gain = tag("span", format_signed(advantage), class_=f"advantage {_direction(advantage)}")
+    caption = tag("figcaption", main, gain, _completion(line, label="", rewrites=rewrites))
+    image = picture(_path(folder, line, "image"), words=name, edge=SMALL)
+    return tag("figure", image, caption, class_="shown member", title=f"{name}: {scores}" if scores else name)
 
 
 def _rewrites_prompts(folder: RunFolder) -> bool:

@@ -99,6 +99,8 @@ class Vote:
 
 
 _NUMBER, _VOTE = TypeAdapter(_Number), TypeAdapter(Vote)
+OF_TASK = ("task", "instruction", "source", "mask", "text", "tags")
+"""The fields of a pair and of a vote that describe the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +125,9 @@ class VotePair:
     def vote(self, choice: Choice, *, voter: str, exchanged: bool = False, repeat: bool = False) -> Vote:
         """Create a vote with a new id and the current time. ``exchanged``: the second image was on the left."""
         left, right = (self.second, self.first) if exchanged else (self.first, self.second)
-        return Vote(
-            id=new_id(),
-            at=time.time(),
-            voter=voter,
-            task=self.task,
-            instruction=self.instruction,
-            left=left,
-            right=right,
-            choice=choice,
-            source=self.source,
-            mask=self.mask,
-            text=self.text,
-            tags=self.tags,
-            repeat=repeat,
-        )
+        own: dict[str, Any] = {name: getattr(self, name) for name in OF_TASK}
+        own |= {"id": new_id(), "at": time.time(), "voter": voter, "choice": choice, "repeat": repeat}
+        return Vote(left=left, right=right, **own)
 
 
 def new_id() -> str:
@@ -228,11 +218,10 @@ class VoteLog:
                 self._undone += 1
             return
         try:
-            vote = _VOTE.validate_python(row)
+            vote: Vote | None = _VOTE.validate_python(row)
         except ValidationError:
-            self._damaged += 1
-            return
-        if vote.id in self._found:
+            vote = None
+        if vote is None or vote.id in self._found:
             self._damaged += 1
             return
         self._found[vote.id] = vote

@@ -20,7 +20,7 @@ from PIL import Image
 from retouch.records import files
 from retouch.rewards.ledger.database import UNREADABLE, image_hash
 from retouch.types import Json, Task
-from retouch_view.votes.log import Side, Vote, VoteLog, VotePair, Votes, pair_id
+from retouch_view.votes.log import OF_TASK, Side, Vote, VoteLog, VotePair, Votes, pair_id
 
 GROUP = "group.json"
 _CLOSED = "closed"
@@ -53,16 +53,7 @@ class QueuedGroup:
     def pair(self, indices: tuple[int, int]) -> VotePair:
         """Return two images of the group as a pair to vote on."""
         first, second = (Side(arm="", image=self.images[index][1], file=self.images[index][0]) for index in indices)
-        return VotePair(
-            task=self.task,
-            instruction=self.instruction,
-            first=first,
-            second=second,
-            source=self.source,
-            mask=self.mask,
-            text=self.text,
-            tags=self.tags,
-        )
+        return VotePair(first=first, second=second, **{name: getattr(self, name) for name in OF_TASK})
 
     def pair_id(self, pair: tuple[int, int]) -> str:
         """Return the identifier of a pair of the group's images (``log.pair_id``)."""
@@ -78,11 +69,8 @@ class VoteQueue:
         self._known: dict[str, QueuedGroup] = {}
 
     def put(self, task: Task, images: Sequence[Image.Image], *, pairs: int | None) -> QueuedGroup:
-        """Queue the distinct images of a task, at least two.
-
-        The same images of the same task give the same group, so that a resumed run finds the existing votes. ``pairs``: the maximum
-        number of pairs to vote on; None for all pairs.
-        """
+        """Queue the distinct images of a task, at least two. The same images of the same task give the same group, so that a
+        resumed run finds the existing votes. ``pairs``: the maximum number of pairs to vote on; None for all pairs."""
         hashes = [image_hash(image) for image in images]
         assert len(set(hashes)) == len(hashes) > 1, "the images must be distinct"
         identity = hashlib.sha256(json.dumps([task.id, task.instruction, pairs, *hashes]).encode()).hexdigest()[:16]
@@ -171,7 +159,6 @@ class VoteQueue:
 
 
 def _is_png(name: object) -> bool:
-    """Whether this is the name of a PNG file in a folder, and not a path out of it."""
     return isinstance(name, str) and name.endswith(".png") and Path(name).name == name
 
 
@@ -212,36 +199,24 @@ class StoredPairs:
             sides = self._side(first, line), self._side(second, other)
             if sides[0] is None or sides[1] is None or sides[0].image == sides[1].image:
                 continue
-            tags = line.get("tags")
-            found.append(
-                VotePair(
-                    task=line["task"],
-                    instruction=line["instruction"],
-                    first=sides[0],
-                    second=sides[1],
-                    source=None if not _is_png(line.get("source")) else self._relative(first.folder / line["source"]),
-                    tags={str(key): str(value) for key, value in tags.items()} if isinstance(tags, dict) else {},
-                )
-            )
+            given = line.get("tags")
+            tags = {str(key): str(value) for key, value in given.items()} if isinstance(given, dict) else {}
+            source = self._relative(first.folder / line["source"]) if _is_png(line.get("source")) else None
+            about = {"task": line["task"], "instruction": line["instruction"], "source": source, "tags": tags}
+            found.append(VotePair(first=sides[0], second=sides[1], **about))
         return found
 
     def _side(self, samples: "StoredSamples", line: Mapping[str, Any]) -> Side | None:
         path = samples.folder / line["image"]
-        digest = self._hash(path)
-        if digest is None:
-            return None
-        scores = {name: float(value) for name, value in line["scores"].items() if type(value) in (int, float)}
-        return Side(arm=samples.arm, image=digest, file=self._relative(path), scores=scores)
-
-    def _hash(self, path: Path) -> str | None:
         try:
             stamp = path.stat().st_mtime_ns
             if self._hashes.get(path, (0, ""))[0] != stamp:
                 with Image.open(path) as opened:
                     self._hashes[path] = stamp, image_hash(opened)
-            return self._hashes[path][1]
         except UNREADABLE:
             return None
+        scores = {name: float(value) for name, value in line["scores"].items() if type(value) in (int, float)}
+        return Side(arm=samples.arm, image=self._hashes[path][1], file=self._relative(path), scores=scores)
 
     def _relative(self, path: Path) -> str:
         return Path(os.path.relpath(path, self._folder)).as_posix()
@@ -293,13 +268,12 @@ def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bo
 def _repeat(votes: Sequence[Vote], known: Container[str]) -> Vote | None:
     """The vote on the pair of ``known`` that is to be repeated; None if no repeat is due."""
     repeats = {vote.pair for vote in votes if vote.repeat}
-    first = [vote for vote in votes if not vote.repeat]
     # Counted from the last repeat: in a queue, repeats that were due while no earlier pair was open must not follow each other.
     since = next((number for number, vote in enumerate(reversed(votes)) if vote.repeat), len(votes))
     if since < REPEAT_EVERY:
         return None
     recent = {vote.pair for vote in votes[-_LEAST_BETWEEN:]}
-    waiting = [vote for vote in first if vote.pair in known and vote.pair not in repeats and vote.pair not in recent]
+    waiting = [vote for vote in votes if not vote.repeat and vote.pair in known and vote.pair not in repeats | recent]
     return min(waiting, key=lambda vote: _draw(vote.voter, vote.pair, "repeat")) if waiting else None
 
 

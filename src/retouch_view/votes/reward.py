@@ -171,10 +171,8 @@ def fit(points: Sequence[tuple[int, int, float]], *, count: int, prior: float) -
 
 
 def preferences(points: Sequence[tuple[int, int, float]], *, count: int, prior: float) -> list[float]:
-    """Return for each side its win probability, 0 to 1, averaged over all other sides; NaN for a side without a vote.
-
-    The average includes sides without a vote, because the prior gives their strength. ``prior``: as in ``fit``.
-    """
+    """Return for each side its win probability, 0 to 1, averaged over all other sides; NaN for a side without a vote. The average
+    includes sides without a vote, because the prior gives their strength. ``prior``: as in ``fit``."""
     found = fit(points, count=count, prior=prior)[0].tolist()
     compared = {side for first, second, _ in points for side in (first, second)}
     return [

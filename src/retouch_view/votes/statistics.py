@@ -21,6 +21,7 @@ from retouch_view.votes.reward import VotesReward, fit
 
 FEWEST_REPEATS = 10
 MOST_TAG_VALUES = 8
+_NUMBERS = re.compile(r"(\d+)", re.ASCII)
 TABLE_PRIOR = 0.05
 """Precision of the prior in a table of arms: negligible in comparison with a hundred votes."""
 
@@ -87,7 +88,11 @@ def win_rates(votes: Iterable[Vote]) -> list[WinRate]:
     points: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
     for vote in votes:
         if vote.left.arm and vote.right.arm and vote.left.arm != vote.right.arm:
-            first, second = sorted((vote.left.arm, vote.right.arm), key=_natural)
+            # "step 9" before "step 10"
+            first, second = sorted(
+                (vote.left.arm, vote.right.arm),
+                key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBERS.split(name)],
+            )
             won = vote.left_points if vote.left.arm == second else 1 - vote.left_points
             points[first, second].append((won, vote.task, vote.is_decided))
     return [
@@ -100,11 +105,6 @@ def _share(rows: Iterable[tuple[float, str]]) -> ShareInterval:
     """The share of rows (points from 0 to 1, task)."""
     rows = list(rows)
     return estimate_share([points for points, _ in rows], [task for _, task in rows])
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that orders "step 9" before "step 10"."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name, flags=re.ASCII)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,23 +31,15 @@ class TinyFluxFill(FluxFill):
     def __init__(self, *, seed: int, size: Sequence[int], device: torch.device | str = "cpu") -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            reader = text(_letters(), max_sequence_length=_LONGEST)
+            special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+            letters = T5Tokenizer(vocab=[*special, *((sign, -3.0) for sign in string.printable.strip())], extra_ids=0)
+            reader = text(letters, max_sequence_length=_LONGEST)
             module, vae = transformer(), autoencoder()
         for frozen in (*reader.encoders, vae):
             frozen.requires_grad_(False).eval().to(device)
         super().__init__(
-            transformer=module.to(device),
-            vae=vae,
-            text=reader,
-            scheduler_config=dict(scheduler().config),
-            size=(size[0], size[1]),
+            transformer=module.to(device), vae=vae, text=reader, scheduler_config=dict(scheduler().config), size=(size[0], size[1])
         )
-
-
-def _letters() -> T5Tokenizer:
-    """A tokenizer with a token for each printable ASCII character."""
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    return T5Tokenizer(vocab=[*special, *((letter, -3.0) for letter in string.printable.strip())], extra_ids=0)
 
 
 LATENT_CHANNELS = 8

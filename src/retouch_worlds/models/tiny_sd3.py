@@ -45,7 +45,37 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The order of these lines is the order in which the weights are drawn.
-        transformer, vae = _transformer(), _vae()
+        transformer, vae = (
+            (
+                SD3Transformer2DModel(
+                    sample_size=_LATENT_SIDE,
+                    pos_embed_max_size=_LATENT_SIDE,
+                    patch_size=1,
+                    in_channels=_CHANNELS,
+                    out_channels=_CHANNELS,
+                    num_layers=2,
+                    num_attention_heads=4,
+                    attention_head_dim=8,
+                    joint_attention_dim=_WIDTH,
+                    caption_projection_dim=_WIDTH,
+                    pooled_projection_dim=2 * _WIDTH,
+                )
+            ),
+            (
+                AutoencoderKL(
+                    block_out_channels=(8, 16),
+                    latent_channels=_CHANNELS,
+                    norm_num_groups=4,
+                    sample_size=2 * _LATENT_SIDE,
+                    down_block_types=("DownEncoderBlock2D",) * 2,
+                    up_block_types=("UpDecoderBlock2D",) * 2,
+                    scaling_factor=1.5305,
+                    shift_factor=0.0609,
+                    use_quant_conv=False,
+                    use_post_quant_conv=False,
+                )
+            ),
+        )
         clip, clip_2, t5 = (
             CLIPTextModelWithProjection(_clip()),
             CLIPTextModelWithProjection(_clip()),
@@ -65,37 +95,6 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         tokenizer_2=_clip_letters(),
         text_encoder_3=t5,
         tokenizer_3=T5Tokenizer(vocab=_t5_letters(), extra_ids=0),
-    )
-
-
-def _transformer() -> SD3Transformer2DModel:
-    return SD3Transformer2DModel(
-        sample_size=_LATENT_SIDE,
-        pos_embed_max_size=_LATENT_SIDE,
-        patch_size=1,
-        in_channels=_CHANNELS,
-        out_channels=_CHANNELS,
-        num_layers=2,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        joint_attention_dim=_WIDTH,
-        caption_projection_dim=_WIDTH,
-        pooled_projection_dim=2 * _WIDTH,
-    )
-
-
-def _vae() -> AutoencoderKL:
-    return AutoencoderKL(
-        block_out_channels=(8, 16),
-        latent_channels=_CHANNELS,
-        norm_num_groups=4,
-        sample_size=2 * _LATENT_SIDE,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
     )
 
 

@@ -19,17 +19,12 @@ def _inside(shape: str, x: Float[ndarray, "n n"], y: Float[ndarray, "n n"]) -> B
     return np.less_equal(np.maximum(abs(y - 4), abs(x - 4) + (7.5 - y) / 2), 3.5)
 
 
-def _coverage(shape: str) -> Float[ndarray, "8 8"]:
-    """The share of each pixel that the shape covers, computed from 8 x 8 points per pixel."""
+def _templates() -> UInt8[ndarray, "4 19 8 8 3"]:
+    templates = np.empty((len(BACKGROUNDS), len(CODES), CELL, CELL, 3), dtype=np.uint8)
     points = (np.arange(CELL * 8) + 0.5) / 8
     y, x = np.meshgrid(points, points, indexing="ij")
-    return np.mean(_inside(shape, x, y).reshape(CELL, 8, CELL, 8), axis=(1, 3))
-
-
-def _templates() -> UInt8[ndarray, "4 19 8 8 3"]:
-    """The pixels of the cell of each code on each background."""
-    templates = np.empty((len(BACKGROUNDS), len(CODES), CELL, CELL, 3), dtype=np.uint8)
-    covers = {shape: _coverage(shape)[..., None] for shape in SHAPES}
+    # The share of each pixel that a shape covers, computed from 8 x 8 points per pixel.
+    covers = {shape: np.mean(_inside(shape, x, y).reshape(CELL, 8, CELL, 8), axis=(1, 3))[..., None] for shape in SHAPES}
     for background, grey in enumerate(BACKGROUNDS):
         templates[background, 0] = grey
         for thing in THINGS:

@@ -173,10 +173,8 @@ _MOST_ADDED = 2
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change: the ``thing`` in ``cell`` (for ``add``, the new thing) becomes ``result`` in ``to_cell``.
-
-    ``remove`` has no result. ``to_cell`` differs from ``cell`` only for ``move``.
-    """
+    """One change: the ``thing`` in ``cell`` (for ``add``, the new thing) becomes ``result`` in ``to_cell``. ``remove`` has no
+    result. ``to_cell`` differs from ``cell`` only for ``move``."""
 
     kind: Kind
     cell: int
@@ -253,9 +251,7 @@ def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
 
 def random_kinds(complexity: int, generator: torch.Generator) -> tuple[Kind, ...]:
     """The kinds of ``complexity`` edits, drawn uniformly. They are drawn again if no scene of 2 to 4 things can have such edits.
-
-    Raises ValueError if ``complexity`` is not 1 to 4.
-    """
+    Raises ValueError if ``complexity`` is not 1 to 4."""
     if not 1 <= complexity <= MOST_EDITS:
         raise ValueError(f"complexity is the number of edits in an instruction, 1 to {MOST_EDITS}, not {complexity}")
     choices = RandomChoices(generator)

@@ -73,12 +73,7 @@ JOINS: dict[int, tuple[str, ...]] = {
     3: ("{}, {} and {}", "first {}, then {} and {}", "{}, then {}, then {}", "{}; {}; {}", "{} and {}, then {}"),
     4: ("{}, {}, {} and {}", "first {}, then {}, then {} and {}", "{}; {}; {}; {}", "{} and {}, then {} and {}"),
 }
-KEEPS = (
-    "leave the {thing} alone",
-    "keep the {thing} as it is",
-    "do not touch the {thing}",
-    "the {thing} stays where it is",
-)
+KEEPS = ("leave the {thing} alone", "keep the {thing} as it is", "do not touch the {thing}", "the {thing} stays where it is")
 OPENERS = (
     "please",
     "now",
@@ -261,11 +256,6 @@ def free_description(scene: Scene, generator: torch.Generator) -> str:
     return text
 
 
-def description_vocabulary() -> list[str]:
-    """Every word that a plain description may contain, sorted."""
-    return sorted({word for text in [*GROUNDS, "picture", *PLACES, *COLOURS, *SHAPES] for word in text.split()})
-
-
 COLOUR_WORDS = dict(
     zip(
         COLOURS,
@@ -310,9 +300,3 @@ def _clause(one: Placed, choices: RandomChoices) -> str:
         shape=choices.choose(SHAPE_WORDS[one.thing.shape]),
         place=choices.choose(PLACE_WORDS[one.cell]),
     )
-
-
-def request_vocabulary() -> list[str]:
-    """Every word of a request that describes a colour, a shape, a place or the background, sorted."""
-    spoken = [*COLOUR_WORDS.values(), *SHAPE_WORDS.values(), *PLACE_WORDS, *GROUND_WORDS]
-    return sorted({word for texts in spoken for text in texts for word in text.split()})

@@ -24,9 +24,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from retouch.core.random import generator
 from retouch.models.chat_template import VISION
 from retouch.models.qwen_image.model import QwenImageEdit, use_last_temporal_tap
-from retouch.policies.denoising import DenoisingPolicy
-from retouch.policies.rollout import DenoisingRollout, ODETransition
-from retouch.policies.weights import WeightCopies
 from retouch.records import files
 from retouch.renderers.base import LatentRenderer
 from retouch.run.evaluation import score_table
@@ -38,7 +35,9 @@ from retouch_worlds.playground.scenes import CELLS, GRID
 from retouch_worlds.playground.texts import corpus
 from retouch_worlds.pretraining.training import (
     JointModel,
+    JointTraining,
     build,
+    evaluation_policy,
     halved,
     held_out,
     log,
@@ -291,20 +290,15 @@ class EditorRound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditorTraining:
+class EditorTraining(JointTraining):
     """``rounds``: the rounds of training, one after the other, each with its own tasks and its own weight average.
 
     ``unconditional``: the share of the tasks with a blank instruction, which guidance needs. ``filler``: the share of the batches
     whose instructions contain filler, so that the model learns the later positions in a text and learns to separate clauses."""
 
     rounds: tuple[EditorRound, ...]
-    seed: int = 0
-    batch: int = 64
-    warmup: int = 100
-    average_decay: float = 0.997
     unconditional: float = 0.05
     filler: float = 0.5
-    shift: float = 3.0
 
 
 def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
@@ -326,11 +320,8 @@ def _assembled(**parts: Any) -> QwenImageEdit:
 
 
 def deepened(model: QwenImageEdit, factor: int, seed: int) -> QwenImageEdit:
-    """The editor with ``factor`` times as many blocks, whose output is still the same.
-
-    Each block is followed by new blocks, which add nothing before they are trained, because their modulation is 0 (adaLN-Zero,
-    Peebles and Xie 2023, arXiv 2212.09748).
-    """
+    """The editor with ``factor`` times as many blocks, whose output is still the same. Each block is followed by new blocks, which
+    add nothing before they are trained, because their modulation is 0 (adaLN-Zero, Peebles and Xie 2023, arXiv 2212.09748)."""
     torch.manual_seed(seed)
     old: Any = model.module
     new = transformer(factor * len(old.transformer_blocks))
@@ -364,17 +355,8 @@ def train_rounds(model: QwenImageEdit, settings: EditorTraining) -> None:
             some = with_blank_instructions(some, settings.unconditional, generator(seed, "unconditional", step))
             return ungrouped_batch(some, seed=seed, step=step)
 
-        train_jointly(
-            JointModel(model),
-            batch,
-            rows=rows,
-            steps=this.steps,
-            learning_rate=this.learning_rate,
-            warmup=settings.warmup,
-            shift=settings.shift,
-            average_decay=settings.average_decay,
-            name=f"editor round {number + 1} ",
-        )
+        name = f"editor round {number + 1} "
+        train_jointly(JointModel(model), batch, settings, steps=this.steps, learning_rate=this.learning_rate, name=name)
 
 
 # The builds
@@ -403,10 +385,8 @@ EVAL_STEPS = 6
 def build_editor(
     out: Path | None, *, seed: int, autoencoder: AutoencoderTraining = AUTOENCODER, editor: EditorTraining = EDITOR
 ) -> dict[str, float]:
-    """Train the autoencoder and the editor and write them to ``out`` (None: into the package). Returns held-out means.
-
-    It takes about an hour on one core of a laptop.
-    """
+    """Train the autoencoder and the editor and write them to ``out`` (None: into the package). Returns held-out means. It takes
+    about an hour on one core of a laptop."""
     folder = playground_weights() if out is None else out
 
     def train() -> QwenImageEdit:
@@ -420,10 +400,7 @@ def build_editor(
 
 def build_large_editor(out: Path | None, *, seed: int, editor: EditorTraining = LARGE) -> dict[str, float]:
     """Make the packaged editor four times as deep, continue to train it, and write it to ``out`` (None: `LARGE_FOLDER`). Returns
-    held-out means.
-
-    The packaged editor was trained on different tasks. It takes about a quarter of an hour on one core.
-    """
+    held-out means. The packaged editor was trained on different tasks. It takes about a quarter of an hour on one core."""
     folder = LARGE_FOLDER if out is None else out
 
     def train() -> QwenImageEdit:
@@ -453,12 +430,8 @@ def _write_and_measure(model: QwenImageEdit, folder: Path) -> dict[str, float]:
 
 def measure(model: QwenImageEdit) -> dict[str, float]:
     """Held-out means of the editor by complexity, and of the true targets after encoding and decoding them (the ceiling)."""
-    sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
-    policy = DenoisingPolicy(
-        model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
-    )
     ceiling, edited = held_out(
-        policy,
+        evaluation_policy(model, steps=EVAL_STEPS, batch=HELD_OUT),
         tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=LatentRenderer(model),
         reward=PlaygroundReward(),

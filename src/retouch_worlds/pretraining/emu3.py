@@ -33,7 +33,16 @@ from retouch_worlds.playground.rendering import pixels
 from retouch_worlds.playground.scenes import CELLS, GRID, SIZE, random_scene
 from retouch_worlds.playground.texts import corpus
 from retouch_worlds.pretraining.editor import build_tokenizer, rearranged
-from retouch_worlds.pretraining.training import build, halved, held_out, log, one_cycle, train_on_completions, with_unit_gain
+from retouch_worlds.pretraining.training import (
+    Training,
+    build,
+    halved,
+    held_out,
+    log,
+    one_cycle,
+    train_on_completions,
+    with_unit_gain,
+)
 from retouch_worlds.rewards import PlaygroundReward
 
 CODES = 80
@@ -214,17 +223,14 @@ _HIDDEN = 96
 
 
 @dataclass(frozen=True, kw_only=True)
-class Emu3Training:
+class Emu3Training(Training):
     """``complexity``: the weight of each number of edits in an instruction. ``rounds``: the steps of each round, which has its own
-    tasks and its own optimizer. ``learning_rate``: the peak of each round, which is reached after ``warmup`` steps; the learning
-    rate then falls to 0 along a cosine. ``impossible``: the share of the tasks whose instruction also requests edits of things that
-    are not in the image, which the target ignores. ``unfinished``: the share of the tasks with several edits whose target lacks one
-    of the edits. ``before``: the number of earlier rounds."""
+    tasks and its own optimizer. ``learning_rate``: the peak of each round. ``impossible``: the share of the tasks whose instruction
+    also requests edits of things that are not in the image, which the target ignores. ``unfinished``: the share of the tasks with
+    several edits whose target lacks one of the edits. ``before``: the number of earlier rounds."""
 
     complexity: Mapping[int, float]
     rounds: tuple[int, ...]
-    seed: int = 0
-    batch: int = 32
     learning_rate: float = 2e-3
     warmup: int = 100
     filler: float = 0.25
@@ -285,10 +291,9 @@ def train_rounds(editor: Emu3Editor, settings: Emu3Training, name: str) -> None:
         train_on_completions(
             editor,
             data.tasks(),
-            rows=settings.batch,
+            settings,
             steps=steps,
             learning_rate=settings.learning_rate,
-            warmup=settings.warmup,
             longest=LONGEST,
             seed=seed,
             name=f"{name} round {number + 1} ",

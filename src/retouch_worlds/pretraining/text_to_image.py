@@ -41,6 +41,8 @@ from retouch_worlds.pretraining.editor import (
 )
 from retouch_worlds.pretraining.training import (
     JointModel,
+    JointTraining,
+    Training,
     build,
     halved,
     held_out,
@@ -56,27 +58,17 @@ TEMPLATE = TURNS.format(system="Paint the picture.", user="{}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextToImageTraining:
-    """``learning_rate``: the peak after the warm-up, from which the learning rate falls to 0 along a cosine. ``unconditional``: the
-    share of the tasks with a blank description, which guidance needs.
-    """
+class TextToImageTraining(JointTraining):
+    """``unconditional``: the share of the tasks with a blank description, which guidance needs."""
 
     steps: int
-    seed: int = 0
-    batch: int = 64
     learning_rate: float = 1.5e-3
-    warmup: int = 100
-    average_decay: float = 0.997
     unconditional: float = 0.05
-    shift: float = 3.0
 
 
 def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining) -> QwenImage:
     """Train the parts of the editor as a text-to-image model, with tasks and noise from the seed. Returns the model with averaged
-    weights.
-
-    The editor knows colours, shapes and positions, but was never trained to generate images without a source image.
-    """
+    weights. The editor knows colours, shapes and positions, but was never trained to generate images without a source image."""
     model = QwenImage(
         transformer=editor.module,
         vae=editor.latents.vae,
@@ -97,12 +89,9 @@ def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining) ->
     train_jointly(
         JointModel(model),
         batch,
-        rows=rows,
+        settings,
         steps=settings.steps,
         learning_rate=settings.learning_rate,
-        warmup=settings.warmup,
-        shift=settings.shift,
-        average_decay=settings.average_decay,
         name="text-to-image model",
     )
     return model
@@ -121,18 +110,12 @@ LONGEST = 26
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnhancerTraining:
-    """``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
-
-    ``complexity``: the numbers of things in a request; successive tasks take them in turn. ``incomplete``: as in
-    ``TextToImageData``.
-    """
+class EnhancerTraining(Training):
+    """``complexity``: the numbers of things in a request; successive tasks take them in turn. ``incomplete``: as in
+    ``TextToImageData``."""
 
     steps: int
-    seed: int = 0
-    batch: int = 32
     learning_rate: float = 2e-3
-    warmup: int = 50
     complexity: tuple[int, ...] = (1, 2, 3, 4)
     incomplete: float = 0.8
 
@@ -180,10 +163,9 @@ def train_enhancer(settings: EnhancerTraining) -> QwenWriter:
     train_on_completions(
         writer,
         data.tasks(in_turn=True),
-        rows=settings.batch,
+        settings,
         steps=settings.steps,
         learning_rate=settings.learning_rate,
-        warmup=settings.warmup,
         longest=LONGEST,
         seed=settings.seed,
         name="enhancer",
@@ -202,9 +184,7 @@ def build_text_to_image(
     out: Path | None, *, seed: int, text_to_image: TextToImageTraining = TEXT_TO_IMAGE, enhancer: EnhancerTraining = ENHANCER
 ) -> dict[str, float]:
     """Train both models and write them to ``out``/text_to_image and ``out``/enhancer (None: into the package). Returns the means.
-
-    It takes about half an hour on one core of a laptop.
-    """
+    It takes about half an hour on one core of a laptop."""
     folders = [playground_weights(name) if out is None else out / name for name in ("text_to_image", "enhancer")]
 
     def train() -> tuple[QwenImage, QwenWriter]:
@@ -213,35 +193,26 @@ def build_text_to_image(
         return train_text_to_image(editor, replace(text_to_image, seed=seed)), train_enhancer(replace(enhancer, seed=seed))
 
     def finish(trained: tuple[QwenImage, QwenWriter]) -> dict[str, float]:
-        model, writer = trained
-        write_text_to_image(model, folders[0])
-        write_enhancer(writer, folders[1])
+        """Write both models in half precision: in diffusers' and in transformers' layout, each with its ``adapter.json``."""
+        (model, writer), folder = trained, folders[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        halved(model.module).save_pretrained(folder / "transformer")
+        halved(model.latents.vae).save_pretrained(folder / "vae")
+        halved(model.text.encoder).save_pretrained(folder / "text_encoder")
+        model.text.tokenizer.save_pretrained(folder / "tokenizer")
+        scheduler().save_pretrained(folder / "scheduler")
+        write_index(folder, "QwenImagePipeline", {name: found for name, found in PARTS.items() if name != "processor"})
+        files.write_json(folder / "adapter.json", {"template": TEMPLATE, "size": list(model.size)})
+        for part in ("transformer", "vae"):  # without the local path of the weights
+            config = folder / part / "config.json"
+            files.write_json(config, {key: value for key, value in files.read_json(config).items() if key != "_name_or_path"})
+        halved(writer.module).save_pretrained(folders[1])
+        writer.template.tokenizer.save_pretrained(folders[1])
+        image_processor().save_pretrained(folders[1])
+        files.write_json(folders[1] / "adapter.json", {"template": ENHANCING})
         return measure(model, writer)
 
     return build(folders, train, finish, seed=seed, command="retouch playground build --text-to-image")
-
-
-def write_text_to_image(model: QwenImage, folder: Path) -> None:
-    """Write the text-to-image model in diffusers' layout, in half precision, and its settings as ``adapter.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    halved(model.module).save_pretrained(folder / "transformer")
-    halved(model.latents.vae).save_pretrained(folder / "vae")
-    halved(model.text.encoder).save_pretrained(folder / "text_encoder")
-    model.text.tokenizer.save_pretrained(folder / "tokenizer")
-    scheduler().save_pretrained(folder / "scheduler")
-    write_index(folder, "QwenImagePipeline", {name: found for name, found in PARTS.items() if name != "processor"})
-    files.write_json(folder / "adapter.json", {"template": TEMPLATE, "size": list(model.size)})
-    for part in ("transformer", "vae"):  # without the local path of the weights
-        config = folder / part / "config.json"
-        files.write_json(config, {key: value for key, value in files.read_json(config).items() if key != "_name_or_path"})
-
-
-def write_enhancer(writer: QwenWriter, folder: Path) -> None:
-    """Write the enhancer in transformers' layout, in half precision, and its template as ``adapter.json``."""
-    halved(writer.module).save_pretrained(folder)
-    writer.template.tokenizer.save_pretrained(folder)
-    image_processor().save_pretrained(folder)
-    files.write_json(folder / "adapter.json", {"template": ENHANCING})
 
 
 def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,25 +37,41 @@ T = TypeVar("T")
 log = logging.getLogger("retouch")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What trainings with the library's loop have in common. ``batch``: the number of tasks per step. ``warmup``: the steps after
+    which the learning rate reaches its peak; it then falls to 0 along a cosine."""
+
+    seed: int = 0
+    batch: int = 32
+    warmup: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointTraining(Training):
+    """Supervised flow matching of a transformer together with its text encoder, with a running average of the weights."""
+
+    batch: int = 64
+    warmup: int = 100
+    average_decay: float = 0.997
+    shift: float = 3.0
+
+
 def train_on_demonstrations(
     policy: Any,
     batch: Callable[[int], Batch],
+    settings: Training,
     *,
     objective: Objective,
-    rows: int,
     steps: int,
     learning_rate: float,
-    warmup: int,
     second_beta: float,
     name: str,
     average: Callable[[int], None] = lambda taken: None,
 ) -> None:
-    """Train all weights of the policy on ``steps`` batches of ``rows`` tasks.
-
-    ``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
-    ``second_beta``: the second beta of AdamW. ``name``: written before each line of progress. ``average``: called after each step
-    with the number of steps so far."""
-    ranks = Ranks()
+    """Train all weights of the policy on ``steps`` batches. ``learning_rate``: the peak. ``second_beta``: the second beta of AdamW.
+    ``name``: written before each line of progress. ``average``: called after each step with the number of steps so far."""
+    ranks, rows, warmup = Ranks(), settings.batch, settings.warmup
     run = Run(
         policy=policy,
         renderer=lambda tasks, trajectory: _not_used(),
@@ -88,36 +104,36 @@ def train_on_demonstrations(
 def train_on_completions(
     writer: AutoregressiveModel,
     tasks: Sequence[Task],
+    settings: Training,
     *,
-    rows: int,
     steps: int,
     learning_rate: float,
-    warmup: int,
     longest: int,
     seed: int,
     name: str,
     objective: Objective | None = None,
 ) -> None:
-    """Train all weights of the writer on ``rows`` tasks per step, in the order of the tasks.
-
-    ``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
-    ``longest``: the largest number of tokens of a completion. ``name``: written before each line of progress. ``objective``: None
-    uses cross-entropy.
-    """
-    module = writer.module.requires_grad_(True)
+    """Train all weights of the writer on ``tasks``, in their order. ``longest``: the largest number of tokens of a completion.
+    ``seed``: of the batches. ``objective``: None uses cross-entropy."""
+    module, rows = writer.module.requires_grad_(True), settings.batch
     sampling = TokenRollout(max_new_tokens=longest)
     train_on_demonstrations(
         AutoregressivePolicy(writer, sampling=sampling, microbatch=rows, copies=WeightCopies(module)),
         lambda step: ungrouped_batch(tasks[step * rows : (step + 1) * rows], seed=seed, step=step),
+        settings,
         objective=CrossEntropy() if objective is None else objective,
-        rows=rows,
         steps=steps,
         learning_rate=learning_rate,
-        warmup=warmup,
         second_beta=0.98,
         name=name,
     )
     module.requires_grad_(False).eval()
+
+
+def evaluation_policy(model: DenoisingModel, *, steps: int, batch: int) -> DenoisingPolicy:
+    """The model as a policy that only evaluates, in ``steps`` steps."""
+    sampling = DenoisingRollout(num_steps=steps, transition=ODETransition())
+    return DenoisingPolicy(model, sampling=sampling, eval_steps=steps, microbatch=batch, copies=WeightCopies(model.module))
 
 
 def ungrouped_batch(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
@@ -201,36 +217,29 @@ class JointModel(ModelWrapper[QwenFlow]):
 def train_jointly(
     joint: DenoisingModel,
     batch: Callable[[int], Batch],
+    settings: JointTraining,
     *,
-    rows: int,
     steps: int,
     learning_rate: float,
-    warmup: int,
-    shift: float,
-    average_decay: float,
     name: str,
 ) -> None:
-    """Train on ``steps`` batches of ``rows`` tasks. The final weights equal the weights that are saved to a folder (the transformer
-    is rounded to half precision), so that training can continue from a folder.
-
-    ``joint``: a model whose module has the ``transformer`` and the other trained modules, as in ``JointModel``. ``learning_rate``:
-    the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine. ``name``: written before
-    each line of progress."""
+    """Train on ``steps`` batches. The final weights equal the weights that are saved to a folder (the transformer is rounded to
+    half precision), so that training can continue from a folder. ``joint``: a model whose module has the ``transformer`` and the
+    other trained modules, as in ``JointModel``."""
     joint.module.requires_grad_(True)
     copies = WeightCopies(joint.module)
     copies.snapshot("average")
     sampling = DenoisingRollout(num_steps=1, transition=ODETransition())
     train_on_demonstrations(
-        DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
+        DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=settings.batch, copies=copies),
         batch,
-        objective=Supervised(sigma_sampling="uniform", shift=shift),
-        rows=rows,
+        settings,
+        objective=Supervised(sigma_sampling="uniform", shift=settings.shift),
         steps=steps,
         learning_rate=learning_rate,
-        warmup=warmup,
         second_beta=0.99,
         name=name,
-        average=lambda taken: copies.update_ema("average", min((1 + taken) / (10 + taken), average_decay)),
+        average=lambda taken: copies.update_ema("average", min((1 + taken) / (10 + taken), settings.average_decay)),
     )
     with torch.no_grad():
         for name, parameter in copies.parameters.items():
@@ -257,10 +266,7 @@ def build(
     command: str | None = None,
 ) -> dict[str, float]:
     """Train models, write and measure them (``finish``), and write the held-out means, the seed and the command to ``build.json``
-    of each folder. Returns the means.
-
-    It trains with one thread, so that the bits do not depend on the number of cores.
-    """
+    of each folder. Returns the means. It trains with one thread, so that the bits do not depend on the number of cores."""
     began, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -287,11 +293,8 @@ def held_out(
     column: str,
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
 ) -> tuple[EvaluationResult, EvaluationResult]:
-    """The scores of the targets or completions of the tasks (the ceiling), and the scores of the policy's outputs.
-
-    ``column``: the column of ``reward`` that is used as the reward. All tasks are one batch, and each must have a target or a
-    completion.
-    """
+    """The scores of the targets or completions of the tasks (the ceiling), and the scores of the policy's outputs. ``column``: the
+    column of ``reward`` that is used as the reward. All tasks are one batch, and each must have a target or a completion."""
     evaluate = Evaluator(
         tasks=tasks,
         renderer=renderer,

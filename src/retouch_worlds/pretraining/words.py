@@ -9,19 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from retouch.core.random import generator
 from retouch.models.flux.model import FluxFill
 from retouch.models.pipeline import ModelWrapper
-from retouch.policies.denoising import DenoisingPolicy
-from retouch.policies.rollout import DenoisingRollout, ODETransition
-from retouch.policies.weights import WeightCopies
 from retouch.protocols import Reward
 from retouch.records import files
 from retouch.renderers.base import LatentRenderer
@@ -31,8 +26,11 @@ from retouch.types import Batch, Conditioning, Task
 from retouch_worlds.data import WordData
 from retouch_worlds.models.tiny_fill import autoencoder, scheduler, untrained
 from retouch_worlds.playground import playground_weights
+from retouch_worlds.pretraining.editor import pixels
 from retouch_worlds.pretraining.training import (
+    JointTraining,
     build,
+    evaluation_policy,
     halved,
     held_out,
     log,
@@ -67,15 +65,12 @@ class WordRound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordTraining:
+class WordTraining(JointTraining):
     """``rounds``: the rounds of training, one after the other, each with its own tasks and its own weight average."""
 
     rounds: tuple[WordRound, ...]
-    seed: int = 0
     batch: int = 32
     warmup: int = 50
-    average_decay: float = 0.997
-    shift: float = 3.0
 
 
 def train_word_autoencoder(settings: WordAutoencoderTraining) -> AutoencoderKL:
@@ -104,8 +99,7 @@ def train_word_autoencoder(settings: WordAutoencoderTraining) -> AutoencoderKL:
 
 def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
     """The target images of the tasks in [-1, 1]."""
-    images = [task.target for task in tasks if task.target is not None]
-    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
+    return pixels([task.target for task in tasks if task.target is not None])[:, :, 0]
 
 
 def train_words(vae: AutoencoderKL, settings: WordTraining) -> FluxFill:
@@ -118,17 +112,8 @@ def train_words(vae: AutoencoderKL, settings: WordTraining) -> FluxFill:
         def batch(step: int, seed: int = seed, tasks: Sequence[Task] = tasks) -> Batch:
             return ungrouped_batch(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)
 
-        train_jointly(
-            JointFill(model),
-            batch,
-            rows=rows,
-            steps=this.steps,
-            learning_rate=this.learning_rate,
-            warmup=settings.warmup,
-            shift=settings.shift,
-            average_decay=settings.average_decay,
-            name=f"words, round {number},",
-        )
+        name = f"words, round {number},"
+        train_jointly(JointFill(model), batch, settings, steps=this.steps, learning_rate=this.learning_rate, name=name)
     return model
 
 
@@ -181,10 +166,7 @@ def build_words(
     out: Path | None, *, seed: int, autoencoder: WordAutoencoderTraining = AUTOENCODER, words: WordTraining = WORDS
 ) -> dict[str, float]:
     """Train the autoencoder and the model and write them to ``out`` (None: into the package). Returns held-out means. An OCR model
-    computes these, so the extra ``ocr`` must be installed.
-
-    It takes about 20 minutes on one core of a laptop.
-    """
+    computes these, so the extra ``ocr`` must be installed. It takes about 20 minutes on one core of a laptop."""
     folder = playground_weights("words") if out is None else out
     judge = OcrReward(where="box", line_width=160).build()
 
@@ -215,12 +197,8 @@ def write(model: FluxFill, folder: Path) -> None:
 def measure(model: FluxFill, judge: Reward) -> dict[str, float]:
     """Held-out means of the model by the length of the word, and of the true targets after encoding and decoding them (the
     ceiling)."""
-    sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
-    policy = DenoisingPolicy(
-        model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
-    )
     ceiling, painted = held_out(
-        policy,
+        evaluation_policy(model, steps=EVAL_STEPS, batch=HELD_OUT),
         tasks=WordData(seed=1, count=HELD_OUT, split="test").tasks(),
         renderer=LatentRenderer(model),
         reward=judge,
@@ -228,27 +206,3 @@ def measure(model: FluxFill, judge: Reward) -> dict[str, float]:
     )
     found = {"ceiling correctness": float(score_table(ceiling)[0]["all"]["correctness"])}
     return found | {f"{row} correctness": float(means["correctness"]) for row, means in score_table(painted)[0].items()}
-
-
-SIDE = 32
-
-
-def build_image_encoder(folder: Path, *, seed: int = 0) -> None:
-    """Write the encoder to ``folder``: embeddings of width 64, for images of 32 x 32 pixels."""
-    config = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        projection_dim=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        image_size=SIDE,
-        patch_size=4,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = CLIPVisionModelWithProjection(config)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, 0, 0.1)
-    model.save_pretrained(folder)
-    CLIPImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_center_crop=False).save_pretrained(folder)

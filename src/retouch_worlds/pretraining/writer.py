@@ -30,7 +30,7 @@ from retouch_worlds.data import IndirectPlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.playground import playground_weights
 from retouch_worlds.pretraining.editor import INITIALIZER_RANGE, image_processor, picture_tokens, text_config, vision_config
-from retouch_worlds.pretraining.training import build, held_out, train_on_completions
+from retouch_worlds.pretraining.training import Training, build, held_out, train_on_completions
 from retouch_worlds.rewards import PlaygroundReward
 
 STRIDE = 2  # distil the states of only every second task, which halves the cost and is sufficient
@@ -99,16 +99,13 @@ class WriterRound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriterTraining:
+class WriterTraining(Training):
     """``rounds``: the rounds of training, one after the other, each with its own tasks. ``incomplete``: as in ``indirect``.
 
     The writer learns to find things in the image suddenly, or not at all in the available time. So the first rounds train only
     this: single edits, without distillation."""
 
     rounds: tuple[WriterRound, ...]
-    seed: int = 0
-    batch: int = 32
-    warmup: int = 50
     incomplete: float = 0.75
 
 
@@ -135,10 +132,9 @@ def train_writer(editor: QwenImageEdit, settings: WriterTraining) -> Qwen2_5_VLF
         train_on_completions(
             writer_for(editor, module),
             data.tasks(in_turn=True),
-            rows=settings.batch,
+            settings,
             steps=this.steps,
             learning_rate=this.learning_rate,
-            warmup=settings.warmup,
             longest=LONGEST,
             seed=seed,
             name=f"writer round {number + 1} ",
@@ -154,17 +150,15 @@ WRITER = WriterTraining(
         WriterRound(1500, 2e-3, (1, 2, 3)),
         WriterRound(1200, 1e-3, (1, 2, 3), distillation=1.0),
         WriterRound(2000, 1e-3, (1, 2, 3), distillation=3.0),
-    ),
+    )
 )
 HELD_OUT = 330
 EVAL_STEPS = 6
 
 
 def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER) -> dict[str, float]:
-    """Train the writer for the packaged editor and write it to ``out`` (None: into the package). Returns held-out means.
-
-    It takes about 25 minutes on one core of a laptop.
-    """
+    """Train the writer for the packaged editor and write it to ``out`` (None: into the package). Returns held-out means. It takes
+    about 25 minutes on one core of a laptop."""
     folder = playground_weights("writer") if out is None else out
 
     def train() -> tuple[QwenImageEdit, Qwen2_5_VLForConditionalGeneration]:
@@ -187,10 +181,7 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
     reads the completion and by complexity."""
     tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(
-        writer_for(editor, module),
-        sampling=TokenRollout(max_new_tokens=LONGEST),
-        microbatch=HELD_OUT,
-        copies=WeightCopies(module),
+        writer_for(editor, module), sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(module)
     )
     config = ResponseRenderer(
         model=PlaygroundModel(), encoder="frozen", num_steps=EVAL_STEPS, encoder_batch=HELD_OUT, batch=HELD_OUT

@@ -4,7 +4,7 @@ reward (it returns its declared columns, one score per sample, and NaN if it can
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -130,7 +130,13 @@ def check_reward(reward: Reward | RewardFunction, samples: Sequence[Sample]) -> 
         permuted = _score(reward, [samples[index] for index in order], "the samples in another order")
         for name, column in scores.items():
             require_close(permuted[name], column[order], limit=SAME, what=f"column {name!r} in the order {order}")
-    for what, image in _unusual_images():
+    unusual = {
+        "an image of one pixel": Image.new("RGB", (1, 1), (200, 30, 90)),
+        "a black image": Image.new("RGB", (32, 32)),
+        "a very wide image": Image.new("RGB", (160, 2), (9, 200, 120)),
+        "a grey image (mode L)": Image.new("L", (24, 24), 77),
+    }
+    for what, image in unusual.items():
         odd = _score(reward, [replace(samples[0], image=image), samples[1]], what)
         _check_columns(reward, odd, 2)
         for name, column in odd.items():
@@ -146,13 +152,6 @@ def _check_columns(reward: Reward, scores: Scores, count: int) -> None:
         require(values.is_floating_point(), f"column {name!r} is {values.dtype}, which cannot represent NaN")
         outside = values[~values.isnan() & ~((values >= column.low) & (values <= column.high))]
         require(not len(outside), f"column {name!r} gives {outside[:3].tolist()}, outside its range {column.low} to {column.high}")
-
-
-def _unusual_images() -> Iterator[tuple[str, Image.Image]]:
-    yield "an image of one pixel", Image.new("RGB", (1, 1), (200, 30, 90))
-    yield "a black image", Image.new("RGB", (32, 32))
-    yield "a very wide image", Image.new("RGB", (160, 2), (9, 200, 120))
-    yield "a grey image (mode L)", Image.new("L", (24, 24), 77)
 
 
 def _score(reward: Reward, samples: Sequence[Sample], what: str) -> Scores:

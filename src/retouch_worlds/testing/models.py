@@ -116,7 +116,10 @@ def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: 
     for row in range(rows):
         alone = slice(row, row + 1)
         require_close(velocity(alone, conditioning.take(alone)), whole[alone], limit=ROUNDING, what=f"velocity of row {row} alone")
-    padded = velocity(everything, _padded(conditioning))
+    longer = dict(conditioning.tensors)
+    for name in conditioning.padded:
+        longer[name] = torch.cat([longer[name], longer[name].new_zeros(len(longer[name]), 3, *longer[name].shape[2:])], dim=1)
+    padded = velocity(everything, replace(conditioning, tensors=longer))
     require_close(padded, whole, limit=ROUNDING, what="velocity with three more places of padding")
     guided = model.combine(whole, whole.flip(0), 1.0)
     require_close(guided, whole, limit=ROUNDING, what="guidance at scale 1 and the positive velocity")
@@ -160,15 +163,6 @@ def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning
         f"velocity jumps with sigma: from 0.9 to {0.9 - _SMALL_STEP} it changes {jump:.2f} times as much as from 0.9 to 0.3; is "
         "the time step scaled twice?",
     )
-
-
-def _padded(conditioning: Conditioning) -> Conditioning:
-    """The conditioning with three more positions of padding."""
-    tensors = dict(conditioning.tensors)
-    for name in conditioning.padded:
-        tensor = tensors[name]
-        tensors[name] = torch.cat([tensor, tensor.new_zeros(tensor.shape[0], 3, *tensor.shape[2:])], dim=1)
-    return replace(conditioning, tensors=tensors)
 
 
 def _check_images(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:

@@ -75,7 +75,17 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
             f"evaluate does not reproduce the rollout: |ratio - 1| is {deviation:.2e} ({log_ratio}); the limit is {limit:.0e}",
         )
     _check_slicing(policy, trajectory, trained)
-    _check_mask(policy, trajectory, batch, trained)
+    rows, actions = trajectory.mask.shape
+    checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
+    mask = trajectory.mask & checkers.to(trajectory.mask.device)
+    coefficients = _coefficients(trajectory) * mask
+    halved = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
+    minibatch = Minibatch(batch, halved, advantages=coefficients.masked_fill(~mask, 1e6), weights=mask.float())
+    losses = [loss.value for loss in PolicyGradient(clip_low=0.5, clip_high=0.5).losses(policy, minibatch)]
+    found = _grad(-torch.stack(losses).sum(), trained)
+    expected = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
+    distance = relative_distance(found, expected)
+    require(distance <= ROUNDING, f"masked actions change the gradient by {distance:.2e} of its norm")
     if trajectory.values is not None:
         _check_values(policy, trajectory, trajectory.values)
     _check_changed_weights(policy, trajectory, trained, needs)
@@ -128,10 +138,13 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
     coefficients = _coefficients(trajectory)
     whole = _gradient(policy, trajectory, [Slice(slice(0, rows), slice(0, actions))], coefficients, trained)
     require(any(bool(part.any()) for part in whole), "the gradient of the log-probabilities is exactly 0")
+    # Slices of one action each, ``SINGLE_ACTIONS`` of them at equal distances, and of all actions between two of them.
+    singles = torch.linspace(0, actions - 1, min(actions, SINGLE_ACTIONS)).round().long().tolist()
+    ends = pairwise(sorted({*singles, *(single + 1 for single in singles), 0, actions}))
     slicings = {
         "the policy's own microbatches": policy.microbatches(trajectory),
         "one row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
-        "single actions": (Slice(slice(0, rows), part) for part in _single_actions(actions)),
+        "single actions": (Slice(slice(0, rows), slice(first, end)) for first, end in ends),
     }
     for name, parts in slicings.items():
         distance = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
@@ -139,12 +152,6 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
             distance <= CUT_LIMIT,
             f"the gradient depends on the slicing: with {name} it differs by {distance:.2e}; the limit is {CUT_LIMIT:.0e}",
         )
-
-
-def _single_actions(actions: int) -> list[slice]:
-    """Slices of one action each, ``SINGLE_ACTIONS`` of them at equal distances, and of all actions between two of them."""
-    singles = torch.linspace(0, actions - 1, min(actions, SINGLE_ACTIONS)).round().long().tolist()
-    return [slice(first, end) for first, end in pairwise(sorted({*singles, *(single + 1 for single in singles), 0, actions}))]
 
 
 def _gradient(
@@ -186,21 +193,6 @@ def _check_values(policy: Policy, trajectory: Trajectory, values: Tensor) -> Non
         require_close(found.detach()[mask], expected, limit=ROUNDING, what=f"values of {part} and those of the rollout")
 
 
-def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: Sequence[Tensor]) -> None:
-    """Check that with half of the actions masked, the objective's gradient equals the gradient of the other half alone."""
-    rows, actions = trajectory.mask.shape
-    checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
-    mask = trajectory.mask & checkers.to(trajectory.mask.device)
-    coefficients = _coefficients(trajectory) * mask
-    halved = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
-    minibatch = Minibatch(batch, halved, advantages=coefficients.masked_fill(~mask, 1e6), weights=mask.float())
-    losses = [loss.value for loss in PolicyGradient(clip_low=0.5, clip_high=0.5).losses(policy, minibatch)]
-    found = _grad(-torch.stack(losses).sum(), trained)
-    expected = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
-    distance = relative_distance(found, expected)
-    require(distance <= ROUNDING, f"masked actions change the gradient by {distance:.2e} of its norm")
-
-
 def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor], needs: Needs) -> None:
     if needs.kl is not None:
         kl, _ = _kl(policy, trajectory, needs, trained)
@@ -216,7 +208,6 @@ def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequ
 
 
 def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-    """The largest KL of an action, and the gradient of the sum over actions."""
     columns = []
     for part in policy.microbatches(trajectory):
         kl = policy.evaluate(trajectory, part, needs).kl

@@ -12,22 +12,22 @@ from html_check import read
 from retouch import cli
 from retouch_judge import audit, audit_findings
 from retouch_judge.audit_findings import Estimate, alarms, findings
-from retouch_judge.audit_ladders import Item, playground_ladders
+from retouch_judge.audit_ladders import playground_ladders
 from retouch_judge.audit_scores import AuditAnswers, JudgeAnswer, ProbeScores, Spending
 from slow_params import slow_except
 
 
 @pytest.fixture(scope="module")
-def items() -> list[Item]:
+def items():
     return playground_ladders(16, side=SIDE)
 
 
 @pytest.fixture
-def small_ladders(items, monkeypatch) -> None:
+def small_ladders(items, monkeypatch):
     monkeypatch.setattr(audit, "playground_ladders", lambda count, **_: items[:count])
 
 
-def test_a_clean_judge_passes(small_ladders, tmp_path) -> None:
+def test_a_clean_judge_passes(small_ladders, tmp_path):
     result = retouch.judge_audit(BiasedJudge(), out=tmp_path)
     assert result.alarms == {}
     assert not result.failed
@@ -39,7 +39,7 @@ def test_a_clean_judge_passes(small_ladders, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_raises_exactly_its_own_alarm(small_ladders, tmp_path, fault) -> None:
+def test_each_planted_fault_raises_exactly_its_own_alarm(small_ladders, tmp_path, fault):
     result = retouch.judge_audit(BiasedJudge(fault=fault), out=tmp_path)
     assert set(result.alarms) == {FAULTS[fault]}
     (line,) = [line for line in result.lines if line.name == FAULTS[fault]]
@@ -48,7 +48,7 @@ def test_each_planted_fault_raises_exactly_its_own_alarm(small_ladders, tmp_path
     assert result.failed == (line.status == "fail")
 
 
-def simulated(items, draw, *, noise: float, repeats: int = 3) -> AuditAnswers:
+def simulated(items, draw, *, noise, repeats=3):
     """The scores of a judge without any bias: each image has its own true score, to which noise is added."""
     scored = []
     for item in items:
@@ -68,13 +68,13 @@ def simulated(items, draw, *, noise: float, repeats: int = 3) -> AuditAnswers:
 
 
 @pytest.mark.parametrize("noise", slow_except([0.09], [0.03, 0.09]))
-def test_a_clean_but_noisy_judge_raises_few_false_alarms(items, noise) -> None:
+def test_a_clean_but_noisy_judge_raises_few_false_alarms(items, noise):
     draw, audits = np.random.default_rng(7), 300
     false = sum(bool(alarms(findings(simulated(items, draw, noise=noise)))) for _ in range(audits))
     assert false <= 0.05 * audits
 
 
-def test_95_percent_intervals_cover_the_true_mean_in_95_percent_of_cases() -> None:
+def test_95_percent_intervals_cover_the_true_mean_in_95_percent_of_cases():
     draw, covered = np.random.default_rng(1), 0
     for _ in range(2000):
         low, high = Estimate.of(draw.normal(0.3, 1.0, 12).tolist()).interval(0.95)
@@ -83,7 +83,7 @@ def test_95_percent_intervals_cover_the_true_mean_in_95_percent_of_cases() -> No
     assert audit_findings.share_interval(0, 20, 0.95) == pytest.approx((0.0, 0.1611), abs=1e-3)
 
 
-def test_measures_equal_hand_computed_values(items) -> None:
+def test_measures_equal_hand_computed_values(items):
     item = items[0]
     names = [rung.name for rung in item.rungs]
     one = ProbeScores(
@@ -100,7 +100,7 @@ def test_measures_equal_hand_computed_values(items) -> None:
     assert audit_findings.signal_variance([perfect]).mean == pytest.approx(np.var([rung.truth for rung in item.rungs], ddof=1))
 
 
-def test_scores_that_correlate_with_the_answer_length_raise_a_warning(items) -> None:
+def test_scores_that_correlate_with_the_answer_length_raise_a_warning(items):
     draw = np.random.default_rng(0)
     asked = simulated(items, draw, noise=0.05)
     answers = [JudgeAnswer(question, length, 5 + length / 100) for question in range(40) for length in draw.integers(50, 400, 3)]
@@ -110,7 +110,7 @@ def test_scores_that_correlate_with_the_answer_length_raise_a_warning(items) -> 
     assert alarms(findings(AuditAnswers(asked.scored, unrelated, Spending(), 0))) == {}
 
 
-def test_the_audit_command_prints_a_table_or_json_and_writes_a_page(small_ladders, tmp_path, capsys, monkeypatch) -> None:
+def test_the_audit_command_prints_a_table_or_json_and_writes_a_page(small_ladders, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "biased_judge")
     words = ["judge", "audit", '{"kind": "import", "class": "biased_judge:BiasedJudge", "args": {"fault": "praise"}}']
     assert cli.main([*words, "--items", "8", "--repeats", "2", "--out", str(tmp_path)]) == 1
@@ -128,7 +128,7 @@ def test_the_audit_command_prints_a_table_or_json_and_writes_a_page(small_ladder
     assert json.loads(capsys.readouterr().out) == kept
 
 
-def test_an_audit_into_the_folder_of_another_judge_raises(small_ladders, tmp_path) -> None:
+def test_an_audit_into_the_folder_of_another_judge_raises(small_ladders, tmp_path):
     retouch.judge_audit(BiasedJudge(), items=2, repeats=2, out=tmp_path)
     with pytest.raises(ValueError, match="answers of another judge, or of other settings; give another folder with --out"):
         retouch.judge_audit(BiasedJudge(noise=0.2), items=2, repeats=2, out=tmp_path)
@@ -145,17 +145,17 @@ def test_an_audit_into_the_folder_of_another_judge_raises(small_ladders, tmp_pat
         ({"ladder": "nowhere"}, "no such file"),
     ],
 )
-def test_wrong_arguments_are_explained(small_ladders, tmp_path, arguments, told) -> None:
+def test_wrong_arguments_are_explained(small_ladders, tmp_path, arguments, told):
     with pytest.raises(ValueError, match=told):
         retouch.judge_audit(BiasedJudge(), out=tmp_path, **arguments)
 
 
-def test_too_few_items_give_the_status_unclear(small_ladders, tmp_path) -> None:
+def test_too_few_items_give_the_status_unclear(small_ladders, tmp_path):
     result = retouch.judge_audit(BiasedJudge(fault="praise"), items=2, repeats=2, out=tmp_path)
     assert {line.name: line.status for line in result.lines}["painted-on praise"] == "unclear"
 
 
-def test_the_playground_judge_passes_the_main_checks_on_playground_images(tmp_path) -> None:
+def test_the_playground_judge_passes_the_main_checks_on_playground_images(tmp_path):
     result = retouch.judge_audit("playground", items=8, repeats=2, out=tmp_path)
     found = {line.name: line.status for line in result.lines}
     assert found["order of the rungs"] == found["noise"] == found["long instruction"] == found["painted-on praise"] == "pass"

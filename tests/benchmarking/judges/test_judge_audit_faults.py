@@ -29,19 +29,19 @@ QUESTIONS = 6 * 2 + 11  # of an item with two repeats
 
 
 @pytest.fixture(autouse=True)
-def small_audits(monkeypatch) -> None:
+def small_audits(monkeypatch):
     items = playground_ladders(3, side=72)
     monkeypatch.setattr(audit, "playground_ladders", lambda count, **_: items[:count])
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 
-def judged(url: str, **changes) -> AspectsReward:
+def judged(url, **changes):
     return AspectsReward(
         judge=Endpoint(model="judge", base_url=url, **{**QUICK, **changes}), aspects=("alignment",), n_evals=1, temperature=0.7
     )
 
 
-def ledger_answers(folder: Path) -> dict[str, dict[str, float]]:
+def ledger_answers(folder):
     """The usable answers in the ledger, by their content; no content has two."""
     with closing(open_read_only(folder / "ledger.sqlite")) as connection:
         rows = connection.execute("SELECT content, scores FROM answers WHERE scores IS NOT NULL").fetchall()
@@ -50,7 +50,7 @@ def ledger_answers(folder: Path) -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def faultless_answers(tmp_path_factory) -> dict[str, dict[str, float]]:
+def faultless_answers(tmp_path_factory):
     """What a judge without faults answers about the first item."""
     folder = tmp_path_factory.mktemp("faultless_answers")
     with pytest.MonkeyPatch.context() as patch, Double() as double:
@@ -61,10 +61,10 @@ def faultless_answers(tmp_path_factory) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("fault", slow_after(6, FAULTS))
-def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, faultless_answers, fault) -> None:
+def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, faultless_answers, fault):
     """A third of the questions get the fault once. A 429 with Retry-After is retried at once and does not count as an attempt."""
 
-    def sometimes(digest: str, times: int) -> str | None:
+    def sometimes(digest, times):
         return fault if int(digest[:4], 16) % 3 == 0 and times == 0 else None
 
     limits = {"timeout": 1.0} if fault == "time-out" else {}
@@ -83,7 +83,7 @@ def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_aga
     assert double.refused == []
 
 
-def test_retries_within_an_audit_leave_no_missing_scores(tmp_path, faultless_answers) -> None:
+def test_retries_within_an_audit_leave_no_missing_scores(tmp_path, faultless_answers):
     """Every question gets a fault at each of its first two attempts; the kinds alternate."""
     kinds = itertools.cycle([kind for kind in FAULTS if kind not in ("time-out", "refusal", "filtered")])
     with Double(lambda digest, times: next(kinds) if times < 2 else None) as double:
@@ -94,7 +94,7 @@ def test_retries_within_an_audit_leave_no_missing_scores(tmp_path, faultless_ans
     assert result.requests == 3 * QUESTIONS
 
 
-def test_invalid_answers_of_a_judge_are_not_recorded(tmp_path) -> None:
+def test_invalid_answers_of_a_judge_are_not_recorded(tmp_path):
     """The first answer is valid, because an audit raises if no image of its first item gets a score."""
     lies = itertools.chain([_json], itertools.cycle(SCORES.values()))
     with faulty_judge() as judge:
@@ -107,7 +107,7 @@ def test_invalid_answers_of_a_judge_are_not_recorded(tmp_path) -> None:
     assert result.alarms["missing scores"] == "fail"
 
 
-def test_an_audit_raises_after_the_first_item_if_the_judge_never_answers(tmp_path) -> None:
+def test_an_audit_raises_after_the_first_item_if_the_judge_never_answers(tmp_path):
     with Double(lambda digest, times: "503") as double:
         with pytest.raises(ValueError, match=r"no image of the first item got a score \(23 HTTP 503\); correct the judge"):
             judge_audit(judged(double.url), items=3, repeats=2, out=tmp_path)
@@ -115,7 +115,7 @@ def test_an_audit_raises_after_the_first_item_if_the_judge_never_answers(tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "questions"), [("viescore", 44), ("win_rate", 60), ("several", 44)])
-def test_no_kind_of_judge_is_asked_a_question_twice(tmp_path, kind, questions) -> None:
+def test_no_kind_of_judge_is_asked_a_question_twice(tmp_path, kind, questions):
     """Two of the 23 samples share another one's image, whose quality is asked for once; ``win_rate`` compares pairs of rungs."""
     with Double(words={"first": 0.3, "second": 0.6}) as double:
         one = {"kind": "aspects", "aspects": ["alignment"], "n_evals": 1, "temperature": 0.7}
@@ -136,7 +136,7 @@ def test_no_kind_of_judge_is_asked_a_question_twice(tmp_path, kind, questions) -
     assert (kind == "win_rate") == (results[0].samples == 12)
 
 
-def test_an_audit_stops_at_its_budget_and_the_next_call_continues_it(tmp_path) -> None:
+def test_an_audit_stops_at_its_budget_and_the_next_call_continues_it(tmp_path):
     with Double() as double:
         first = judge_audit(judged(double.url), items=3, repeats=2, budget=2 * QUESTIONS + 3, out=tmp_path)
         assert (first.items, first.left, first.failed) == (2, 1, True)
@@ -149,7 +149,7 @@ def test_an_audit_stops_at_its_budget_and_the_next_call_continues_it(tmp_path) -
             judge_audit(judged(double.url), items=1, repeats=2, budget=5, out=tmp_path / "other")
 
 
-def test_audit_costs_include_answers_from_the_ledger(tmp_path) -> None:
+def test_audit_costs_include_answers_from_the_ledger(tmp_path):
     with Double() as double:
         section = judged(double.url, prices=Prices(input=1.0, output=10.0))
         results = [judge_audit(section, items=1, repeats=2, out=tmp_path) for _ in range(2)]
@@ -169,7 +169,7 @@ audit.judge_audit(judged(sys.argv[1]), items=3, repeats=2, out=sys.argv[2])
 """
 
 
-def test_a_killed_audit_resumes_without_repeating_recorded_questions(tmp_path) -> None:
+def test_a_killed_audit_resumes_without_repeating_recorded_questions(tmp_path):
     with Double() as double:
         double.fault = lambda digest, times: time.sleep(0.05)
         paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])

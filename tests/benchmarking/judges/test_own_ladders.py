@@ -37,7 +37,7 @@ def write(folder, *rows):
     (folder / "ladder.jsonl").write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
 
 
-def test_a_ladder_is_read_with_all_probes(folder) -> None:
+def test_a_ladder_is_read_with_all_probes(folder):
     write(folder, GOOD, "", {**GOOD, "id": "", "target": None})
     first, second = read_ladders(folder)
     assert (first.id, second.id) == ("barn", "3")
@@ -53,7 +53,7 @@ def test_a_ladder_is_read_with_all_probes(folder) -> None:
     assert sizes["blur of the best"] == sizes["brighter"] == (64, 48)
 
 
-def test_an_audit_runs_on_the_users_ladders(folder) -> None:
+def test_an_audit_runs_on_the_users_ladders(folder):
     write(folder, *({**GOOD, "id": str(number)} for number in range(5)))
     result = retouch.judge_audit(BiasedJudge(), ladder=folder, out=folder / "audit")
     assert result.items == 5
@@ -61,7 +61,7 @@ def test_an_audit_runs_on_the_users_ladders(folder) -> None:
     assert {line.name: line.status for line in result.lines}["order of the rungs"] == "pass"
 
 
-def test_ladders_without_a_source_image_have_no_swapped_or_unedited_probe(folder) -> None:
+def test_ladders_without_a_source_image_have_no_swapped_or_unedited_probe(folder):
     write(folder, {**GOOD, "source": None})
     (item,) = read_ladders(folder)
     assert not {"swapped", "unedited"} & {probe.name for probe in item.probes}
@@ -89,13 +89,13 @@ def test_ladders_without_a_source_image_have_no_swapped_or_unedited_probe(folder
         ({**GOOD, "source": 3}, "source"),
     ],
 )
-def test_invalid_rows_raise_with_file_and_line(folder, row, told) -> None:
+def test_invalid_rows_raise_with_file_and_line(folder, row, told):
     write(folder, row)
     with pytest.raises(ValueError, match=f"(?s)ladder.jsonl line 1: .*{told.removeprefix('line 1: ')}"):
         read_ladders(folder)
 
 
-def test_all_invalid_lines_are_reported_together_and_empty_files_raise(folder) -> None:
+def test_all_invalid_lines_are_reported_together_and_empty_files_raise(folder):
     write(folder, GOOD, GOOD, {**GOOD, "id": "c", "source": "gone.png"}, "{")
     with pytest.raises(ValueError, match="line 2: an earlier line has the same id 'barn'") as error:
         read_ladders(folder)
@@ -108,7 +108,7 @@ def test_all_invalid_lines_are_reported_together_and_empty_files_raise(folder) -
             read_ladders(folder)
 
 
-def test_a_file_that_is_not_utf_8_raises_with_line_and_byte(tmp_path) -> None:
+def test_a_file_that_is_not_utf_8_raises_with_line_and_byte(tmp_path):
     (tmp_path / "ladder.jsonl").write_bytes('{"instruction": "Türen rot"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"ladder\.jsonl line 1: not UTF-8 at byte 18 of the line; save the file as UTF-8"):
         read_ladders(tmp_path)

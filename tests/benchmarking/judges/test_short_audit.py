@@ -3,8 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +20,9 @@ from retouch.run.session import run
 from retouch_bench.kinds import find_suite
 from retouch_judge import short_audit
 from retouch_judge.audit_ladders import playground_ladders
-from retouch_judge.audit_scores import AuditAnswers, Spending, ask
+from retouch_judge.audit_scores import Spending, ask
 from retouch_judge.kinds import Endpoint, InProcess
 from retouch_judge.models import JudgeQuota
-from retouch_judge.questions import Question
 from retouch_judge.rewards import AspectsReward, VieScore
 from retouch_judge.short_audit import ITEMS, audit_judges, judge_models
 from tiny_recipes import SMALL
@@ -39,14 +36,14 @@ TRUTHS = {
 }
 
 
-def truth_of(question: Question) -> float:
+def truth_of(question):
     """The truth of an edit; 1 for a question about the quality of an image alone."""
     images = [part.convert("RGB").tobytes() for part in question.parts if isinstance(part, Image.Image)]
     return TRUTHS[images[0], images[1]] if len(images) == 2 else 1.0
 
 
-def answer(question: Question, score: int) -> dict[str, Any]:
-    return {"reasoning": "", **dict.fromkeys(question.form.scales, score)}  # type: ignore[attr-defined]
+def answer(question, score):
+    return {"reasoning": "", **dict.fromkeys(question.form.scales, score)}
 
 
 JUDGES = {
@@ -65,7 +62,7 @@ REFUSED = {
 
 
 @pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CannedClient:
+def judge(monkeypatch, tmp_path):
     """A model that answers with ``reply``, with a state folder in ``tmp_path``."""
     client = CannedClient(JUDGES["honest"])
     monkeypatch.setattr(InProcess, "open", lambda self, *, device="cpu": client)
@@ -73,13 +70,13 @@ def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CannedClient:
     return client
 
 
-def audit_notes(*, judge: Any = MODEL) -> list[str]:
+def audit_notes(*, judge=MODEL):
     notes: list[str] = []
     audit_judges(VieScore(judge=judge), ranks=Ranks(), clients=JudgeClients("cpu"), note=notes.append)
     return notes
 
 
-def test_an_honest_judge_passes_and_its_result_is_reused(judge: CannedClient) -> None:
+def test_an_honest_judge_passes_and_its_result_is_reused(judge):
     (said,) = audit_notes()
     assert "passes (24 images; mean score 1.00 with the whole edit and 0.32 without; 100% of pairs in the right order" in said
     asked = len(judge.asked)
@@ -92,7 +89,7 @@ def test_an_honest_judge_passes_and_its_result_is_reused(judge: CannedClient) ->
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_useless_judge_is_rejected_and_audited_again_once_it_is_corrected(judge: CannedClient, kind: str) -> None:
+def test_a_useless_judge_is_rejected_and_audited_again_once_it_is_corrected(judge, kind):
     judge.reply = JUDGES[kind]
     with pytest.raises(ValueError, match=REFUSED[kind]) as error:
         audit_notes()
@@ -101,12 +98,10 @@ def test_a_useless_judge_is_rejected_and_audited_again_once_it_is_corrected(judg
     assert "passes" in audit_notes()[0]
 
 
-def test_many_unreadable_answers_fail_the_audit_even_if_retries_gave_scores(
-    judge: CannedClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_unreadable_answers_fail_the_audit_even_if_retries_gave_scores(judge, monkeypatch):
     """Each image has a score in the end, but every third answer could not be read."""
 
-    def ask_twice(*args: Any, **settings: Any) -> AuditAnswers:
+    def ask_twice(*args, **settings):
         attempts = Counter({"": 40, "unreadable reply": 20})
         return replace(ask(*args, **settings), spending=Spending(attempts))
 
@@ -118,9 +113,9 @@ def test_many_unreadable_answers_fail_the_audit_even_if_retries_gave_scores(
 
 
 @pytest.mark.parametrize(("worst", "kind"), [(1.0, ValueError), (2.0, BudgetSpent)])
-def test_other_ranks_raise_the_same_error_type_as_the_first_rank(worst: float, kind: type[ValueError]) -> None:
+def test_other_ranks_raise_the_same_error_type_as_the_first_rank(worst, kind):
     class Second(Ranks):
-        def max(self, values: torch.Tensor) -> torch.Tensor:
+        def max(self, values):
             return torch.full_like(values, worst)
 
     with pytest.raises(ValueError, match="the log of the first rank says why") as error:
@@ -128,13 +123,13 @@ def test_other_ranks_raise_the_same_error_type_as_the_first_rank(worst: float, k
     assert error.type is kind
 
 
-def test_judge_models_lists_each_model_of_a_reward_once(judge: CannedClient) -> None:
+def test_judge_models_lists_each_model_of_a_reward_once(judge):
     assert list(judge_models(AspectsReward(judge=MODEL))) == [MODEL]
     both = SeveralRewards(rewards={"a": VieScore(judge=MODEL), "b": AspectsReward(judge=MODEL)})
     assert list(judge_models(both)) == [MODEL]
 
 
-def words(tmp_path: Path, *more: str) -> list[str]:
+def words(tmp_path, *more):
     images = tmp_path / "images"
     images.mkdir(exist_ok=True)
     for item in find_suite("playground").items(None)[0]:
@@ -143,7 +138,7 @@ def words(tmp_path: Path, *more: str) -> list[str]:
     return ["bench", "playground", "--images", str(images), "--judge", section, "--out", str(tmp_path / "out"), *more]
 
 
-def test_a_benchmark_rejects_a_useless_judge_before_it_writes_files(judge: CannedClient, tmp_path: Path, capsys: Any) -> None:
+def test_a_benchmark_rejects_a_useless_judge_before_it_writes_files(judge, tmp_path, capsys):
     judge.reply = JUDGES["constant"]
     assert cli.main(words(tmp_path)) == 2
     assert "it gives every image the same score" in capsys.readouterr().err
@@ -157,7 +152,7 @@ def test_a_benchmark_rejects_a_useless_judge_before_it_writes_files(judge: Canne
     assert len(judge.asked) > asked
 
 
-def test_a_run_refuses_a_useless_judge_of_its_suites_before_the_first_step(judge: CannedClient, tmp_path: Path) -> None:
+def test_a_run_refuses_a_useless_judge_of_its_suites_before_the_first_step(judge, tmp_path):
     judge.reply = JUDGES["reversed"]
     suite = {"suite": "playground", "subset": 2, "judge": {"kind": "viescore", "judge": MODEL.model_dump(mode="json")}}
     document = {**SMALL, "out": str(tmp_path), "eval": {"tasks": 4, "suites": [suite]}}
@@ -166,7 +161,7 @@ def test_a_run_refuses_a_useless_judge_of_its_suites_before_the_first_step(judge
     assert RunFolder(parse(document).folder).read_metrics() == []
 
 
-def test_the_audit_counts_against_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_counts_against_the_budget(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with Double() as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)

@@ -146,10 +146,7 @@ def test_imgedit_averages_types(tmp_path):
     found = scored(
         suite,
         items,
-        lambda _, number: {
-            "reasoning": "",
-            **dict(zip(("compliance", "naturalness", "integrity"), answers[number], strict=True)),
-        },
+        lambda _, number: {"reasoning": "", **dict(zip(("compliance", "naturalness", "integrity"), answers[number], strict=True))},
     )
     assert found["1068"] == pytest.approx({"score": 10 / 3, "compliance": 4, "naturalness": 4, "integrity": 2})
     # adjust: (1 + 10 / 3) / 2; style: 4

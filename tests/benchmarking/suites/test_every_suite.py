@@ -1,7 +1,7 @@
 """Every suite, from one table: its published formula by hand, and missing or broken items are reported and never score 0."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.networks import AestheticModel
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.types import Sample, Scores
+from retouch.types import Sample
 from retouch_bench.images import ImageFolder, image_keys
 from retouch_bench.kinds import SUITES, find_suite
 from retouch_bench.running import run
@@ -194,7 +194,7 @@ CASES = {
 }
 
 
-def test_every_suite_has_a_case_and_its_golden_test_exists() -> None:
+def test_every_suite_has_a_case_and_its_golden_test_exists():
     assert set(CASES) == set(SUITES) - {consent.IMPORT}
     for case in CASES.values():
         file, _, name = case.golden.partition(".")
@@ -202,7 +202,7 @@ def test_every_suite_has_a_case_and_its_golden_test_exists() -> None:
         assert f"\ndef {name}(" in path.read_text()
 
 
-def with_reward(suite: Suite, table: Mapping[int, Mapping[str, float]]) -> Suite:
+def with_reward(suite, table):
     """The suite with a reward that returns ``table``'s row of the image's number."""
     names = list(table[1])
     real = suite.reward(JUDGE).known_columns()
@@ -213,12 +213,12 @@ def with_reward(suite: Suite, table: Mapping[int, Mapping[str, float]]) -> Suite
     class Canned(RewardSection):
         columns = made
 
-        def __call__(self, samples: Sequence[Sample]) -> Scores:
+        def __call__(self, samples):
             numbers = [number_of(sample.image) for sample in samples if sample.image is not None]
             return {name: torch.tensor([table[number].get(name, NAN) for number in numbers]) for name in made}
 
     class WithReward(type(suite)):
-        def reward(self, judge: Any) -> RewardSection:
+        def reward(self, judge):
             return Canned()
 
     changed: Suite = WithReward(**suite.model_dump())
@@ -226,7 +226,7 @@ def with_reward(suite: Suite, table: Mapping[int, Mapping[str, float]]) -> Suite
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(name: str, tmp_path: Path) -> None:
+def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(name, tmp_path):
     case = CASES[name]
     (tmp_path / "data").mkdir()
     data = None if case.write is None else case.write(tmp_path / "data")
@@ -249,11 +249,9 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
     for place in lost:
         folder.path(place).unlink()
     without_image = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "files", **more)
-    assert whole is not None
     assert whole.headline == pytest.approx(case.expected[0])
     assert not whole.missing
     for partial in (without_answer, without_image):
-        assert partial is not None
         assert partial.headline == pytest.approx(case.expected[1])
         assert [each["item"] for each in partial.missing] == [items[1].id] * len(lost)
         assert all(each["reason"] for each in partial.missing)
@@ -266,7 +264,7 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_suite_can_be_scored_by_another_reward(name: str, tmp_path: Path) -> None:
+def test_every_suite_can_be_scored_by_another_reward(name, tmp_path):
     case = CASES[name]
     (tmp_path / "data").mkdir()
     data = None if case.write is None else case.write(tmp_path / "data")
@@ -276,19 +274,18 @@ def test_every_suite_can_be_scored_by_another_reward(name: str, tmp_path: Path) 
     for place in image_keys(list(enumerate(items)), suite=suite):
         folder.write(place, numbered_image(place.number + 1))
     found = run(suite, judge=ShareReward(channel="green"), data=data, images=folder.root, out=tmp_path / "out")
-    assert found is not None
     assert not found.missing
     assert found.table["all"].keys() == {"share"}
     assert found.headline == pytest.approx((100 / 301 + 100 / 302) / 2)
 
 
-def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path: Path) -> None:
+def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path):
     suite = HpsSuite(path="p")
     items, _ = suite.items(suite_rows.prompts(tmp_path))
     # unit vectors of text and image by item: cosines 0.6 x 1, and 0.6 x 0.8 - 0.8 x 0.6 = 0 from below
     pairs = {1: ((0.6, 0.8), (1.0, 0.0)), 2: ((0.6, -0.8), (0.8, 0.61))}
 
-    def cosines(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    def cosines(samples):
         found = [sum(a * b for a, b in zip(*pairs[number_of(sample.image)], strict=True)) for sample in samples if sample.image]
         return torch.tensor(found), torch.zeros(len(found))
 
@@ -301,7 +298,7 @@ def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path: Path) -> None:
     assert headline(suite, items, table) == pytest.approx({"hps": 0.3})
 
 
-def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path: Path) -> None:
+def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path):
     suite = AestheticSuite(head="h")
     items, _ = suite.items(suite_rows.prompts(tmp_path))
     # unit vectors of the images, through 2 x 2 and 1 x 2 layers: (2 x 0.6 + 1) + 3 x (0.8 - 0.5) = 3.1, and (0 + 1) + 3 x 0.5 = 2.5

@@ -20,7 +20,7 @@ def judge(monkeypatch):
         yield Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", pause=0.01, longest_pause=0.02)
 
 
-def server_score(number: int, name: str, top: int = 5) -> float:
+def server_score(number, name, top=5):
     """The score that the server gives an image."""
     return expected_score(numbered_image(number), name, 0, low=1, high=top, whole=True)
 
@@ -38,7 +38,6 @@ def test_an_imgedit_run_with_a_judge_server_gives_the_expected_table(tmp_path, j
     for item, number in {"12": 21, "7": 22}.items():
         save_numbered_image(tmp_path / "images" / f"{item}.png", number)
     result = run("imgedit", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
-    assert result is not None
     names = ("compliance", "naturalness", "integrity")
     means = [sum(server_score(number, name) for name in names) / 3 for number in (21, 22)]
     assert result.headline == pytest.approx(sum(means) / 2)
@@ -55,7 +54,6 @@ def test_kris_scores_that_a_category_lacks_are_not_reported_as_missing(tmp_path,
         (tmp_path / "data" / folder / "annotation.json").write_text(json.dumps(rows))
         save_numbered_image(tmp_path / "images" / f"{folder}-1.png", 30 + len(folder))
     result = run("kris", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
-    assert result is not None
     assert not result.missing
     assert [row.reason for row in result.rows] == ["", ""]
     assert result.table["biology"]["knowledge"]["mean"] == server_score(37, "knowledge")
@@ -74,7 +72,6 @@ def test_the_table_of_imgedit_multi_turn_has_a_row_for_each_turn(tmp_path, judge
     result = run(
         "imgedit-multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out"
     )
-    assert result is not None
     restraint = [expected_score(numbered_image(number), "restraint", 0, low=0, high=10) for number in (51, 52)]
     assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
 
@@ -92,7 +89,6 @@ def test_the_table_of_multi_turn_has_reward_and_preservation_of_each_turn(tmp_pa
     save_numbered_image(tmp_path / "images" / "a.png", 151)
     save_numbered_image(tmp_path / "images" / "a-turn2.png", 49)
     result = run("multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
-    assert result is not None
     # each turn is compared with the turn before, in one of three channels
     assert [result.table[f"turn {turn}"]["l1"]["mean"] for turn in (1, 2)] == pytest.approx([51 / 255 / 3, 102 / 255 / 3], abs=1e-6)
     restraint = [expected_score(numbered_image(number), "restraint", 0, low=0, high=10) for number in (151, 49)]

@@ -86,7 +86,7 @@ def test_geneval2_takes_the_geometric_mean(tmp_path):
     assert math.isnan(missing[items[0].id]["am"])
 
 
-def dpg_file(path: Path, rows) -> Path:
+def dpg_file(path, rows):
     return table(path, [DPG_COLUMNS, *rows])
 
 
@@ -122,7 +122,7 @@ def test_dpg_questions_that_depend_on_a_negative_answer_score_0(tmp_path):
     assert headline(suite, items, missing)["score"] == pytest.approx(1 / 4)
 
 
-def unigen_file(path: Path, rows) -> Path:
+def unigen_file(path, rows):
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["index", "prompt_en", "sub_dims_en"])

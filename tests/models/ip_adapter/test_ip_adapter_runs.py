@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import tiny_encoders
 import tiny_models
@@ -29,7 +30,7 @@ from retouch.run.session import run
 from retouch.types import Batch, Conditioning
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models import tiny_fill as flux_parts
-from retouch_worlds.pretraining.words import build_image_encoder, write
+from retouch_worlds.pretraining.words import write
 from slow_params import slow_except
 from tiny_recipes import SMALL
 
@@ -181,7 +182,16 @@ def test_playground_twin_runs_warm_up_and_rl(name: str, untrained_image_model: P
 
 
 def test_rebuilt_playground_encoder_is_the_shipped_one_up_to_rounding(tmp_path: Path) -> None:
-    build_image_encoder(tmp_path)
+    """Embeddings of width 64, for images of 32 x 32 pixels."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "projection_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=32, patch_size=4, **sizes))
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, 0, 0.1)
+    model.save_pretrained(tmp_path)
+    CLIPImageProcessorPil(size={"height": 32, "width": 32}, do_center_crop=False).save_pretrained(tmp_path)
     shipped = find_encoder("playground")
     assert shipped is not None
     assert (tmp_path / "preprocessor_config.json").read_bytes() == (shipped / "preprocessor_config.json").read_bytes()

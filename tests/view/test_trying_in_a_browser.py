@@ -1,45 +1,46 @@
-"""Trying an inpainting model on the page: a mask that is drawn or uploaded, a reference image, and the reference as context."""
+"""Trying on the page: an inpainting model with a mask that is drawn or uploaded and a reference image, and a writer of prompts."""
 
 import base64
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import WIDE_AND_PHONE, fits
 from PIL import Image, ImageDraw
 
 import tiny_sign_runs
+import tiny_writer_runs
 from retouch.inference.sampling import SideBySide
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.run.session import run
 from retouch.types import Task
-
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
+def options():
     return {"trying": "cpu"}
 
 
 @pytest.fixture
-def signs(tmp_path: Path) -> Path:
+def signs(tmp_path):
     """The folder of a run; its images are 64 x 32 px."""
     tiny_sign_runs.make_run(tmp_path / "runs")
     return tmp_path / "runs" / "signs"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
+def files(tmp_path):
     task = tiny_sign_runs.task()
     found = {"source": task.images[0], "reference": task.reference, "mask": task.mask}
     for name, image in found.items():
-        assert image is not None
         image.save(tmp_path / f"{name}.png")
     return {name: tmp_path / f"{name}.png" for name in found}
 
 
-def drag(tab: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+def drag(tab, start, end):
     """Drag the pointer over the drawing between two points, given as shares of its width and height."""
     drawing = tab.get_by_role("img", name="the drawn mask")
     drawing.scroll_into_view_if_needed()
@@ -51,16 +52,14 @@ def drag(tab: Any, start: tuple[float, float], end: tuple[float, float]) -> None
     tab.mouse.up()
 
 
-def image_of(text: str | None) -> Image.Image:
+def image_of(text):
     assert text is not None
     return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
-)
-def test_a_drawn_mask_and_a_reference_reach_the_model(signs: Path, files: dict[str, Path], tab: Any, address: str) -> None:
+@WIDE_AND_PHONE
+def test_a_drawn_mask_and_a_reference_reach_the_model(signs, files, tab, address):
     tab.goto(f"{address}/#/try/signs")
     requests: list[dict[str, Any]] = []
     tab.on("request", lambda request: requests.append(json.loads(request.post_data)) if request.method == "POST" else None)
@@ -96,17 +95,15 @@ def test_a_drawn_mask_and_a_reference_reach_the_model(signs: Path, files: dict[s
         "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
     )
     assert np.array_equal(np.array(shown, np.uint8).reshape(32, 64, 4)[..., :3], np.asarray(expected))
-    assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert fits(tab)
 
 
 @pytest.mark.slow
-def test_an_uploaded_mask_replaces_the_drawing_and_the_brush_can_be_undone(
-    signs: Path, files: dict[str, Path], tab: Any, address: str
-) -> None:
+def test_an_uploaded_mask_replaces_the_drawing_and_the_brush_can_be_undone(signs, files, tab, address):
     tab.goto(f"{address}/#/try/signs")
     requests: list[dict[str, Any]] = []
 
-    def answer(route: Any) -> None:
+    def answer(route):
         requests.append(json.loads(route.request.post_data))
         route.fulfill(body=json.dumps({"error": f"answer {len(requests)}"}) + "\n")
 
@@ -133,3 +130,38 @@ def test_an_uploaded_mask_replaces_the_drawing_and_the_brush_can_be_undone(
     tab.get_by_text("Draw a mask, or choose a file.").wait_for()
     assert len(requests) == 2
     assert requests[-1]["context"] is None
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Two steps of the playground's writer in front of its frozen editor, with steps so large that the text changes."""
+    changes = {"policy__model": {"kind": "playground-writer"}, "rollout__max_new_tokens": 32, "learning_rate": 0.05}
+    recipe = parse(tiny_writer_runs.recipe(tmp_path / "runs", tmp_path, **changes))
+    assert run(recipe, fresh=False) == 0
+    return RunFolder(recipe.folder)
+
+
+@pytest.mark.slow
+@WIDE_AND_PHONE
+def test_try_shows_texts_and_images_before_and_after_training(written, tab, address):
+    line = written.read_samples(0)[0]
+    source = written.samples(0) / line["source"]
+    tab.goto(f"{address}/#/try/written")
+    tab.get_by_label("Prompt or instruction").fill(line["instruction"])
+    tab.locator("input[type=file]").set_input_files(source)
+    tab.get_by_role("button", name="Make both images").click()
+    tab.get_by_text("Both from the noise of seed 0.").wait_for(timeout=120_000)
+    assert [figure.split("\n")[0] for figure in tab.locator(".pairs figcaption").all_inner_texts()] == [
+        "source",
+        "before training",
+        "after step 2",
+    ]
+    with Image.open(source) as image:
+        task = Task("any", line["instruction"], images=(image.convert("RGB"),))
+    pair = SideBySide(written.root, device="cpu")
+    expected = [pair.sample(task, step=step, seed=0).text for step in (0, 2)]
+    assert tab.locator(".pairs pre").all_inner_texts() == expected
+    assert expected[0] != expected[1]
+    for label in ("before training", "after step 2"):
+        assert tab.get_by_role("img", name=label).evaluate("canvas => canvas.width") == task.images[0].width
+    assert fits(tab)
