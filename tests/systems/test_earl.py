@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageStat
 from transformers import Emu3VQVAE
 
+import changed_recipes
 import loopback
 from retouch.cli import main
 from retouch.recipe.recipe import load
@@ -88,12 +89,6 @@ def changed(tmp_path: Path, **values: Any) -> Path:
     return file
 
 
-def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {deep: leaf for key, inner in value.items() for deep, leaf in leaves(inner, f"{path}.{key}".lstrip(".")).items()}
-
-
 def test_the_configuration_trains_for_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loopback.Server(Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -108,7 +103,7 @@ def test_the_configuration_trains_for_two_steps(tmp_path: Path, monkeypatch: pyt
 
 def test_it_is_the_packaged_recipe_with_its_own_paths_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = changed(tmp_path, num_iterations=2000, episodes_per_iteration=128, generations_per_sample=8, max_response_tokens=2048)
-    ours, theirs = leaves(load("emu3/sft_think_s__rl_c").document()), leaves(load(file).document())
+    ours, theirs = changed_recipes.values(load("emu3/sft_think_s__rl_c").document()), changed_recipes.values(load(file).document())
     different = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
     of_paths = {"policy.model.path", "policy.model.tokenizer", "data.lists", "data.coefficients", "data.validation_lists"}
     # The packaged recipe uploads nothing, warns about another number of ranks, and has the microbatch of EARL's thinking runs.
@@ -139,7 +134,7 @@ def test_it_is_the_packaged_recipe_with_its_own_paths_and_sizes(tmp_path: Path, 
     ],
 )  # fmt: skip
 def test_a_key_has_the_effect_of_its_counterpart(values: dict[str, Any], recipe: dict[str, Any], tmp_path: Path) -> None:
-    found = leaves(load(changed(tmp_path, **values)).document())
+    found = changed_recipes.values(load(changed(tmp_path, **values)).document())
     assert {key: found.get(key) for key in recipe} == recipe
 
 

@@ -35,13 +35,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "runs" / "prompt-enhancer-published"
 
 
-def test_the_published_recipe_trains_for_two_steps(run: Path) -> None:
+def test_the_published_recipe_trains_for_two_steps_and_enhances_prompts(run: Path) -> None:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(0 <= step["reward/clip/similarity"] <= 1 for step in steps)
-
-
-def test_prompts_are_enhanced_alone_and_in_a_list(run: Path) -> None:
     writer = retouch.open_writer(str(run))
     assert [reply.text for reply in writer(PROMPTS)] == [writer(prompt).text for prompt in PROMPTS]
 

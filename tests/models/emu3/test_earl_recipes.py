@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 import tiny_writer_runs
+from changed_recipes import values
 from retouch.cli import main
 from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
@@ -50,12 +51,6 @@ def name_of(stem: str) -> str:
     return f"recipes/emu3/{stem}.jsonnet"
 
 
-def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {deep: leaf for key, inner in value.items() for deep, leaf in leaves(inner, f"{path}.{key}".lstrip(".")).items()}
-
-
 def test_recipe_files_are_exactly_those_of_the_source() -> None:
     found = {Path(name).stem for name in available() if name.startswith("recipes/emu3/") and "playground" not in name}
     assert found == {*RL, *SFT, PUBLISHED}
@@ -65,7 +60,7 @@ def test_recipe_files_are_exactly_those_of_the_source() -> None:
 def test_rl_recipe_values_match_the_source(stem: str) -> None:
     recipe = load(name_of(stem))
     check_ranks(recipe, 8)
-    found, thinks = leaves(recipe.document()), "think" in stem
+    found, thinks = values(recipe.document()), "think" in stem
     wanted = {
         **{"name": "mine", "out": "/runs", "seed": 42, "steps": 2000, "learning_rate": 3e-6, "microbatch": 4 if thinks else 8},
         **{"tasks_per_step": 16, "group_size": 8, "epochs": 1, "minibatches": 1, "sharding": "zero2"},
@@ -125,7 +120,7 @@ def test_each_final_reward_loads_with_the_v1_url_of_the_judge(
     monkeypatch.setenv("APP__REWARD_FUNCTION_API_BASE", base)
     file = tmp_path / "r.jsonnet"
     file.write_text(f"local e = import 'lib/earl.libsonnet'; e.rl(start='sft_s', data=e.data.s, final='{final}')")
-    found = leaves(load(file).document()["reward"])
+    found = values(load(file).document()["reward"])
     assert {value for path, value in found.items() if path.endswith("base_url")} == {"http://judge:4877/v1"}
     assert {path: value for path, value in found.items() if path.startswith("combine")} == REWARDS[final]
 
