@@ -185,8 +185,13 @@ def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -
         sets = build_sets(recipe, data, size=size)
     except ValueError as error:
         place = f"FILE{Path(path).suffix}" if Path(path).suffix else "DIR"
-        other_path = "--set data.lists=[DIR, ...]" if "lists" in data.path_keys else f"--set data.path={place}"
-        return failed("data", str(error), fix=other_path if missing else f"retouch data check {path}"), None
+        fix = f"retouch data check {'RECIPE' if 'lists' in data.path_keys else path}"
+        if missing:
+            key = next(key for key in data.path_keys if path in data.paths(key))
+            fix = f"--set data.{key}=[DIR, ...]" if key.endswith("lists") else f"--set data.{key}={place}"
+        elif "leaves nothing to" in str(error):
+            fix = "--set data.held_out=1"
+        return failed("data", str(error), fix=fix), None
     heldout = "held out" if split_label(recipe.eval.split) == "held-out" else "of them also for evaluation, none held out"
     train = "a stream of" if isinstance(sets.train, UnindexedTasks) else len(sets.train)
     text = f"{path}: {train} tasks for training, {len(sets.heldout)} {heldout}"

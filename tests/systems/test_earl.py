@@ -158,8 +158,9 @@ def test_a_key_without_a_counterpart_is_refused_by_its_name(values: dict[str, An
         load(changed(tmp_path, **values))
 
 
-def test_keys_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    load(CONFIG)
+def test_keys_without_effect_and_another_tokenizer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(changed(tmp_path, tokenizer_path="BAAI/Emu3-Gen"))
+    assert "Emu3-community/Emu3-Gen-hf is the same tokenizer" in caplog.text
     assert "model_context_size has no effect" in caplog.text
     assert "vllm_gpu_memory_utilization has no effect" in caplog.text
 
@@ -178,4 +179,7 @@ def test_missing_data_and_weights_are_reported_before_the_run_waits_for_the_judg
 
 def test_the_check_of_data_reads_the_layout(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(data / "magicbrush")]) == 1
-    assert "2 rows read" in capsys.readouterr().out
+    assert "set data.trusted: true if you trust its author" in capsys.readouterr().out
+    # The configuration says whose files it trusts.
+    assert main(["data", "check", str(CONFIG)]) == 0
+    assert "6 rows read, 0 errors" in capsys.readouterr().out

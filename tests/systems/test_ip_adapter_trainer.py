@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
         ref = Image.new("RGB", (2 * SIDE, 2 * SIDE), (0, number, 0))
         ImageDraw.Draw(ref).rectangle([2 * edge for edge in BOX[:2]] + [2 * edge + 1 for edge in BOX[2:]], fill=(0, 0, 50 * number))
         ref.save(root / f"{number}_ref.png")
-    (root / "self_bench.txt").write_text("1-Azir\n2-The text is 'Zed'.\n3-Paint 'Lux' in gold\n")
+    (root / "self_bench.txt").write_text("1-Azir\n2-The text is 'Zed'\n3-Paint 'Lux' in gold\n")
     return root
 
 
@@ -70,11 +70,11 @@ def test_a_line_that_is_a_prompt_is_not_put_into_the_template_again(folder: Path
     rows = TripletRows(folder, reference="own")
     assert [(rows[index].instruction, rows[index].text) for index in (0, 1)] == [
         ("The text is 'Azir'.", "Azir"),
-        ("The text is 'Zed'.", "Zed"),
+        ("The text is 'Zed'", "Zed"),
     ]
     (problem,) = rows.problems
     assert (problem.line, problem.severity) == (3, "note")
-    assert "1 texts look like prompts" in problem.what
+    assert "1 texts look like prompts (lines 3)" in problem.what
     whole = TripletRows(folder, reference="own", template="{}")
     assert (whole[2].instruction, whole[2].text) == ("Paint 'Lux' in gold", "Lux")
     assert not whole.problems

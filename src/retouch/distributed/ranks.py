@@ -212,7 +212,7 @@ def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
             there = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ValueError(
                 f"devices.{part}: {name} of this rank is {device}, but this machine has {there} CUDA devices, and every rank uses "
-                f"{gpus_per_rank(devices)} of them. Start fewer ranks, or use fewer devices"
+                f"{gpus_per_rank(devices)} of them. Start fewer ranks, use fewer devices, or use one with --set devices=null"
             )
     # ``auto`` is the rank's first GPU, if there is a GPU.
     policy = devices.policy or ("cuda:0" if recipe.device == "auto" and torch.cuda.is_available() else recipe.device)

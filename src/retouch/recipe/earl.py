@@ -53,10 +53,13 @@ def recipe_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         given.setdefault("reward_function_api_model_name", given.pop("reward_function_model_name"))
     if problems := list(_problems(given)):
         raise ValueError("\n".join(problems))
-    given["tokenizer_path"] = _TOKENIZERS.get(given["tokenizer_path"], given["tokenizer_path"])
+    notes = [f"{key} has no effect: {why}" for key, why in _WITHOUT_EFFECT.items() if key in given]
+    if (instead := _TOKENIZERS.get(given["tokenizer_path"])) is not None:
+        notes.append(f"tokenizer_path: {instead} is the same tokenizer without Python code, and takes its place")
+        given["tokenizer_path"] = instead
     lib = packaged_recipes() / "lib" / "earl_config.libsonnet"
     found: dict[str, Any] = json.loads(evaluate_jsonnet(lib, folders=[], variables={"CONFIG": json.dumps(given)}))
-    return found, [f"{key} has no effect: {why}" for key, why in _WITHOUT_EFFECT.items() if key in given]
+    return found, notes
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:

@@ -101,13 +101,17 @@ class TokenData(DataSource):
             return
         yield from held_out_problems(self.held_out, at, eval_split)
 
+    def rows(self) -> TokenRows:
+        """The rows of all lists, before they are checked and repeated."""
+        return TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted, thought_keys=self.thought_keys)
+
     def build(self, context: DataContext) -> TokenSets:
         """The tasks. Rows are split before they are repeated; training rows that share a source image with validation rows are left
         out before that too."""
         allowed = self.refuse_test_sets(trains=context.trains)
         if not self.validation_lists:
             require_training_rows(self.held_out, context)
-        rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted, thought_keys=self.thought_keys)
+        rows = self.rows()
         # Source and target images are decoded from the tokens.
         required = replace(context.required, images=RowRequirements().images, target=False)
         accepted = accept_rows(rows, on_bad_row=self.on_bad_row, required=required)

@@ -88,7 +88,8 @@ class TripletRows:
             if (item := _item(entry)) is not None:
                 self._first.setdefault(item[0], entry.line)
         prompts = [entry.line for entry in table.entries if (item := _item(entry)) is not None and self._is_odd(item[1])]
-        found = f"{len(prompts)} texts look like prompts; data.template '{{}}' takes a line as the prompt"
+        lines = ", ".join(map(str, prompts[:8]))
+        found = f"{len(prompts)} texts look like prompts (lines {lines}); data.template '{{}}' takes a line as the prompt"
         self.problems: tuple[Problem, ...] = (
             *table.notes,
             *([Problem(self._file, prompts[0], found, "note")] if prompts else []),
@@ -166,6 +167,8 @@ class TripletRows:
     def _prompt(self, text: str) -> tuple[str, str]:
         """The prompt of a line, and the text to paint."""
         before, after = self._template.split("{}")
+        if not text.endswith(after):  # the last full stop may be left out
+            after = after.removesuffix(".")
         if text.startswith(before) and text.endswith(after) and len(text) > len(before + after):
             inner = text.removeprefix(before).removesuffix(after)
             return text, (quoted(text) or text) if self._template == "{}" else inner
