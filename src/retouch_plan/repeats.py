@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from retouch.models.causal import PreallocatedCacheLayer
 from retouch.policies.autoregressive import TokenizesTargets, TokenizesText
 from retouch.policies.decoding import CHECK_EVERY, CachedDecoding
-from retouch.policies.rollout import Generation, TokenSampling
+from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
 from retouch_plan.accelerator import FakeTensor

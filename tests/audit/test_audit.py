@@ -17,6 +17,7 @@ from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.scoring import score
 from retouch.run.build import build_phase, build_sets
 from retouch.run.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
@@ -167,8 +168,8 @@ def test_rescore_with_another_judge_scores_each_stored_image_once(run_all_images
     assert {(sample.split, sample.step) for sample in rows} == {("train", 1), ("train", 2)}
     assert len(rows) == 15
     for sample in rows:
-        red = ShareReward()._share(Image.open(shown[sample.image]))
-        assert sample.scores["share-red:share"] == pytest.approx(float(red))
+        red = score(ShareReward(), Image.open(shown[sample.image]))["share"]
+        assert sample.scores["share-red:share"] == pytest.approx(red)
     asked = []
 
     def count(self, samples):

@@ -20,7 +20,7 @@ import pytest
 import loopback
 from retouch.config import keys
 from retouch.config.keys import RedactingFormatter, redacted
-from retouch.policies.rollout import TokenSampling
+from retouch.policies.engine import TokenSampling
 from retouch.recipe.recipe import load
 from retouch.records.files import append_line, read_lines
 from retouch_judge.chat_client import ChatClient

@@ -9,7 +9,7 @@ import served_models
 import tiny_writers
 import tiny_writing
 import vllm_server
-from retouch.policies.rollout import EngineFault
+from retouch.policies.engine import EngineFault
 from retouch_serve.engines.vllm_wire import query_sampling, query_server
 from vllm_double import Double
 

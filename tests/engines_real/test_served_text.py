@@ -14,7 +14,7 @@ import tiny_writers
 import tiny_writing
 import vllm_server
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.rollout import EngineFault
+from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run

@@ -13,7 +13,8 @@ from retouch.core.advantages import group_relative
 from retouch.core.surrogates import loss_weights
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.rollout import Generation, TokenRollout
+from retouch.policies.engine import Generation
+from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from retouch.policies.rollout import EngineFault
+from retouch.policies.engine import EngineFault
 
 
 class Lockstep:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from retouch.core.surrogates import importance_weights, k3
 from retouch.policies.decoding import AutoregressiveTrajectory, CachedDecoding, log_prob_difference, scatter, token_log_probs
-from retouch.policies.rollout import CachedEngine, Engine, EngineFault, Generation, TokenRollout
+from retouch.policies.engine import EngineFault, Generation
+from retouch.policies.rollout import CachedEngine, Engine, TokenRollout
 from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel

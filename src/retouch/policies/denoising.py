@@ -22,7 +22,8 @@ from retouch.core.random import generator
 from retouch.core.surrogates import gaussian_kl, importance_weights, velocity_mse
 from retouch.core.transitions import gradient_balance, ratio_norm
 from retouch.models.parts import compute_device, to_device
-from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, EngineFault, FirstGradientStep
+from retouch.policies.engine import EngineFault
+from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel

@@ -24,7 +24,7 @@ from retouch.distributed.ranks import (
     limit_memory,
     plan_placement,
 )
-from retouch.policies.rollout import EngineFault
+from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import Recipe, rank_count_warning, rewards_of
 from retouch.records.control import ControlRequest, answer_request, read_requests
 from retouch.records.folder import RunFolder

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retouch.config import keys
 from retouch.core.random import backoff_pause
-from retouch.policies.rollout import EngineFault
+from retouch.policies.engine import EngineFault
 from retouch.records.files import strict_json
 from retouch.types import Batch
 from retouch_serve.http import client_options

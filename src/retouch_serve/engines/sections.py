@@ -22,16 +22,8 @@ from retouch.config import keys
 from retouch.config.section import Count, NonNegative, Positive, Section
 from retouch.models.base import ImageModel
 from retouch.models.train import FullWeights, TrainSection
-from retouch.policies.rollout import (
-    ChainEngineSection,
-    DenoisingEngine,
-    Diagnosis,
-    Engine,
-    EngineContext,
-    EngineFault,
-    EngineSection,
-    TokenSampling,
-)
+from retouch.policies.engine import EngineFault, TokenSampling
+from retouch.policies.rollout import ChainEngineSection, DenoisingEngine, Diagnosis, Engine, EngineContext, EngineSection
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 if TYPE_CHECKING:

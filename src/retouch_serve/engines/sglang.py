@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from retouch.policies.rollout import ChainRequest, Chains, EngineFault
+from retouch.policies.engine import EngineFault
+from retouch.policies.rollout import ChainRequest, Chains
 from retouch.types import Batch, Conditioning
 from retouch_serve.engines.client import (
     Client,

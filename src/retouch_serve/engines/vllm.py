@@ -16,7 +16,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.policies.rollout import EngineFault, Generation, TokenSampling
+from retouch.policies.engine import EngineFault, Generation, TokenSampling
 from retouch.protocols import Grammar
 from retouch.types import Batch, Prompts, Task
 from retouch_serve.engines.client import (

@@ -13,7 +13,7 @@ from typing import Any
 from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from retouch.policies.rollout import EngineFault, TokenSampling
+from retouch.policies.engine import EngineFault, TokenSampling
 from retouch.records.files import png
 from retouch_serve.engines.client import Client, InvalidResponse, RequestRefused
 from retouch_serve.engines.grammar import KEY

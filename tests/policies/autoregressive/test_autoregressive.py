@@ -21,7 +21,8 @@ from retouch.distributed.ranks import Ranks
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, TokenCycle
 from retouch.policies.autoregressive import check_mismatch
 from retouch.policies.decoding import AutoregressiveTrajectory, CachedDecoding, scatter, token_log_probs
-from retouch.policies.rollout import CachedEngine, EngineFault, Generation
+from retouch.policies.engine import EngineFault, Generation
+from retouch.policies.rollout import CachedEngine
 from retouch.protocols import AutoregressiveModel, Policy
 from retouch.run.metrics import Clock, completion_metrics
 from retouch.run.step import Run, accumulate, collect, make_minibatch

@@ -13,7 +13,7 @@ import vllm_runner
 from retouch import cli
 from retouch.distributed.ranks import Ranks
 from retouch.models.emu3 import language_model
-from retouch.policies.rollout import EngineFault
+from retouch.policies.engine import EngineFault
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder

@@ -22,7 +22,8 @@ from retouch.models.sd3 import SD3Model
 from retouch.models.train import FullWeights, Lora
 from retouch.models.z_image import ZImageModel
 from retouch.policies.denoising import DenoisingPolicy
-from retouch.policies.rollout import EngineContext, EngineFault
+from retouch.policies.engine import EngineFault
+from retouch.policies.rollout import EngineContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
 from retouch.run.metrics import completion_metrics

@@ -24,7 +24,8 @@ from lockstep import Lockstep
 from retouch.models.emu3 import DRAW
 from retouch.models.lora import write_lora
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.rollout import EngineContext, EngineFault
+from retouch.policies.engine import EngineFault
+from retouch.policies.rollout import EngineContext
 from retouch.recipe.recipe import parse
 from retouch.types import Needs, Slice
 from retouch_plan.checks import check_engines

@@ -170,7 +170,7 @@ def test_prompt_quality_reward_returns_the_sub_scores_of_the_completion():
     scores = reward([sample(k, 0, 0, written=text) for k, text in enumerate(written)])
     points = prompt_quality("a cat", "a fluffy cat on a windowsill, highly detailed")
     assert scores["total"].tolist() == pytest.approx([points.total, 0.0])
-    assert scores["quality_words"].tolist() == [points.quality_words, 0.0]
+    assert scores["quality_words"].tolist() == pytest.approx([points.quality_words, 0.0])
     check_reward(PromptQualityReward(), [sample(k, 0, 0, written="a cat " * k) for k in range(4)])
     with pytest.raises(ValueError, match="has no completion"):
         reward([sample(1, 0, 0)])
