@@ -78,6 +78,8 @@ def work_of(name: str) -> str:
     work["steps"] = sum(phase.get("steps", 0) for phase in phases) or read.get("steps")
     same_steps = all(set(phase) <= set(SAME_STEP) for phase in phases)
     work["phases"] = [] if same_steps else [{**phase, "data": None} for phase in phases]
+    for section, key in (("objective", "normalise"), ("optimizer", "schedule")):
+        work[section] = {name: value for name, value in read.get(section, {}).items() if name != key}
     work["policy"] = {**read["policy"], "model": {**read["policy"]["model"], "path": None}}
     return json.dumps(work, sort_keys=True)
 
