@@ -96,7 +96,13 @@ def gathered_on_device() -> Iterator[None]:
 
 def own_text_encoder() -> AbstractContextManager[Any]:
     """Let an editor behind a writer keep its own text encoder on the device, inside this context."""
-    return patch("retouch.models.qwen_image.responses.share_encoder", lambda *_, **__: None)
+    from retouch.models.offloading import parts_of
+
+    def only_move(editor: Any, *_: Any, device: Any, **__: Any) -> None:
+        for part in parts_of(editor):
+            part.to(device)
+
+    return patch("retouch.models.qwen_image.responses.share_encoder", only_move)
 
 
 @dataclass(frozen=True, kw_only=True)
