@@ -128,7 +128,8 @@ def test_prompts_of_ones_own_take_the_place_of_viescores(open_panel, tmp_path):
     with Double() as double:
         reward = on_panel(VieScore, open_panel(double, repeats=1), prompts=str(tmp_path))
         assert reward([sample(1)])["overall"].isfinite().all()
-        edit, looks = (request["messages"][0]["content"] for request in double.requests)
+        # The questions are asked at the same time.
+        looks, edit = sorted(request["messages"][0]["content"] for request in double.requests)
     assert edit == rubric("vie-edit")
     assert looks.startswith("RATE THE LOOKS.\n\nWrite your reasoning first")
     assert looks.endswith('"naturalness", "cleanness".')
