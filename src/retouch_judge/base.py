@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from PIL.Image import Image
@@ -40,9 +41,14 @@ _FOLDER = resources.files("retouch_judge") / "prompts"
 
 
 @cache
-def rubric(name: str) -> str:
-    """Read the rubric in the file ``prompts/NAME.txt``."""
-    return (_FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip()
+def rubric(name: str, own: str | None = None) -> str:
+    """Read the rubric in the file ``prompts/NAME.txt``. If the folder ``own`` has a file of this name, its text takes the place of
+    Retouch's text, except for the last line, which asks for the form of the answer. A file is read once in a process."""
+    text = (_FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip()
+    file = None if own is None else Path(own) / f"{name}.txt"
+    if file is None or not file.is_file():
+        return text
+    return f"{file.read_text(encoding='utf-8').strip()}\n\n{text.splitlines()[-1]}"
 
 
 def fingerprint(*texts: str) -> str:

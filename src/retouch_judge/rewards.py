@@ -367,10 +367,7 @@ class VieScore(JudgeReward):
         return {"sc": sc.mean(dim=1).float(), "pq": pq.mean(dim=1).float(), "overall": overall, **parts}
 
     def rubric(self, name: str) -> str:
-        own = None if self.prompts is None else Path(self.prompts) / f"{name}.txt"
-        if own is None or not own.is_file():
-            return rubric(name)
-        return f"{own.read_text(encoding='utf-8').strip()}\n\n{rubric(name).splitlines()[-1]}"
+        return rubric(name, self.prompts)
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
         """Yield those of every judge, and one for a folder without a prompt."""
