@@ -148,8 +148,7 @@ def sample_list(
             given["reward"] = combination(recipe.reward.combine, reward.columns)(given)
             samples = [replace(each, scores={name: given[name][row].item() for name in given}) for row, each in enumerate(samples)]
     finally:
-        if reward is not None:
-            close(reward)
+        close(reward)
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, sample in enumerate(samples):
