@@ -18,7 +18,7 @@ from retouch.config import keys
 from retouch.config.imports import is_user_error
 from retouch.config.packaged import available, short_name
 from retouch.data.base import DataSets, DataSource
-from retouch.data.tasks import UnindexedTasks, examples
+from retouch.data.tasks import NothingLeftError, UnindexedTasks, examples
 from retouch.distributed.ranks import Ranks, check_sharding, find_device, resolve_device
 from retouch.inference.exporting import why_not_pushable
 from retouch.models.offloading import FOLDER_VARIABLE, LIMIT_VARIABLE, EmbeddingStore
@@ -183,14 +183,14 @@ def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -
         return note("data", f"{path} is not a local folder: it will be read from the Hugging Face Hub when training starts"), None
     try:
         sets = build_sets(recipe, data, size=size)
+    except NothingLeftError as error:
+        return failed("data", str(error), fix="--set data.held_out=1"), None
     except ValueError as error:
         place = f"FILE{Path(path).suffix}" if Path(path).suffix else "DIR"
         fix = f"retouch data check {'RECIPE' if 'lists' in data.path_keys else path}"
         if missing:
             key = next(key for key in data.path_keys if path in data.paths(key))
             fix = f"--set data.{key}=[DIR, ...]" if key.endswith("lists") else f"--set data.{key}={place}"
-        elif "leaves nothing to" in str(error):
-            fix = "--set data.held_out=1"
         return failed("data", str(error), fix=fix), None
     heldout = "held out" if split_label(recipe.eval.split) == "held-out" else "of them also for evaluation, none held out"
     train = "a stream of" if isinstance(sets.train, UnindexedTasks) else len(sets.train)

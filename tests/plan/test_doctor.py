@@ -348,7 +348,10 @@ def test_run_on_another_number_of_ranks_logs_it_and_continues(tmp_path):
 
 
 def test_check_data_reports_image_problems(photos):
-    recipe = small(f'data={{"kind":"folder","path":"{photos}","held_out":0.5}}', 'reward={"kind":"share","combine":{"share":1}}')
+    share = 'reward={"kind":"share","combine":{"share":1}}'
+    ((finding, _),) = check_data(small(f'data={{"kind":"folder","path":"{photos}","held_out":24}}', share))
+    assert (finding.status, finding.fix) == ("FAILED", "--set data.held_out=1")
+    recipe = small(f'data={{"kind":"folder","path":"{photos}","held_out":0.5}}', share)
     ((finding, sets),) = check_data(recipe)
     assert (finding.status, len(sets.train), len(sets.heldout)) == ("ok", 5, 4)
     Image.new("L", (48, 32), 9).save(photos / "3.png")

@@ -347,6 +347,10 @@ class Split:
     held_out: tuple[int, ...]
 
 
+class NothingLeftError(ValueError):
+    """``held_out`` leaves no row to train on, or none to hold out."""
+
+
 def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["all"], seed: int) -> Split:
     """Split rows by their ``sources``, one for each row. Split before rows are repeated.
 
@@ -354,7 +358,7 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
     the smallest number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace held-out rows.
     "all" holds out every row.
 
-    Raises ValueError if a side is empty, except for the held-out side with ``held_out`` 0 and the training side with "all".
+    Raises NothingLeftError if a side is empty, except for the held-out side with ``held_out`` 0 and the training side with "all".
     """
     if held_out == "all":
         return Split((), tuple(range(len(sources))))
@@ -379,7 +383,7 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
     if not split.train or (held_out and not split.held_out):
         side = "train on" if not split.train else "hold out"
         evaluate = "; to evaluate on every row without training, set held_out: 'all'" if not split.train else ""
-        raise ValueError(
+        raise NothingLeftError(
             f"held_out {held_out} leaves nothing to {side}: the {len(sources)} rows have {len(places)} different source images (or "
             "prompts), and rows of one stay together; add rows, or hold out a number of rows in place of a share, as held_out: 1"
             f"{evaluate}"

@@ -109,7 +109,6 @@ def init_distributed(device: str) -> Ranks:
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if _enabled(os.environ, "ACCELERATE_USE_CPU"):
-            # Without this line, a run of one rank would look like the run of --num_processes ranks that was asked for.
             log.warning("`accelerate launch --cpu` starts one rank, whatever --num_processes is; use `retouch launch --nproc N`")
         return Ranks(device=chosen)
     options: dict[str, Any] = {}

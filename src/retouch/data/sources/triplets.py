@@ -167,8 +167,7 @@ class TripletRows:
     def _prompt(self, text: str) -> tuple[str, str]:
         """The prompt of a line, and the text to paint."""
         before, after = self._template.split("{}")
-        if not text.endswith(after):  # the last full stop may be left out
-            after = after.removesuffix(".")
+        after = after if text.endswith(after) else after.removesuffix(".")  # the last full stop may be left out
         if text.startswith(before) and text.endswith(after) and len(text) > len(before + after):
             inner = text.removeprefix(before).removesuffix(after)
             return text, (quoted(text) or text) if self._template == "{}" else inner
