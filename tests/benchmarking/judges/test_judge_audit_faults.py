@@ -67,15 +67,15 @@ def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_aga
     def sometimes(digest, times):
         return fault if int(digest[:4], 16) % 3 == 0 and times == 0 else None
 
-    limits = {"timeout": 1.0} if fault == "time-out" else {}
-    with Double(sometimes, hang=2.0) as double:
+    limits = {"timeout": 2.0} if fault == "time-out" else {}
+    with Double(sometimes, hang=4.0) as double:
         first = judge_audit(judged(double.url, **limits), items=1, repeats=2, out=tmp_path)
         before = ledger_answers(tmp_path)
         assert before == faultless_answers if fault == "429" else 0 < len(before) < len(faultless_answers)
         assert before.items() <= faultless_answers.items()
         missing = next(line for line in first.lines if line.name == "missing scores")
         assert missing.measured == pytest.approx(1 - len(before) / QUESTIONS)
-        asked = len(double.requests)
+        asked, double.fault = len(double.requests), lambda digest, times: None  # a busy machine sends some questions now for the first time
         second = judge_audit(judged(double.url), items=1, repeats=2, out=tmp_path)
         assert len(double.requests) - asked == len(faultless_answers) - len(before)
     assert ledger_answers(tmp_path) == faultless_answers
