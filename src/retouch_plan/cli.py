@@ -12,7 +12,7 @@ def add_doctor(commands: Commands) -> None:
         parents=[debug_option(), set_option(), import_option()],
         help="check the installation and a recipe before an expensive run starts",
     )
-    doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
+    doctor.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe, or SCRIPT.py that makes a Trainer and trains it")
     doctor.add_argument("--distributed", action="store_true", help="with `retouch launch`: check that the ranks can communicate")
     doctor.add_argument(
         "--rehearse",
@@ -53,6 +53,10 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if str(arguments.recipe).endswith(".py"):
+        from retouch_plan.doctor import check_script
+
+        return 0 if check_script(arguments.recipe, device=arguments.device) else 1
     from retouch.recipe.recipe import load
 
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)

@@ -5,16 +5,21 @@ prints the result.
 """
 
 import os
+import runpy
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from retouch.distributed.ranks import Ranks
 from retouch.models.pretrained import IncompleteWeights, require_complete
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.libraries import silence_libraries
+from retouch.trainer.trainer import Trainer
 from retouch_judge.calls import Calls
 from retouch_plan.checks import (
     calls_of,
@@ -83,11 +88,48 @@ class DoctorOptions:
         return [*given, *(flag for flag, chosen in flags.items() if chosen)]
 
 
-def run_checks(recipe: Recipe | None, *, distributed: bool, options: DoctorOptions, arguments: Sequence[str] = ()) -> int:
+def check_trainer(recipe: Recipe, device: str, *, command: str = "trainer.train()") -> bool:
+    """Check the run of a ``Trainer`` and print the findings, after a line for each choice that depends on the model or the device.
+    Returns whether it is ready. ``command``: starts the run."""
+    return run_checks(recipe, distributed=False, options=DoctorOptions(device=device), command=command) == 0
+
+
+class _Trains(BaseException):
+    """Ends a script at its first call of ``train``. Not an Exception, so that the script does not catch it."""
+
+
+def check_script(script: str, *, device: str | None) -> bool:
+    """Run a script up to the point where its ``Trainer`` trains, and check that run (``Trainer.doctor``). Returns whether it is
+    ready. Raises ValueError if there is no such script, or if it trains nothing."""
+
+    def stop(trainer: Trainer, **_: Any) -> None:
+        nonlocal found
+        found = trainer
+        raise _Trains
+
+    found: Trainer | None = None
+    if not Path(script).is_file():
+        raise ValueError(f"{script}: there is no such file")
+    with patch.object(Trainer, "steps", stop), patch.object(sys, "argv", [script]), suppress(_Trains):
+        runpy.run_path(script, run_name="__main__")
+    if found is None:
+        raise ValueError(f"{script}: it ended without a call of Trainer.train(), so there is nothing to check")
+    return found.doctor(device, command=f"python {shlex.quote(script)}")
+
+
+def run_checks(
+    recipe: Recipe | None,
+    *,
+    distributed: bool,
+    options: DoctorOptions,
+    arguments: Sequence[str] = (),
+    command: str | None = None,
+) -> int:
     """Check the installation, and the recipe if there is one; print the findings. Returns the exit code: 0 if ready, else 1.
 
     ``distributed``: also check communication between the ranks; under a launcher this is always done. ``arguments``: the recipe as
-    the user typed it, file and overrides, for the suggested next command. Raises ValueError for an unknown device.
+    the user typed it, file and overrides, for the suggested next command. ``command``: the next command, if it is another one.
+    Raises ValueError for an unknown device.
     """
     silence_libraries()
     device_name = options.device or ("auto" if recipe is None else recipe.device)
@@ -101,10 +143,12 @@ def run_checks(recipe: Recipe | None, *, distributed: bool, options: DoctorOptio
     elif launched:
         group = join_ranks(local_name(device_name))
     if isinstance(group, Finding):
-        report = _Report(arguments, options.words(), is_main=True, world=world)
+        report = _Report(arguments, options.words(), is_main=True, world=world, command=command)
         report.add([group])
         return report.finish({group: [0]}, recipe)
-    report = _Report(arguments, options.words(), is_main=group.ranks.is_main, world=world if launched else None)
+    report = _Report(
+        arguments, options.words(), is_main=group.ranks.is_main, world=world if launched else None, command=command
+    )
     if launched:
         report.add(check_rank_group(group, recipe))
     if not group.gather_failures(report.found):
@@ -125,6 +169,7 @@ class _Report:
     options: Sequence[str]
     is_main: bool
     world: int | None
+    command: str | None = None
     found: list[Finding] = field(default_factory=list)
 
     def add(self, findings: Iterable[Finding]) -> None:
@@ -146,7 +191,7 @@ class _Report:
         count = self.world or (1 if recipe is None else recipe.ranks or 1)
         words = self.arguments or (_QUICKSTART if recipe is None else ("RECIPE",))
         command = ["launch", "--nproc", str(count)] if count > 1 else ["train"]
-        self._print(f"next: {shlex.join(['retouch', *command, *words])}")
+        self._print(f"next: {self.command or shlex.join(['retouch', *command, *words])}")
         return 0
 
     def _print(self, text: str) -> None:

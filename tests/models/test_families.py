@@ -433,7 +433,7 @@ def test_each_kind_declares_its_attributes_and_is_parsed_to_its_class_and_serial
 
 
 def test_imported_model_section_is_parsed_with_its_own_fields() -> None:
-    args = {"path": "a/b", "size": None, "dtype": "float32", "strength": 0.5}
+    args = {"path": "a/b", "size": [512, 512], "dtype": "float32", "strength": 0.5}
     document = {"kind": "import", "class": f"{__name__}:Halved", "args": args}
     made = policy(**document)
     assert made.model == Halved(path="a/b", dtype="float32", strength=0.5)
@@ -479,9 +479,6 @@ def test_unsupported_model_settings_raise_when_the_recipe_is_parsed(name: str, t
     made["policy"]["train"] = {"kind": "ip-adapter", "encoder": "playground"}
     with pytest.raises(ValueError, match=f"is for models of Flux and Qwen-Image, not for {kind}"):
         parse(made)
-    if name == "z-image":
-        with pytest.raises(ValueError, match=rf"policy\.model\.size: missing; {kind} has no source image"):
-            parse(small_recipe(tiny_section(name, size=None), tmp_path))
 
 
 def test_guidance_key_is_optional_and_reaches_the_model(folders, tmp_path: Path) -> None:
@@ -636,8 +633,8 @@ def test_a_pipeline_without_t5_is_loaded_without_an_option(tmp_path):
     pipe.register_modules(text_encoder_3=None, tokenizer_3=None)
     pipe.save_pretrained(tmp_path)
     expected = SD3(**sd3_parts(leave_out=(2,)) | {"max_sequence_length": 256}).encode(tasks).tensors
-    loaded = SD3Model(path="loaded", dtype="float32").load(pipe, device=CPU)
-    for model in (loaded, SD3Model(path=str(tmp_path), dtype="float32").build(device=CPU)):
+    loaded = SD3Model(path="loaded", dtype="float32", size=(32, 32)).load(pipe, device=CPU)
+    for model in (loaded, SD3Model(path=str(tmp_path), dtype="float32", size=(32, 32)).build(device=CPU)):
         for name, tensor in model.encode(tasks).tensors.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
 

@@ -189,8 +189,6 @@ ODE = {"kind": "ode"}
         ({**FOLDER, "data": {"kind": "prompts", "path": "x"}}, "data.kind"),
         ({**FOLDER, "objective": {"kind": "supervised"}, "data": {"kind": "prompts", "path": "x"}}, "data"),
         ({**FOLDER, "data__size": [24, 24], "policy__model__size": [48, 48]}, "data.size"),
-        ({"policy__model": {"kind": "sd3", "path": "x"}}, "policy.model.size"),
-        ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x"}}, "policy.model.size"),
         ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64], "dtype": "float16"}}, "policy.model.dtype"),
         ({**FOLDER, "data__held_out": 0}, "data.held_out"), ({**FOLDER, "eval__split": "train"}, "eval.split"),
         ({**PROMPTS, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64], "guidance": 3.5}}, "policy.model.guidance"),

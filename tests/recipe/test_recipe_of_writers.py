@@ -97,7 +97,6 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line
         ({**PROMPT, "policy__model": {"kind": "playground-writer"}}, "policy.model.kind"),
         ({"samples": {"states": True}}, "samples.states"),
         ({**PROMPT, "renderer__model": {"kind": "playground"}}, "renderer.model.kind"),
-        ({**PROMPT, "renderer__model": {"kind": "sd3", "path": "x"}}, "renderer.model.size"),
         ({**PROMPT, "objective": {"kind": "sft"}}, "data"),
         ({"data": {"kind": "prompts", "path": "x"}, "reward": PROMPT["reward"]}, "data.kind"),
         ({"data": SCENES["data"], "reward": SCENES["reward"]}, "data.kind"), ({**SCENES, "reward": BASE["reward"]}, "reward.kind"),

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
 from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.section import LIVE, ClassPath, Pixels, Section, live_object
@@ -33,7 +33,7 @@ Size: TypeAlias = tuple[int, int]
 """(height, width) in px."""
 PartConfigs: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The described parts of a model by name. A part has a "class" and a "config"."""
-MEGAPIXEL = (1024, 1024)
+MEGAPIXEL, USUAL_SIZE = (1024, 1024), (512, 512)
 Area: TypeAlias = Annotated[int, Field(ge=32 * 32)]
 """Area in px of a resized image, whose sides are multiples of 32."""
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "flash_attention_3", "eager"]
@@ -76,6 +76,18 @@ class ComfyUINames:
 
     prefix: str = ""
     joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usual:
+    """Settings with which a published model makes good images, from its model card or its pipeline.
+
+    ``guidance``: the scale of classifier-free guidance; 1 for models that are sampled without it. ``steps``: denoising steps of a
+    rollout; models that were distilled to few steps need no more.
+    """
+
+    guidance: float = 1.0
+    steps: int = 10
 
 
 class ModelSection(Section):
@@ -156,9 +168,10 @@ class DiffusersModel(ImageModel):
 
     path: str
     """Folder or Hugging Face id of the pipeline; ``python:...`` if a script passed a loaded pipeline to the run."""
-    size: Pixels | None = None
-    """Height and width of the output images in pixels; with null, an editor derives them from its source image. The images of one
-    batch must then have one size, so data with images of several sizes need this key, or ``data.size``."""
+    size: Pixels | None = Field(default=None, validate_default=True)
+    """Height and width of the output images in pixels. With null, an editor derives them from its source image: the images of one
+    batch must then have one size, so data with images of several sizes need this key, or ``data.size``. Other models make images of
+    512 x 512 px with null, the size at which published runs train them."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     vae_slicing: bool = Field(default=False, exclude_if=operator.not_)
@@ -173,9 +186,18 @@ class DiffusersModel(ImageModel):
     adapter: ClassVar[str]
     """The class that runs the model, as ``package.module:Class``; it has a method ``from_pretrained``."""
     pipeline: ClassVar[str]
+    hub_ids: ClassVar[tuple[str, ...]] = ()
+    """The family's published weights, which need no request to the Hub to be recognised."""
     configurations: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Published configurations: (text, JSON file in the folder of the family). The model has the first configuration whose text
     occurs in the lower-case name of ``path``."""
+    usual: ClassVar[tuple[tuple[str, Usual], ...]] = ()
+    """Settings of the family's models: the first whose text occurs in the lower-case name of ``path``."""
+
+    @field_validator("size")
+    @classmethod
+    def _usual_size(cls, size: Size | None) -> Size | None:
+        return USUAL_SIZE if size is None and cls.takes.images[1] == 0 and not cls.packaged else size
 
     def build(self, *, device: torch.device) -> DenoisingModel:
         return self.load(self.fetch_weights(), device=device)
@@ -219,10 +241,12 @@ class DiffusersModel(ImageModel):
     def source(self) -> str:
         return self.path
 
-    @property
-    def has_size(self) -> bool:
-        """Whether the size of the output images is known: from the recipe, or from the tasks' source images."""
-        return self.size is not None or self.takes.images[1] > 0
+    @classmethod
+    def usual_settings(cls, path: str) -> Usual:
+        """Return the settings of the published model of this path."""
+        name = Path(path).name.lower()
+        found = (settings for part, settings in cls.usual if part in name)
+        return Usual() if cls.packaged else next(found, Usual())
 
     def published(self) -> PartConfigs | None:
         """Describe the published model of this path part by part; None if its configuration is not known."""

@@ -8,8 +8,9 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
@@ -18,8 +19,10 @@ from retouch.config.imports import did_you_mean
 from retouch.config.packaged import find
 from retouch.data.tasks import check_arithmetic
 from retouch.models.base import DiffusersModel, ImageModel
+from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.train import FullWeights, IpAdapter
 from retouch.objectives.base import ObjectiveContext
+from retouch.objectives.kinds import OBJECTIVES
 from retouch.policies.rollout import TRUNCATE_AT, DenoisingRollout, TokenRollout
 from retouch.recipe import earl
 from retouch.recipe.document import apply, evaluate, refuse_secrets, value_of
@@ -58,6 +61,8 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
     if not isinstance(document, Mapping):
         raise ValueError(f"a recipe is an object with keys, not a {type(document).__name__}")
     changed = apply(document, overrides)
+    with suppress(ValueError, TypeError, KeyError, AttributeError):  # a malformed recipe is refused below
+        _complete(changed)
     typed = consent.named_in_words(overrides, value_of)
     with consent.reading(changed, source=document, allow=[*consent.module_names(allow_imports), *typed]):
         try:
@@ -68,6 +73,23 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
             from retouch.config.errors import mistakes
 
             raise mistakes(error, changed, Recipe) from None
+
+
+def _complete(document: dict[str, Any]) -> None:
+    """Add the guidance scale of the published model to each rollout and renderer that does not say one.
+
+    Not to the rollouts of objectives that learn velocities: they learn the velocity without guidance.
+    """
+    policy, renderer = document.get("policy"), document.get("renderer")
+    samplers: list[Any] = [(renderer, renderer)]
+    for phase in (document, *(document.get("phases") or ())) if policy["kind"] == "denoising" else ():
+        objective = phase.get("objective") or document.get("objective")
+        if not getattr(OBJECTIVES.load(objective.get("kind")), "needs_velocities", False):
+            samplers.append((phase.get("rollout"), policy))
+    for sampler, owner in samplers:
+        family = None if sampler is None or sampler.get("kind") == "tokens" else IMAGE_MODELS.load(owner["model"].get("kind"))
+        if family is not None and issubclass(family, DiffusersModel):
+            sampler.setdefault("guidance_scale", family.usual_settings(owner["model"].get("path", "")).guidance)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
@@ -134,8 +156,6 @@ def image_model_problems(recipe: RecipeKeys) -> Iterator[str]:
             "policy.model.dtype: float16 is only for frozen image models, as most gradients would underflow to 0; use bfloat16 or "
             "float32"
         )
-    if isinstance(model, DiffusersModel) and not model.has_size:
-        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
     if isinstance(recipe.policy, DenoisingPolicyKeys) and not isinstance(model, DiffusersModel):
         known = "is only for models in the layout of a diffusers pipeline"
         if recipe.policy.prompt_embeddings == "cached":

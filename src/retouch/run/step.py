@@ -145,7 +145,8 @@ def collect(run: Run, phase: Phase, step: int) -> ScoredRollout:
     batch = phase.batch(step)  # 1. This rank's rows: ``group_size`` rows, with keys of their own for noise, of each task.
     if phase.advantage is None:
         with run.clock("encode"):
-            trajectory = phase.objective.demonstrate(run.policy, batch)
+            parts = [phase.objective.demonstrate(run.policy, chunk) for chunk in chunks_of(batch, run.chunk)]
+        trajectory = type(parts[0]).concat(parts)
         ones = torch.ones(trajectory.mask.shape)
         return ScoredRollout(batch, trajectory, ones, ones[:, 0].bool(), {})
     made = begin_collecting(run, batch)
@@ -154,11 +155,14 @@ def collect(run: Run, phase: Phase, step: int) -> ScoredRollout:
     return with_advantages(run, phase, made, judged)
 
 
+def chunks_of(batch: Batch, rows: int) -> list[Batch]:
+    return [batch.take(slice(first, first + rows)) for first in range(0, len(batch), rows)]
+
+
 def begin_collecting(run: Run, batch: Batch) -> PendingRollout:
     """Sample and render these rows, and start scoring them: a chunk is judged while the next one is sampled."""
     parts, images, pending = [], [], []
-    for first in range(0, len(batch), run.chunk):
-        chunk = batch.take(slice(first, first + run.chunk))
+    for chunk in chunks_of(batch, run.chunk):
         with run.clock("rollout"):  # 2. Actions and their log-probabilities under the weights that sample, without gradient.
             parts.append(run.policy.rollout(chunk))
         tasks = [chunk.tasks[k] for k in chunk.group]

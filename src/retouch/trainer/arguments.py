@@ -19,7 +19,7 @@ from retouch.data.kinds import DATA
 from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
 from retouch.data.sources.stream import IterableData
-from retouch.models.base import MEGAPIXEL, Attention, DiffusersModel, Dtype, ImageModel, LanguageModel
+from retouch.models.base import USUAL_SIZE, Attention, DiffusersModel, Dtype, ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.loaded import LoadedLanguageModel, require_as_built, require_plain
 from retouch.models.lora import DESCRIPTIVE, unusual_fields
@@ -97,13 +97,14 @@ _WRITERS = {
 
 
 def model_section(
-    model: Any, *, size: tuple[int, int] | None, key: str, processor: Any = None
+    model: Any, *, size: tuple[int, int] | None, dtype: Dtype | None, gpu: bool, key: str, processor: Any = None
 ) -> tuple[ImageModel | LanguageModel, dict[str, Any]]:
     """Make the recipe section of ``model``; also returns the live objects that the section refers to.
 
     ``model``: a section, a loaded diffusers pipeline or transformers language model, or a folder or Hugging Face id of either
-    library. ``size``: (height, width) in px of the images; None uses the size of the source image for editors, otherwise the
-    default size of the pipeline (1024 x 1024 for a path). ``key``: the argument, for messages. ``processor``: the tokenizer or
+    library. ``size``: (height, width) in px of the images; None uses the size of the source image for editors, otherwise 512 x 512,
+    or the default size of the pipeline if that is smaller. ``dtype``: None uses that of a loaded model, otherwise bfloat16 if
+    ``gpu``, and float32 on a CPU, where bfloat16 is slower. ``key``: the argument, for messages. ``processor``: the tokenizer or
     processor of a loaded language model. Raises ValueError if the model's family is unknown, or if the model cannot be trained as
     it is.
     """
@@ -112,18 +113,18 @@ def model_section(
     if isinstance(model, ImageModel | LanguageModel):
         return model, {}
     if isinstance(model, str | Path):
-        return _from_path(str(model), size=size, key=key), {}
+        return _from_path(str(model), size=size, dtype=dtype or ("bfloat16" if gpu else "float32"), key=key), {}
     if hasattr(model, "components") and hasattr(model, "scheduler"):
         family = _family_of(type(model).__name__, key=key)
         euler_scheduler(model.scheduler, key=f"{key}.scheduler")
         require_as_built(model, key=key)
         if size is None and family.takes.images[1] == 0:
             side = int(getattr(model, "default_sample_size", 128)) * int(getattr(model, "vae_scale_factor", 8))
-            size = (side, side)
+            size = (min(side, USUAL_SIZE[0]),) * 2
         path = _live_name(model)
-        return family(path=path, dtype=_dtype(model.transformer, key=f"{key}.transformer"), size=size), {path: model}
+        return family(path=path, dtype=_dtype(model.transformer, dtype, key=f"{key}.transformer"), size=size), {path: model}
     if _is_language_model(model):
-        return _loaded_language_model(model, processor, size=size, key=key)
+        return _loaded_language_model(model, processor, size=size, dtype=dtype, key=key)
     raise ValueError(
         f"{key}: {type(model).__name__} cannot be trained; give a diffusers pipeline, a transformers model, a folder, a Hugging "
         "Face id, or a section: retouch.models.SD3(path=...), or an object of your own class derived from "
@@ -136,7 +137,7 @@ def _is_language_model(model: Any) -> bool:
 
 
 def _loaded_language_model(
-    model: Any, processor: Any, *, size: tuple[int, int] | None, key: str
+    model: Any, processor: Any, *, size: tuple[int, int] | None, dtype: Dtype | None, key: str
 ) -> tuple[LanguageModel, dict[str, Any]]:
     require_plain(model, key=key)
     section = _language_family(model.config.model_type, name=type(model).__name__, key=key)
@@ -149,7 +150,7 @@ def _loaded_language_model(
         )
     attention = getattr(model.config, "_attn_implementation", None)
     path = _live_name(model)
-    fields = {"kind": kind, "path": path, "dtype": _dtype(model, key=key)}
+    fields = {"kind": kind, "path": path, "dtype": _dtype(model, dtype, key=key)}
     fields |= {"attention": attention} if attention in get_args(Attention) else {}
     fields |= {} if size is None or "size" not in section.model_fields else {"size": size}
     return section.model_validate(fields), {path: LoadedLanguageModel(model, processor)}
@@ -159,18 +160,22 @@ def _live_name(model: Any) -> str:
     return LIVE + str(getattr(model, "name_or_path", None) or type(model).__name__)
 
 
-def _dtype(module: Any, *, key: str) -> Any:
+def _dtype(module: Any, given: Dtype | None, *, key: str) -> Any:
     dtype = str(module.dtype).removeprefix("torch.")
     if dtype not in get_args(Dtype):
         raise ValueError(f"{key}: weights of the dtype {dtype} cannot be trained; load the model in {', '.join(get_args(Dtype))}")
+    if given not in (None, dtype):
+        raise ValueError(f"dtype: {given}, and {key} was loaded in {dtype}; load it with torch_dtype=torch.{given}, or omit dtype")
     return dtype
 
 
-def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageModel | LanguageModel:
-    pipeline = _json(path, "model_index.json", key=key)
-    if pipeline is not None:
-        family = _family_of(str(pipeline.get("_class_name")), key=key)
-        return family(path=path, size=MEGAPIXEL if size is None and family.takes.images[1] == 0 else size)
+def _from_path(path: str, *, size: tuple[int, int] | None, dtype: Dtype, key: str) -> ImageModel | LanguageModel:
+    families = [family for family in IMAGE_MODELS.classes() if issubclass(family, DiffusersModel)]
+    known = None if Path(path).is_dir() else next((family for family in families if path in family.hub_ids), None)
+    pipeline = None if known else _json(path, "model_index.json", key=key)
+    if known or pipeline is not None:
+        family = known or _family_of(str((pipeline or {}).get("_class_name")), key=key)
+        return family(path=path, size=size, dtype=dtype)
     config = _json(path, "config.json", key=key)
     if config is None:
         raise ValueError(
@@ -178,7 +183,7 @@ def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageMod
             "them, or a Hugging Face id that can be reached"
         )
     section = _language_family(str(config.get("model_type")), name=path, key=key)
-    fields = {"kind": _WRITERS[config["model_type"]], "path": path}
+    fields = {"kind": _WRITERS[config["model_type"]], "path": path, "dtype": dtype}
     return section.model_validate(fields if size is None or "size" not in section.model_fields else {**fields, "size": size})
 
 
@@ -316,6 +321,26 @@ MADE_OF = {
 """Keys of a recipe that a ``Trainer`` sets from its own arguments, with the names of these arguments."""
 
 
+FITTED = (
+    *("microbatch", "rollout.chunk", "eval.batch", "renderer.batch", "optimizer.moments", "devices"),
+    *(f"policy.{key}" for key in ("gradient_checkpointing", "prompt_embeddings", "base")),
+    *("policy.model.vae_slicing", "policy.model.vae_tiling"),
+)
+"""Keys that are chosen for a GPU's memory if the script does not set them."""
+
+
+def is_told(told: Mapping[str, Any], key: str) -> bool:
+    """Whether the arguments of a ``Trainer`` set a key of the recipe."""
+    node: Any = told
+    for part in key.removeprefix("policy.").split("."):
+        if isinstance(node, Section):
+            node = node.model_dump(exclude_unset=True)
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
 @dataclass(frozen=True)
 class DescribedRun:
     """A run, as described by the arguments of a ``Trainer``.
@@ -342,18 +367,20 @@ def describe(
     reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
     columns: Mapping[str, str] | None = None,
     size: tuple[int, int] | int | None = None,
+    dtype: Any = None,
     output_dir: str | Path = "runs",
     run_name: str | None = None,
+    gpu: bool = False,
     **keys: Any,
 ) -> DescribedRun:
     """Convert the arguments of a ``Trainer`` to a recipe. Raises ValueError with a line for each mistake.
 
-    ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
+    ``gpu``: use the defaults of a GPU. ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
     """
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
     # A wrong key is found before a model is looked for.
-    known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys"}
+    known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys", "gpu"}
     near = {key: nearest(key, known) for key in keys if key not in known}
     if near:
         raise ValueError(
@@ -364,7 +391,10 @@ def describe(
         raise ValueError(
             f"objective: {objective!r:.60}; give an object: retouch.GRPO(clip=1e-4), retouch.NFT(), or one of a class of your own"
         )
-    section, objects = model_section(model, size=size, key="model", processor=processing_class)
+    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype not in (None, *get_args(Dtype)):
+        raise ValueError(f"dtype: {dtype!r}; give one of {', '.join(get_args(Dtype))}")
+    section, objects = model_section(model, size=size, dtype=dtype, gpu=gpu, key="model", processor=processing_class)
     rewards, combine, functions = reward_document(reward_funcs, reward_weights)
     evaluated = plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
@@ -381,6 +411,9 @@ def describe(
             require_columns(each.function, found, of=name)
     objects = {**objects, **functions, **tables}
     writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
+    objective = objective or GRPO(clip=0.2 if writes else 1e-4)
+    # A stream's prompts are not known before the run.
+    caches = gpu and isinstance(section, DiffusersModel) and not isinstance(data, IterableData)
     tokens = {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
     source = Path(section.source.removeprefix(LIVE)).name or section.kind
     letters = [letter if letter.isalnum() or letter in "._-" else "-" for letter in source]
@@ -393,7 +426,8 @@ def describe(
             "kind": "autoregressive" if writes else "denoising",
             "model": (LANGUAGE_MODELS if writes else IMAGE_MODELS).document(section),
             "train": train_document(peft_config),
-            "gradient_checkpointing": plain("", keys.pop("gradient_checkpointing", False)),
+            "gradient_checkpointing": plain("", keys.pop("gradient_checkpointing", gpu and not writes)),
+            **({"prompt_embeddings": "cached"} if caches else {}),
             **({} if ema is None else {"ema": plain("ema", ema)}),
         },
         "data": DATA.document(data),
@@ -402,15 +436,15 @@ def describe(
             "combine": combine,
             **({"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}),
         },
-        "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
-        "rollout": tokens if writes else {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}},
+        "objective": OBJECTIVES.document(objective),
+        "rollout": tokens if writes else _rollout(section, objective),
     }
     if "steps" not in keys and "passes" not in keys and "phases" not in keys:
         document["steps"] = 100
     if renderer is not None:
         if not writes:
             raise ValueError("renderer: this model makes images itself; a renderer is for a language model that writes prompts")
-        document["renderer"], more = _renderer(renderer, size=size)
+        document["renderer"], more = _renderer(renderer, size=size, dtype=dtype, gpu=gpu)
         objects |= more
     elif section.uses_image_tokens:
         document["renderer"] = {"kind": "codes"}
@@ -420,6 +454,14 @@ def describe(
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
     modules |= {module for one in as_list(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
+
+
+def _rollout(section: Any, objective: Objective) -> dict[str, Any]:
+    """The rollout of an image model: as many steps as it is usually trained with, and, if log-probabilities train, a window of two
+    stochastic steps in the first half of the chain (Flow-GRPO-Fast)."""
+    steps = section.usual_settings(section.path).steps if isinstance(section, DiffusersModel) else 10
+    window = {"window": {"mode": "window", "size": 2, "high": steps // 2}} if objective.needs_log_probs and steps >= 8 else {}
+    return {"num_steps": steps, "transition": {"kind": "sde", "noise_level": 0.7}, **window}
 
 
 def _modules(section: Section) -> Iterator[str]:
@@ -468,7 +510,7 @@ def _data_at(path: Path, columns: Mapping[str, str] | None) -> StoredData:
     return FolderData(path=str(path), columns=dict(columns or {}))
 
 
-def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _renderer(given: Any, *, size: tuple[int, int] | None, dtype: Dtype | None, gpu: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The section of a renderer, and the pipeline that it refers to.
 
     ``given``: a section, an image model (see ``model_section``), or a dictionary of the section's keys, with the image model as
@@ -478,7 +520,7 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
         return RENDERERS.document(given), {}
     keys = dict(given) if isinstance(given, Mapping) else {"model": given}
     model = keys.pop("model", None)
-    section, objects = model_section(model, size=size, key="renderer")
+    section, objects = model_section(model, size=size, dtype=dtype, gpu=gpu, key="renderer")
     if not isinstance(section, ImageModel):
         raise ValueError("renderer: a language model makes no images; give a diffusers pipeline")
     steps = getattr(inspect.signature(type(model).__call__).parameters.get("num_inference_steps"), "default", None)

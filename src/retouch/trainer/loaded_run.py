@@ -363,7 +363,8 @@ def sample(
         )
     if images is not None and len(images) != len(prompts):
         raise ValueError(f"images: {len(images)} for {len(prompts)} prompts; give one source image for each")
-    section, objects = model_section(pipe, size=require_pair(size), key="pipe")
+    placed = torch.device(device or getattr(pipe, "device", None) or scoring_device())
+    section, objects = model_section(pipe, size=require_pair(size), dtype=None, gpu=placed.type != "cpu", key="pipe")
     if not isinstance(section, ImageModel):
         raise ValueError("pipe: a language model makes no images; give a diffusers pipeline")
     transition = ODETransition() if sde is None else sde if isinstance(sde, Transition) else SDETransition(noise_level=float(sde))
@@ -371,7 +372,7 @@ def sample(
     if problems := list(sampling.problems("rollout")):
         raise ValueError("\n".join(problems))
     with live_objects(objects):
-        model = section.build(device=torch.device(device or getattr(pipe, "device", None) or scoring_device()))
+        model = section.build(device=placed)
     tasks = [Task(str(row), prompt, () if images is None else (images[row],)) for row, prompt in enumerate(prompts)]
     with evaluating(model.module):
         parts = list(_groups(model, sampling, tasks, group_size=group_size, seed=seed, at_once=max(1, batch // group_size)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,13 +15,15 @@ from typing import Any
 
 from PIL.Image import Image
 
-from retouch.config import consent
+from retouch.config import consent, wings
 from retouch.config.section import live_objects
+from retouch.distributed.ranks import scoring_device
 from retouch.inference.exporting import push_folder, write_export
 from retouch.inference.opening import open_recipe
 from retouch.inference.sampling import before_and_after
 from retouch.models.train import Format
 from retouch.objectives.base import Objective
+from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder, Summary
 from retouch.rewards.function import FunctionReward
@@ -29,7 +33,7 @@ from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_t
 from retouch.run.hooks import Hook, StepResult
 from retouch.run.session import open_session
 from retouch.run.step import ScoredRollout
-from retouch.trainer.arguments import DescribedRun, RewardLike, describe
+from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, describe, is_told
 
 log = logging.getLogger("retouch")
 
@@ -47,7 +51,8 @@ class Trainer:
     ``columns``: field of a task to column of the data set, if the names differ. ``objective``: by default GRPO. ``peft_config``:
     which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language
     model, the pipeline that makes images from the prompts that it writes, or that reads its responses and edits the source images.
-    ``size``: (height, width) in px of the images, or one number for squares. ``output_dir`` and ``run_name``: the run's folder is
+    ``size``: (height, width) in px of the images, or one number for squares. ``dtype``: of the frozen weights and the forward pass;
+    what it and other keys are by default depends on the model and the device, see "Defaults" in docs/python.md. ``output_dir`` and ``run_name``: the run's folder is
     ``output_dir/run_name``. ``callbacks``: one or several; see ``Callback``. ``progress``: show a progress bar. ``keys``: every
     other key of a recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
 
@@ -86,6 +91,7 @@ class Trainer:
         reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
         columns: Mapping[str, str] | None = None,
         size: tuple[int, int] | int | None = None,
+        dtype: Any = None,
         learning_rate: float = 1e-4,
         output_dir: str | Path = "runs",
         run_name: str | None = None,
@@ -94,7 +100,8 @@ class Trainer:
         **keys: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "callbacks", "progress", "keys")}
-        self._start(describe(**arguments, **keys), callbacks=callbacks, progress=progress)
+        told = {**arguments, **keys}
+        self._start(describe(**told, gpu=_is_gpu(keys.get("device", "auto"))), callbacks=callbacks, progress=progress, told=told)
 
     @classmethod
     def from_recipe(
@@ -121,7 +128,14 @@ class Trainer:
         trainer._start(DescribedRun(made, {}, tuple(allow_imports)), callbacks=callbacks, progress=progress)
         return trainer
 
-    def _start(self, described: DescribedRun, *, callbacks: Callback | Sequence[Callback], progress: bool) -> None:
+    def _start(
+        self,
+        described: DescribedRun,
+        *,
+        callbacks: Callback | Sequence[Callback],
+        progress: bool,
+        told: dict[str, Any] | None = None,
+    ) -> None:
         listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         for callback in listed:
             if not isinstance(callback, Callback):
@@ -131,6 +145,7 @@ class Trainer:
         self.state = TrainerState()
         self.is_main = True
         """Whether this is the main process of the run."""
+        self._told = told
         self._objects = described.objects
         self._modules = described.modules
         self._bar = ProgressBar() if progress else None
@@ -142,6 +157,35 @@ class Trainer:
     def folder(self) -> Path:
         """The run's folder."""
         return self.recipe.folder
+
+    def doctor(self, device: str | None = None, *, command: str = "trainer.train()") -> bool:
+        """Check the run before anything is downloaded, as ``retouch doctor`` checks a recipe, and print what was found: the data, the
+        reward, the memory and the time of a step. Returns whether it is ready.
+
+        ``device``: a device of this machine, a GPU by name (``"h100"``) or by memory (``"24gb"``), or the file of a measured
+        profile. The default is this machine's GPU; without one, a common GPU if the weights are not on this machine. ``command``:
+        what starts the run, for the last line. Raises ValueError for an unknown device.
+        """
+        absent = not all(each.find_weights()[1] for each in (self.recipe.policy.model, self.recipe.image_model))
+        planned = device or (self.recipe.device if _is_gpu(self.recipe.device) or not absent else "h100")
+        recipe = self._for_device(planned)
+        with live_objects(self._objects), consent.allowing(self._modules):
+            return bool(wings.load("part.doctor")(recipe, planned, command=command))
+
+    def _for_device(self, device: str) -> Recipe:
+        """The recipe with the defaults for a device: on a GPU, the sizes of batches and the ways to save memory that fit into it."""
+        if self._told is None:
+            return self.recipe
+        gpu = _is_gpu(device)
+        recipe = describe(**self._told, gpu=gpu).recipe
+        with live_objects(self._objects), consent.allowing(self._modules):
+            chosen = wings.load("part.fit")(recipe, device) if gpu else {}
+        return self._with(recipe, chosen)
+
+    def _with(self, recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
+        """The recipe with the ``chosen`` values of keys that the script does not set."""
+        changes = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if not is_told(self._told or {}, key)]
+        return parse(recipe.document(), changes, allow_imports=self._modules)
 
     def train(self, *, fresh: bool = False, new_judge: bool = False) -> Summary | None:
         """Train to the end, or resume the run in ``folder``; returns the comparison of held-out scores before and after.
@@ -165,6 +209,14 @@ class Trainer:
     def steps(self, *, fresh: bool = False, new_judge: bool = False) -> Iterator[StepResult]:
         """Like ``train``, but yields each step after it was recorded."""
         self.state = TrainerState()
+        if self._told is not None and _is_gpu(self.recipe.device) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            folder = RunFolder(self.folder)
+            if fresh or not folder.has_steps():
+                self.recipe = self._for_device(self.recipe.device)
+            else:  # the same sizes of batches, so that the run continues with the same bits
+                stored = folder.read_recipe()["recipe"]
+                kept = {key: value for key in FITTED if (value := value_at(stored, key)) is not None}
+                self.recipe = self._with(self.recipe, kept)
         with ExitStack() as stack:
             if self._bar is not None:
                 stack.callback(self._bar.close)
@@ -358,6 +410,11 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _is_gpu(device: str) -> bool:
+    """Whether a device means a GPU; ``auto`` does if this machine has one."""
+    return device != "cpu" and (device != "auto" or scoring_device() != "cpu")
 
 
 _EVALUATION = "eval/"

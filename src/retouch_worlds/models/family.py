@@ -51,10 +51,6 @@ class PlaygroundFamily(DiffusersModel):
     def source(self) -> str:
         return self.path or "the built-in model"
 
-    @property
-    def has_size(self) -> bool:
-        return True
-
     def build(self, *, device: torch.device) -> DenoisingModel:
         if not (self.folder / "adapter.json").is_file():
             raise ValueError(f"{self.folder} contains no playground {self.built_by[0]}; build it with `{self.built_by[1]}`")

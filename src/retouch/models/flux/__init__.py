@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from retouch.config.section import NonNegative
-from retouch.models.base import ComfyUINames, DiffusersModel, TaskInputs
+from retouch.models.base import ComfyUINames, DiffusersModel, TaskInputs, Usual
 
 
 class FluxFamily(DiffusersModel):
@@ -29,6 +29,8 @@ class FluxFamily(DiffusersModel):
     )
     ip_adapter_blocks = ("double", "all")
     configurations: ClassVar[tuple[tuple[str, str], ...]] = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
+    # Guidance is an input of these models, so it needs no second forward pass.
+    usual = (("schnell", Usual(steps=4)),)
     comfyui = ComfyUINames(prefix="transformer.")
 
     def options(self, source: Any) -> dict[str, Any]:
@@ -45,6 +47,10 @@ class FluxModel(FluxFamily):
 
     adapter = "retouch.models.flux.model:Flux"
     pipeline = "FluxPipeline"
+    hub_ids = (
+        "black-forest-labs/FLUX.1-dev",
+        "black-forest-labs/FLUX.1-schnell",
+    )
 
 
 class FluxFillModel(FluxFamily):
@@ -58,6 +64,7 @@ class FluxFillModel(FluxFamily):
     takes = TaskInputs(images=(1, 1), mask=True)
     adapter = "retouch.models.flux.model:FluxFill"
     pipeline = "FluxFillPipeline"
+    hub_ids = ("black-forest-labs/FLUX.1-Fill-dev",)
     configurations = (("", "flux.1-fill-dev.json"),)
 
 
@@ -72,3 +79,4 @@ class FluxKontextModel(FluxFamily):
     takes = TaskInputs(images=(1, 1))
     adapter = "retouch.models.flux.model:FluxKontext"
     pipeline = "FluxKontextPipeline"
+    hub_ids = ("black-forest-labs/FLUX.1-Kontext-dev",)

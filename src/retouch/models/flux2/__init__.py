@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from retouch.models.base import ComfyUINames, DiffusersModel, TaskInputs
+from retouch.models.base import ComfyUINames, DiffusersModel, TaskInputs, Usual
 
 
 class Flux2KleinModel(DiffusersModel):
@@ -19,6 +19,12 @@ class Flux2KleinModel(DiffusersModel):
     takes = TaskInputs(images=(0, 10))
     adapter = "retouch.models.flux2.model:Flux2Klein"
     pipeline = "Flux2KleinPipeline"
+    hub_ids = (
+        "black-forest-labs/FLUX.2-klein-4B",
+        "black-forest-labs/FLUX.2-klein-base-4B",
+        "black-forest-labs/FLUX.2-klein-9B",
+        "black-forest-labs/FLUX.2-klein-base-9B",
+    )
     # All linear layers of the double blocks, and the fused input projection of the single blocks. The output projection of the
     # single blocks, "attn.to_out", has the same name as a list in the double blocks, which cannot have an adapter.
     lora_targets = (
@@ -27,6 +33,10 @@ class Flux2KleinModel(DiffusersModel):
         *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
     )
     configurations = (("4b", "flux.2-klein-4b.json"), ("9b", "flux.2-klein-9b.json"))
+    usual = (
+        ("base", Usual(guidance=4.0)),
+        ("", Usual(steps=4)),
+    )
     comfyui = ComfyUINames(
         joined={
             "double_blocks.*.img_attn.qkv": [f"transformer_blocks.*.attn.to_{part}" for part in "qkv"],

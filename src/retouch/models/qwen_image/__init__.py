@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from retouch.models.base import ComfyUINames, DiffusersModel, TaskInputs
+from retouch.models.base import ComfyUINames, DiffusersModel, TaskInputs, Usual
 
 
 class QwenImageFamily(DiffusersModel):
@@ -18,6 +18,7 @@ class QwenImageFamily(DiffusersModel):
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     )
     ip_adapter_blocks = ("double",)
+    usual = (("", Usual(guidance=4.0)),)
     comfyui = ComfyUINames(prefix="diffusion_model.")
     configurations = (("2511", "qwen-image-edit-2511.json"), ("", "qwen-image.json"))
 
@@ -33,6 +34,7 @@ class QwenImageModel(QwenImageFamily):
     takes = TaskInputs(images=(0, 0), responses=True)
     adapter = "retouch.models.qwen_image.model:QwenImage"
     pipeline = "QwenImagePipeline"
+    hub_ids = ("Qwen/Qwen-Image",)
 
 
 class QwenImageEditor(QwenImageFamily):
@@ -50,6 +52,7 @@ class QwenImageEditModel(QwenImageEditor):
     takes = TaskInputs(images=(1, 1), responses=True)
     adapter = "retouch.models.qwen_image.model:QwenImageEdit"
     pipeline = "QwenImageEditPipeline"
+    hub_ids = ("Qwen/Qwen-Image-Edit",)
 
 
 class QwenImageEditPlusModel(QwenImageEditor):
@@ -63,3 +66,7 @@ class QwenImageEditPlusModel(QwenImageEditor):
     takes = TaskInputs(images=(1, 8), responses=True)
     adapter = "retouch.models.qwen_image.model:QwenImageEditPlus"
     pipeline = "QwenImageEditPlusPipeline"
+    hub_ids = (
+        "Qwen/Qwen-Image-Edit-2509",
+        "Qwen/Qwen-Image-Edit-2511",
+    )

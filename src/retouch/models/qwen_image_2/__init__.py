@@ -26,6 +26,7 @@ class QwenImage2Model(DiffusersModel):
     takes = TaskInputs(images=(0, 10))
     adapter = "retouch.models.qwen_image_2.model:QwenImage2"
     pipeline = "QwenImage21Pipeline"
+    hub_ids = ("Qwen/Qwen-Image-2.1",)
     # All linear layers of every block.
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),

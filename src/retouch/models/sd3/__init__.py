@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from retouch.models.base import ComfyUINames, DiffusersModel
+from retouch.models.base import ComfyUINames, DiffusersModel, Usual
 
 
 class SD3Model(DiffusersModel):
@@ -19,6 +19,11 @@ class SD3Model(DiffusersModel):
 
     adapter = "retouch.models.sd3.model:SD3"
     pipeline = "StableDiffusion3Pipeline"
+    hub_ids = (
+        "stabilityai/stable-diffusion-3-medium-diffusers",
+        "stabilityai/stable-diffusion-3.5-medium",
+        "stabilityai/stable-diffusion-3.5-large",
+    )
     # Flow-GRPO's LoRA targets for SD3 (rank 32, alpha 64): the joint attention of each block.
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -28,5 +33,11 @@ class SD3Model(DiffusersModel):
         ("3.5-large", "sd3.5-large.json"),
         ("3.5-medium", "sd3.5-medium.json"),
         ("3-medium", "sd3-medium.json"),
+    )
+    usual = (
+        ("turbo", Usual(steps=4)),
+        ("3.5-large", Usual(guidance=3.5)),
+        ("3-medium", Usual(guidance=7.0)),
+        ("", Usual(guidance=4.5)),
     )
     comfyui = ComfyUINames(prefix="transformer.")
