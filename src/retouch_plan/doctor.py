@@ -88,9 +88,11 @@ class DoctorOptions:
         return [*given, *(flag for flag, chosen in flags.items() if chosen)]
 
 
-def check_trainer(recipe: Recipe, device: str, *, command: str = "trainer.train()") -> bool:
-    """Check the run of a ``Trainer`` and print the findings, after a line for each choice that depends on the model or the device.
-    Returns whether it is ready. ``command``: starts the run."""
+def check_trainer(recipe: Recipe, device: str, *, command: str, chosen: Sequence[str]) -> bool:
+    """Check the run of a ``Trainer`` and print the findings. Returns whether it is ready. ``command``: starts the run. ``chosen``:
+    the settings that depend on the model and the device."""
+    for line in chosen:
+        sys.stdout.write(f"{note('settings', line)}\n")
     return run_checks(recipe, distributed=False, options=DoctorOptions(device=device), command=command) == 0
 
 
@@ -101,20 +103,19 @@ class _Trains(BaseException):
 def check_script(script: str, *, device: str | None) -> bool:
     """Run a script up to the point where its ``Trainer`` trains, and check that run (``Trainer.doctor``). Returns whether it is
     ready. Raises ValueError if there is no such script, or if it trains nothing."""
+    found: list[Trainer] = []
 
     def stop(trainer: Trainer, **_: Any) -> None:
-        nonlocal found
-        found = trainer
+        found.append(trainer)
         raise _Trains
 
-    found: Trainer | None = None
     if not Path(script).is_file():
         raise ValueError(f"{script}: there is no such file")
     with patch.object(Trainer, "steps", stop), patch.object(sys, "argv", [script]), suppress(_Trains):
         runpy.run_path(script, run_name="__main__")
-    if found is None:
+    if not found:
         raise ValueError(f"{script}: it ended without a call of Trainer.train(), so there is nothing to check")
-    return found.doctor(device, command=f"python {shlex.quote(script)}")
+    return found[0].doctor(device, command=f"python {shlex.quote(script)}")
 
 
 def run_checks(
@@ -146,9 +147,7 @@ def run_checks(
         report = _Report(arguments, options.words(), is_main=True, world=world, command=command)
         report.add([group])
         return report.finish({group: [0]}, recipe)
-    report = _Report(
-        arguments, options.words(), is_main=group.ranks.is_main, world=world if launched else None, command=command
-    )
+    report = _Report(arguments, options.words(), is_main=group.ranks.is_main, world=world if launched else None, command=command)
     if launched:
         report.add(check_rank_group(group, recipe))
     if not group.gather_failures(report.found):

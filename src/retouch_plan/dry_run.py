@@ -6,6 +6,7 @@ the step runs twice with few blocks of the models, and the numbers of the whole 
 
 import logging
 import math
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -55,6 +56,7 @@ from retouch_plan.models import (
     extrapolated_work,
     fake_parameters,
     stacks_of,
+    without_live,
     without_paths,
     without_weights,
 )
@@ -208,6 +210,22 @@ def both(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
         return result, waiting.result()
     _log.warning("the second process failed (%s); its work is repeated in this process", error)
     return result, function(second)
+
+
+def in_own_process(function: Callable[..., R], recipe: Recipe, *args: Any) -> R:
+    """``function(recipe, *args)`` in a process of its own: a dry run adds a fake device, and autograd knows only the devices that
+    existed at the first backward pass of a process. A loaded pipeline is replaced by a folder with its configurations."""
+    main = vars(sys.modules["__main__"])
+    # Without these two, the new process does not run the user's script again, which may have no guard against that.
+    hidden: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    try:
+        with tempfile.TemporaryDirectory() as folder, spawning() as context:
+            described = without_live(recipe, Path(folder))
+            main["__spec__"] = None
+            with ProcessPoolExecutor(1, mp_context=context, initializer=quiet) as pool:
+                return pool.submit(function, described, *args).result()
+    finally:
+        main.update(hidden)
 
 
 def quiet() -> None:

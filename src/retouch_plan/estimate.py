@@ -7,11 +7,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TextIO
 
-from retouch.config.imports import is_user_error, spawning
+from retouch.config.imports import is_user_error
 from retouch.data.checks import available_cpus
 from retouch.distributed.ranks import gpus_per_rank
 from retouch.models.base import DiffusersModel, PretrainedLanguageModel
@@ -21,7 +20,7 @@ from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch_judge.calls import Calls
 from retouch_plan import machines
-from retouch_plan.dry_run import DryRun, dry_run, quiet, uncounted_rewards
+from retouch_plan.dry_run import DryRun, dry_run, in_own_process, quiet, uncounted_rewards
 from retouch_plan.findings import Finding, duration, failed, gigabytes, note, ok
 from retouch_plan.machines import DEFAULT_GPU, MACHINES, TFLOPS, Machine, find_machine
 from retouch_plan.meter import PLAN, Work
@@ -430,23 +429,19 @@ def check_dry_run(
     Returns the findings about memory and, if ``timed``, about time and cost of the run; and the bytes of a checkpoint, which are
     None if the dry run failed. ``price``: dollars per hour of one GPU. ``calls``: the calls to all judges.
 
-    This takes 15 to 74 s of CPU time for the recipes of this repository. It uses a process of its own: a dry run adds a fake
-    device, and autograd knows only the devices that existed at the first backward pass of a process, such as the one of the trial
-    step.
+    This takes 15 to 74 s of CPU time for the recipes of this repository.
     """
     for section in (recipe.policy.model, recipe.image_model):
         if not isinstance(section, DiffusersModel | PretrainedLanguageModel):
             return [note("memory", f"not known: {section.source} is no model of this package, so no dry run is possible")], None
     sys.stderr.write("making a dry run of one step at full size, to find its memory and time; --no-rehearsal skips this\n")
     sys.stderr.flush()
-    with spawning() as context, ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(_check, recipe, machine, world, timed, price, calls).result()
+    return in_own_process(_check, recipe, machine, world, timed, price, calls)
 
 
 def _check(
     recipe: Recipe, machine: Machine, world: int, timed: bool, price: float | None, calls: Sequence[Calls]
 ) -> tuple[list[Finding], int | None]:
-    quiet()
     try:
         found = dry_run(recipe, machine, world=world, processes=available_cpus())
     except UnknownConfiguration as error:

@@ -26,6 +26,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
+from retouch.config.section import LIVE, live_object
 from retouch.models import emu3
 from retouch.models.base import DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
 from retouch.models.ip_adapter import vision_part
@@ -216,6 +217,32 @@ _PROCESSOR = {
 
 class UnknownConfiguration(ValueError):
     """The configuration of a model is not known, so a dry run of the recipe is impossible."""
+
+
+def without_live(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe with a folder of configurations in place of each loaded pipeline."""
+
+    def described(model: Any, name: str) -> Any:
+        if not isinstance(model, DiffusersModel) or not model.path.startswith(LIVE):
+            return model
+        parts = live_object(model.path, key=name).components
+        configs = {
+            part: {"class": type(module).__name__, "config": _plain_config(module.config)}
+            for part, module in parts.items()
+            if isinstance(module, nn.Module)
+        }
+        return model.model_copy(update={"path": str(write_folder(folder / name, configs))})
+
+    changed: dict[str, Any] = {"policy": recipe.policy.model_copy(update={"model": described(recipe.policy.model, "policy")})}
+    if recipe.renderer is not None and recipe.renderer.image_model is not None:
+        model = described(recipe.renderer.image_model, "renderer")
+        changed["renderer"] = recipe.renderer.model_copy(update={"model": model})
+    return recipe.model_copy(update=changed)
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return found
 
 
 def without_paths(recipe: Recipe, folder: Path) -> Recipe:

@@ -80,10 +80,10 @@ def _complete(document: dict[str, Any]) -> None:
 
     Not to the rollouts of objectives that learn velocities: they learn the velocity without guidance.
     """
-    policy, renderer = document.get("policy"), document.get("renderer")
+    policy, renderer = document["policy"], document.get("renderer")
     samplers: list[Any] = [(renderer, renderer)]
     for phase in (document, *(document.get("phases") or ())) if policy["kind"] == "denoising" else ():
-        objective = phase.get("objective") or document.get("objective")
+        objective = phase.get("objective") or document["objective"]
         if not getattr(OBJECTIVES.load(objective.get("kind")), "needs_velocities", False):
             samplers.append((phase.get("rollout"), policy))
     for sampler, owner in samplers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.objectives.policy_gradient import GRPO
+from retouch.policies.rollout import DenoisingRollout
+from retouch.recipe.document import value_at
 from retouch.recipe.keys import RecipeKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
@@ -321,8 +324,10 @@ MADE_OF = {
 """Keys of a recipe that a ``Trainer`` sets from its own arguments, with the names of these arguments."""
 
 
+_SIZES = ("microbatch", "rollout.chunk", "eval.batch", "renderer.batch")
 FITTED = (
-    *("microbatch", "rollout.chunk", "eval.batch", "renderer.batch", "optimizer.moments", "devices"),
+    *_SIZES,
+    *("optimizer.moments", "devices.offload"),
     *(f"policy.{key}" for key in ("gradient_checkpointing", "prompt_embeddings", "base")),
     *("policy.model.vae_slicing", "policy.model.vae_tiling"),
 )
@@ -339,6 +344,22 @@ def is_told(told: Mapping[str, Any], key: str) -> bool:
             return False
         node = node[part]
     return True
+
+
+def chosen_lines(recipe: Recipe) -> list[str]:
+    """What depends on the model and the device, in at most four lines."""
+    policy, rollout, model = recipe.policy, recipe.rollout, recipe.image_model
+    size = "the size of the source image" if recipe.image_size is None else "{} x {} px".format(*recipe.image_size)
+    guidance = getattr(rollout if recipe.renderer is None else recipe.renderer, "guidance_scale", 1.0)
+    lines = [f"{model.source}: {size}, guidance {guidance:g}, {getattr(policy.model, 'dtype', 'float32')}"]
+    if isinstance(rollout, DenoisingRollout):
+        window = rollout.window.model_dump(mode="json", exclude_unset=True)
+        lines.append(f"{rollout.num_steps} denoising steps, of which train: {json.dumps(window)}")
+    document = recipe.document()
+    saving = [f"{key}={value}" for key in FITTED if "." in key and key not in _SIZES and (value := value_at(document, key))]
+    lines.append(f"memory is saved by: {', '.join(saving) or 'nothing'}")
+    lines.append(", ".join(f"{key} {value}" for key in _SIZES if (value := value_at(document, key)) is not None))
+    return lines
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_t
 from retouch.run.hooks import Hook, StepResult
 from retouch.run.session import open_session
 from retouch.run.step import ScoredRollout
-from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, describe, is_told
+from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, chosen_lines, describe, is_told
 
 log = logging.getLogger("retouch")
 
@@ -51,10 +51,10 @@ class Trainer:
     ``columns``: field of a task to column of the data set, if the names differ. ``objective``: by default GRPO. ``peft_config``:
     which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language
     model, the pipeline that makes images from the prompts that it writes, or that reads its responses and edits the source images.
-    ``size``: (height, width) in px of the images, or one number for squares. ``dtype``: of the frozen weights and the forward pass;
-    what it and other keys are by default depends on the model and the device, see "Defaults" in docs/python.md. ``output_dir`` and ``run_name``: the run's folder is
-    ``output_dir/run_name``. ``callbacks``: one or several; see ``Callback``. ``progress``: show a progress bar. ``keys``: every
-    other key of a recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
+    ``size``: (height, width) in px of the images, or one number for squares. ``dtype``: of the frozen weights and the forward pass.
+    What these two and other keys are by default depends on the model and the device (docs/python.md). ``output_dir`` and
+    ``run_name``: the run's folder is ``output_dir/run_name``. ``callbacks``: one or several; see ``Callback``. ``progress``: show a
+    progress bar. ``keys``: every other key of a recipe, with the same names and checks: ``steps``, ``group_size``, ``rollout``, ...
 
     A loaded model is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
 
@@ -159,8 +159,9 @@ class Trainer:
         return self.recipe.folder
 
     def doctor(self, device: str | None = None, *, command: str = "trainer.train()") -> bool:
-        """Check the run before anything is downloaded, as ``retouch doctor`` checks a recipe, and print what was found: the data, the
-        reward, the memory and the time of a step. Returns whether it is ready.
+        """Check the run before anything is downloaded, as ``retouch doctor`` checks a recipe, and print what was found.
+
+        Returns whether the run is ready.
 
         ``device``: a device of this machine, a GPU by name (``"h100"``) or by memory (``"24gb"``), or the file of a measured
         profile. The default is this machine's GPU; without one, a common GPU if the weights are not on this machine. ``command``:
@@ -170,16 +171,16 @@ class Trainer:
         planned = device or (self.recipe.device if _is_gpu(self.recipe.device) or not absent else "h100")
         recipe = self._for_device(planned)
         with live_objects(self._objects), consent.allowing(self._modules):
-            return bool(wings.load("part.doctor")(recipe, planned, command=command))
+            return bool(wings.load("part.doctor")(recipe, planned, command=command, chosen=chosen_lines(recipe)))
 
     def _for_device(self, device: str) -> Recipe:
-        """The recipe with the defaults for a device: on a GPU, the sizes of batches and the ways to save memory that fit into it."""
+        """The recipe with the defaults for a device: on a GPU, sizes of batches and ways to save memory that fit into it."""
         if self._told is None:
             return self.recipe
         gpu = _is_gpu(device)
         recipe = describe(**self._told, gpu=gpu).recipe
         with live_objects(self._objects), consent.allowing(self._modules):
-            chosen = wings.load("part.fit")(recipe, device) if gpu else {}
+            chosen = wings.load("part.fit")(recipe, device, allow_imports=self._modules) if gpu else {}
         return self._with(recipe, chosen)
 
     def _with(self, recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
@@ -217,6 +218,8 @@ class Trainer:
                 stored = folder.read_recipe()["recipe"]
                 kept = {key: value for key in FITTED if (value := value_at(stored, key)) is not None}
                 self.recipe = self._with(self.recipe, kept)
+            for line in chosen_lines(self.recipe):
+                log.info("%s", line)
         with ExitStack() as stack:
             if self._bar is not None:
                 stack.callback(self._bar.close)
