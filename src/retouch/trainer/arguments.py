@@ -122,8 +122,7 @@ def model_section(
         euler_scheduler(model.scheduler, key=f"{key}.scheduler")
         require_as_built(model, key=key)
         if size is None and family.takes.images[1] == 0:
-            side = int(getattr(model, "default_sample_size", 128)) * int(getattr(model, "vae_scale_factor", 8))
-            size = (min(side, USUAL_SIZE[0]),) * 2
+            size = _usual_size(getattr(model, "default_sample_size", 128), getattr(model, "vae_scale_factor", 8))
         path = _live_name(model)
         return family(path=path, dtype=_dtype(model.transformer, dtype, key=f"{key}.transformer"), size=size), {path: model}
     if _is_language_model(model):
@@ -133,6 +132,11 @@ def model_section(
         "Face id, or a section: retouch.models.SD3(path=...), or an object of your own class derived from "
         "retouch.models.base.ImageModel, whose build() returns the model"
     )
+
+
+def _usual_size(sample: int, scale: int) -> tuple[int, int]:
+    """512 x 512 px, or the size of ``sample`` latents, each ``scale`` px wide, if that is smaller."""
+    return (min(int(sample) * int(scale), USUAL_SIZE[0]),) * 2
 
 
 def _is_language_model(model: Any) -> bool:
@@ -178,6 +182,9 @@ def _from_path(path: str, *, size: tuple[int, int] | None, dtype: Dtype, key: st
     pipeline = None if known else _json(path, "model_index.json", key=key)
     if known or pipeline is not None:
         family = known or _family_of(str((pipeline or {}).get("_class_name")), key=key)
+        if size is None and family.takes.images[1] == 0 and Path(path).is_dir():
+            transformer, vae = ((_json(path, f"{part}/config.json", key=key) or {}) for part in ("transformer", "vae"))
+            size = _usual_size(transformer.get("sample_size", 128), 2 ** (len(vae.get("block_out_channels", range(4))) - 1))
         return family(path=path, size=size, dtype=dtype)
     config = _json(path, "config.json", key=key)
     if config is None:
