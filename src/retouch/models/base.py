@@ -242,9 +242,9 @@ class DiffusersModel(ImageModel):
         return self.path
 
     @classmethod
-    def usual_settings(cls, path: str) -> Usual:
+    def usual_settings(cls, path: str | None) -> Usual:
         """Return the settings of the published model of this path."""
-        name = Path(path).name.lower()
+        name = Path(path or "").name.lower()
         found = (settings for part, settings in cls.usual if part in name)
         return Usual() if cls.packaged else next(found, Usual())
 
