@@ -39,7 +39,7 @@ from retouch.recipe.recipe import Recipe, differentiated_rewards
 from retouch.records.libraries import silence_libraries
 from retouch.rewards.base import LoadedModel
 from retouch.rewards.judging import ScoredBatch
-from retouch.run.build import Assembly, connect
+from retouch.run.build import Assembly, connect, encode_prompts
 from retouch.run.evaluation import build_evaluator
 from retouch.run.preflight import ROWS, preflight
 from retouch.run.step import Phase, Run, collect, update
@@ -126,6 +126,11 @@ def made_up_sets(recipe: Recipe) -> list[DataSets]:
     """Return made-up tasks for each phase."""
     tasks = _Copies(made_up_task(recipe))
     return [DataSets(train=tasks, heldout=tasks[: recipe.eval.tasks]) for _ in recipe.resolved_phases()]
+
+
+def _encode_one(recipe: Recipe, plan: Any, sets: Sequence[DataSets], ranks: Ranks, model: DenoisingModel) -> None:
+    """Encode one task in place of all: they differ only in their ids."""
+    encode_prompts(recipe, [(plan[0][0], range(0))], [replace(sets[0], heldout=sets[0].heldout[:1])], ranks, model)
 
 
 def made_up_judge() -> Any:
@@ -314,7 +319,8 @@ class _Step:
     def run(self, *, compiled: bool) -> DryRun:
         recipe, meter = self.recipe, self.meter
         # Offloaded weights are never read, so their copies on the host have no data.
-        with meter.stage("build"), fake_parameters(self.ranks.device), patch.object(active(), "large_on_host", 2**20):
+        first_prompt = patch("retouch.run.build.encode_prompts", _encode_one)
+        with first_prompt, meter.stage("build"), fake_parameters(self.ranks.device), patch.object(active(), "large_on_host", 2**20):
             placement = plan_placement(recipe, self.ranks)
             parts = connect(recipe, self.ranks, placement=placement, judge=made_up_judge(), sets=made_up_sets(recipe))
             self._label_weights(parts)
