@@ -29,6 +29,7 @@ from retouch.data.base import DataSets
 from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper
 from retouch.distributed.ranks import Ranks, plan_placement
 from retouch.models.base import MEGAPIXEL, PretrainedLanguageModel, TaskInputs, packaged_config, read_description
+from retouch.models.offloading import SwappedBlocks
 from retouch.models.parts import stored_count
 from retouch.models.pretrained import MODEL, find_weights
 from retouch.policies.autoregressive import AutoregressivePolicy
@@ -272,11 +273,13 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int | None = None, full_
         if recipe.devices is not None:  # fake devices of the same indices
             names = {part: name.replace("cuda", DEVICE) for part, name in recipe.devices.named.items()}
             recipe = recipe.model_copy(update={"devices": recipe.devices.model_copy(update=names)})
-        depths = None if full_depth else choose_depths(stacks_of(recipe))
+        swap_blocks = 0 if recipe.devices is None else recipe.devices.swap_blocks
+        depths = None if full_depth else choose_depths(stacks_of(recipe), swap_blocks=swap_blocks)
         if depths is None:
-            return replace(_run(recipe, machine, world, compiled, {}), rewards=rewards)
+            return replace(_run(recipe, machine, world, compiled, ({}, swap_blocks)), rewards=rewards)
         in_parts = partial(_run, recipe, machine, world, compiled)
-        first, second = (both if processes > 1 else each_in_turn)(in_parts, depths.first, depths.second)
+        counts = zip((depths.first, depths.second), depths.swapped, strict=True)
+        first, second = (both if processes > 1 else each_in_turn)(in_parts, *counts)
         times = depths.times
         return replace(
             first,
@@ -288,8 +291,11 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int | None = None, full_
         )
 
 
-def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, blocks: Counts) -> DryRun:
+def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, depth: tuple[Counts, int]) -> DryRun:
     register()  # a second process has no fake device yet
+    blocks, swap_blocks = depth
+    if recipe.devices is not None:
+        recipe = recipe.model_copy(update={"devices": recipe.devices.model_copy(update={"swap_blocks": swap_blocks})})
     count = world or recipe.ranks or 1
     ranks = Ranks(rank=0, world=count, device=torch.device(DEVICE, 0))
     step = _Step(recipe, Meter(machine), ranks)
@@ -299,6 +305,8 @@ def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, bl
         stack.enter_context(fused_attention())
         stack.enter_context(fake_ranks(count, meter))
         stack.enter_context(fake_deepspeed(meter))
+        stack.enter_context(patch.object(SwappedBlocks, "fetch", meter.on_other_stream(SwappedBlocks.fetch)))
+        stack.enter_context(patch.object(SwappedBlocks, "wait", lambda blocks: meter.wait_for_other_stream()))
         stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=step.label_module))
         return step.run(compiled=compiled)
 

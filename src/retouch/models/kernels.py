@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from retouch.models.parts import repeated_blocks
+from retouch.models.parts import repeated_blocks, to_device
 
 KEY = "policy.attention"
 _TOKENS, _HEADS, _WIDTH = 64, 2, 64
@@ -100,12 +100,12 @@ def set_attention(module: nn.Module, name: str) -> None:
 def checkpoint_in_cpu_memory(function: Callable[..., Any], *args: Any) -> Any:
     """Gradient checkpointing of a block, whose inputs are in CPU memory from the forward to the backward pass."""
 
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        # To page-locked memory, without waiting: only the device reads it again, after this copy.
-        return tensor.device, tensor.to("cpu", non_blocking=tensor.is_cuda, copy=True)
+    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+        # From a GPU, the copy goes to page-locked memory without a wait of the host, which must not read it.
+        return tensor.to("cpu", non_blocking=tensor.device.type not in ("cpu", "mps"), copy=True), tensor.device
 
-    def unpack(kept: tuple[torch.device, Tensor]) -> Tensor:
-        return kept[1].to(kept[0], non_blocking=True)
+    def unpack(kept: tuple[Tensor, torch.device]) -> Tensor:
+        return to_device(*kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return checkpoint(function, *args, use_reentrant=False)

@@ -102,7 +102,7 @@ def repack(parts: Sequence[nn.Module], allocate: Callable[[int], Tensor]) -> Non
 
 
 class SwappedBlocks:
-    """The last ``count`` blocks of a transformer, whose frozen weights are in CPU memory, and on ``device`` only while they compute.
+    """The last ``count`` blocks of a transformer: their frozen weights are on ``device`` only while they compute.
 
     The next block is copied on a stream of its own while a block computes: the block after it or, in a backward pass with gradient
     checkpointing, which recomputes the blocks in reverse, the block before it. So at most two of these blocks are on the device,
@@ -163,7 +163,9 @@ def place_blocks(module: nn.Module, *, count: int, device: torch.device) -> None
         raise ValueError(f"devices.swap_blocks: {count}, and the transformer has {len(blocks)} blocks; set at most {len(blocks)}")
     waiting = blocks[len(blocks) - count :]
     page_lock(waiting, device)
-    tables = [(each._modules, name, inner) for each in module.modules() for name, inner in each._modules.items() if inner in waiting]
+    tables = [
+        (each._modules, name, inner) for each in module.modules() for name, inner in each._modules.items() if inner in waiting
+    ]
     for table, name, _ in tables:
         table[name] = None
     module.to(device)
@@ -437,9 +439,9 @@ def build_offloaded(
 
     ``offload``: the text encoders and the autoencoder are in CPU memory while they are not used. ``cache_prompts``: prompt
     embeddings are cached on disk, so that only new prompts need the text encoders, which are in CPU memory. ``swap_blocks``: the
-    number of the transformer's last blocks that stay in CPU memory until ``SwappedBlocks`` copies them. ``prepare``: called with the model if they are cached, with the frozen parts
-    on the device and the transformer still in CPU memory; it encodes what is known. Raises ValueError for a model whose parts are
-    not known.
+    number of the transformer's last blocks that stay in CPU memory until ``SwappedBlocks`` copies them. ``prepare``: called with
+    the model if prompts are cached, with the frozen parts on the device and the transformer still in CPU memory. Raises ValueError
+    for a model whose parts are not known, and for more blocks than it has.
     """
     key = "devices.offload" if offload else "policy.prompt_embeddings" if cache_prompts else "devices.swap_blocks"
     model = section.build(device=torch.device("cpu"))

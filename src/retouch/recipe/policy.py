@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -84,7 +84,7 @@ class DenoisingPolicyKeys(Section):
         if offload or cached or swap_blocks:
             from retouch.models.offloading import build_offloaded
 
-            waits = {"offload": offload, "cache_prompts": cached, "swap_blocks": swap_blocks}
+            waits: dict[str, Any] = {"offload": offload, "cache_prompts": cached, "swap_blocks": swap_blocks}
             model = build_offloaded(self.model, device=device, **waits, prepare=prepare)
         else:
             model = self.model.build(device=device)

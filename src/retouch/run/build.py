@@ -576,9 +576,7 @@ def encode_prompts(
             encode([task])
 
 
-def assemble_policy(
-    recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingModel], None] | None = None
-) -> PolicyParts:
+def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingModel], None] | None = None) -> PolicyParts:
     """Build the models of a run, without data and judge. Weights that the policy and the image model share are loaded once.
 
     ``prepare``: called with a denoising model whose prompt embeddings are cached, before its transformer is on the device.
@@ -589,7 +587,7 @@ def assemble_policy(
     image_model: DenoisingModel | AutoregressiveModel
     if renderer is None:
         assert isinstance(policy, DenoisingPolicyKeys), "the recipe's checks ensure it"
-        waits = {"offload": placement.offload, "swap_blocks": swapped}
+        waits: dict[str, Any] = {"offload": placement.offload, "swap_blocks": swapped}
         model = image_model = policy.build_model(device=placement.policy, **waits, prepare=prepare)
     else:
         assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"

@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiny_recipes
-from retouch.models.offloading import SwappedBlocks
 from retouch.recipe.recipe import parse
-from retouch.run.build import assemble_policy
-from retouch.distributed.ranks import Ranks
 from retouch.run.session import run
 
 WAYS: dict[str, dict[str, Any]] = {
