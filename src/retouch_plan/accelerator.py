@@ -352,7 +352,7 @@ class Accelerator(TorchDispatchMode):
         made = self._shapes(func, mapped(args, _on_meta), _moved_to(META, mapped(kwargs, _on_meta)))
         values = _values_of(func, args, kwargs, made)
         if device.type == "cpu" and (packet is aten.copy_ or any(each.device.type == DEVICE for each in fakes)):
-            result = self._to_host(packet, args, made, values)
+            result = self._to_host(packet, args, made, values, waits=not kwargs.get("non_blocking"))
         else:
             result = _wrapped(func, made, device, {id(each.meta): each for each in fakes}, values)
         self.observe(func, args, kwargs, result, fakes, fake_tensors_of(result))
@@ -371,7 +371,7 @@ class Accelerator(TorchDispatchMode):
             remembered = self._remembered[key] = func(*args, **kwargs)
         return mapped(remembered, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
 
-    def _to_host(self, packet: Any, args: Any, made: Tensor, values: Any) -> Any:
+    def _to_host(self, packet: Any, args: Any, made: Tensor, values: Any, *, waits: bool) -> Any:
         if packet is aten.copy_:
             self.on_read("copy to the host")
             target, source = args[0], args[1]
@@ -380,7 +380,7 @@ class Accelerator(TorchDispatchMode):
             known = source.known_values if isinstance(source, FakeTensor) else source
             return target.copy_(known) if known is not None else target
         source = fake_tensors_of(args)[0]
-        if source.device.type == DEVICE:
+        if source.device.type == DEVICE and waits:
             self.on_read("copy to the host")
         if isinstance(values, Tensor):
             return values

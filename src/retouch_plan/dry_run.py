@@ -30,6 +30,7 @@ from retouch.data.base import DataSets
 from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper
 from retouch.distributed.ranks import Ranks, plan_placement
 from retouch.models.base import MEGAPIXEL, PretrainedLanguageModel, TaskInputs, packaged_config, read_description
+from retouch.models.offloading import SwappedBlocks
 from retouch.models.parts import stored_count
 from retouch.models.pretrained import MODEL, find_weights
 from retouch.policies.autoregressive import AutoregressivePolicy
@@ -40,7 +41,7 @@ from retouch.recipe.recipe import Recipe, differentiated_rewards
 from retouch.records.libraries import silence_libraries
 from retouch.rewards.base import LoadedModel
 from retouch.rewards.judging import ScoredBatch
-from retouch.run.build import Assembly, connect
+from retouch.run.build import Assembly, connect, encode_prompts
 from retouch.run.evaluation import build_evaluator
 from retouch.run.preflight import ROWS, preflight
 from retouch.run.step import Phase, Run, collect, update
@@ -128,6 +129,11 @@ def made_up_sets(recipe: Recipe) -> list[DataSets]:
     """Return made-up tasks for each phase."""
     tasks = _Copies(made_up_task(recipe))
     return [DataSets(train=tasks, heldout=tasks[: recipe.eval.tasks]) for _ in recipe.resolved_phases()]
+
+
+def _encode_one(recipe: Recipe, plan: Any, sets: Sequence[DataSets], ranks: Ranks, model: DenoisingModel) -> None:
+    """Encode one task in place of all: they differ only in their ids."""
+    encode_prompts(recipe, [(plan[0][0], range(0))], [replace(sets[0], heldout=sets[0].heldout[:1])], ranks, model)
 
 
 def made_up_judge() -> Any:
@@ -285,11 +291,13 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int | None = None, full_
         if recipe.devices is not None:  # fake devices of the same indices
             names = {part: name.replace("cuda", DEVICE) for part, name in recipe.devices.named.items()}
             recipe = recipe.model_copy(update={"devices": recipe.devices.model_copy(update=names)})
-        depths = None if full_depth else choose_depths(stacks_of(recipe))
+        swap_blocks = 0 if recipe.devices is None else recipe.devices.swap_blocks
+        depths = None if full_depth else choose_depths(stacks_of(recipe), swap_blocks=swap_blocks)
         if depths is None:
-            return replace(_run(recipe, machine, world, compiled, {}), rewards=rewards)
+            return replace(_run(recipe, machine, world, compiled, ({}, swap_blocks)), rewards=rewards)
         in_parts = partial(_run, recipe, machine, world, compiled)
-        first, second = (both if processes > 1 else each_in_turn)(in_parts, depths.first, depths.second)
+        counts = zip((depths.first, depths.second), depths.swapped, strict=True)
+        first, second = (both if processes > 1 else each_in_turn)(in_parts, *counts)
         times = depths.times
         return replace(
             first,
@@ -301,8 +309,11 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int | None = None, full_
         )
 
 
-def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, blocks: Counts) -> DryRun:
+def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, depth: tuple[Counts, int]) -> DryRun:
     register()  # a second process has no fake device yet
+    blocks, swap_blocks = depth
+    if recipe.devices is not None:
+        recipe = recipe.model_copy(update={"devices": recipe.devices.model_copy(update={"swap_blocks": swap_blocks})})
     count = world or recipe.ranks or 1
     ranks = Ranks(rank=0, world=count, device=torch.device(DEVICE, 0))
     step = _Step(recipe, Meter(machine), ranks)
@@ -312,6 +323,8 @@ def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, bl
         stack.enter_context(fused_attention())
         stack.enter_context(fake_ranks(count, meter))
         stack.enter_context(fake_deepspeed(meter))
+        stack.enter_context(patch.object(SwappedBlocks, "fetch", meter.on_other_stream(SwappedBlocks.fetch)))
+        stack.enter_context(patch.object(SwappedBlocks, "wait", lambda blocks: meter.wait_for_other_stream()))
         stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=step.label_module))
         return step.run(compiled=compiled)
 
@@ -332,7 +345,8 @@ class _Step:
     def run(self, *, compiled: bool) -> DryRun:
         recipe, meter = self.recipe, self.meter
         # Offloaded weights are never read, so their copies on the host have no data.
-        with meter.stage("build"), fake_parameters(self.ranks.device), patch.object(active(), "large_on_host", 2**20):
+        first_prompt = patch("retouch.run.build.encode_prompts", _encode_one)
+        with first_prompt, meter.stage("build"), fake_parameters(self.ranks.device), patch.object(active(), "large_on_host", 2**20):
             placement = plan_placement(recipe, self.ranks)
             parts = connect(recipe, self.ranks, placement=placement, judge=made_up_judge(), sets=made_up_sets(recipe))
             self._label_weights(parts)

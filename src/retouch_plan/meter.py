@@ -186,6 +186,9 @@ class Meter:
         self._alive: dict[int, list[Any]] = {}
         self._rises: list[Rise] = []
         self._fused: FusedKernel | None = None
+        self._other_stream = False
+        self._behind = 0.0
+        """Seconds of copies on another stream that the computations since then have not hidden."""
         self._stage: Stage
         self.stage_name: str
         self._enter("other")
@@ -334,6 +337,28 @@ class Meter:
         if self.counting:
             self.work.waits[f"{what} at {place()}"] += 1
 
+    def on_other_stream(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function whose copies to the device run beside later computations, and whose results are weights."""
+
+        def fetched(*args: Any) -> Any:
+            self.label, label, self._other_stream = "weights: swapped blocks", self.label, True
+            try:
+                return fetch(*args)
+            finally:
+                self.label, self._other_stream = label, False
+
+        return fetched
+
+    def wait_for_other_stream(self) -> None:
+        """Count the time of copies on another stream that was longer than the computations beside them."""
+        if self.counting:
+            self.work.add_seconds("copies that blocks wait for", self._behind)
+            self._behind = 0.0
+
+    def _spend(self, kind: str, seconds: float) -> None:
+        self.work.add_seconds(kind, seconds)
+        self._behind = max(0.0, self._behind - seconds)
+
     def communicate(self, moved: int, world: int) -> None:
         """Count a collective over ``moved`` bytes of this rank, with the time of a ring."""
         if self.counting:
@@ -349,14 +374,19 @@ class Meter:
         work = self.work
         tensors = {id(each): each for each in (*given, *made)}.values()
         moved = sum(each.numel() * each.element_size() for each in tensors if each.device.type == DEVICE)
-        if packet in (_aten._to_copy, _aten.copy_) and len({each.device.type for each in tensors}) + (len(given) == 0) > 1:
-            # ``to_device`` and the offloading of models copy without blocking only from page-locked memory.
-            page_locked = kwargs.get("non_blocking", False)
+        moves = packet in (_aten._to_copy, _aten.copy_)
+        # ``to_device`` and the offloading of models copy without blocking only from and to page-locked memory.
+        page_locked = moves and bool(kwargs.get("non_blocking", args[2:] and args[2]))
+        to_host = page_locked and result.device.type == "cpu"
+        if moves and (to_host or len({each.device.type for each in tensors}) + (len(given) == 0) > 1):
             if not page_locked:
                 self.wait("copy from the host")
             work.counts["copied"] += moved
             rate = self.machine.pinned_copy if page_locked else self.machine.copy
-            work.add_seconds("copies from and to the host", moved / rate)
+            if self._other_stream:
+                self._behind += moved / rate
+            else:
+                self._spend("copies from and to the host", moved / rate)
             return
         fusible = torch.Tag.pointwise in func.tags or packet in _FUSIBLE
         if self.compiled and fusible and not any(each.dtype.is_complex for each in tensors):  # Inductor has no complex code
@@ -369,14 +399,14 @@ class Meter:
         memory = moved / self.machine.bandwidth
         formula = flop_registry.get(packet)
         if formula is None:
-            work.add_seconds("other kernels", memory)
+            self._spend("other kernels", memory)
             return
         flops = formula(*args, **kwargs, out_val=result)
         dtype = next((each.dtype for each in given if each.dtype.is_floating_point), torch.float32)
         kind = "masked attention" if packet in _MASKED else "attention" if packet in _FLASH else "matmul"
         name = f"{kind} {str(dtype).removeprefix('torch.')}"
         work.flops[name] += flops
-        work.add_seconds(name, max(flops / self.machine.rate(kind, dtype), memory))
+        self._spend(name, max(flops / self.machine.rate(kind, dtype), memory))
 
     def _end_fused(self) -> None:
         """Count the operations since the last kernel of another kind as one kernel."""
@@ -384,7 +414,7 @@ class Meter:
             moved, self._fused = self._fused.bytes(), None
             self.work.counts["kernels"] += 1
             self.work.counts["bytes"] += moved
-            self.work.add_seconds("fused kernels", moved / self.machine.bandwidth)
+            self._spend("fused kernels", moved / self.machine.bandwidth)
 
 
 def place() -> str:

@@ -50,24 +50,37 @@ Counts: TypeAlias = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Two depths: numbers of blocks for each stack. The whole model has ``first + times * (second - first)`` blocks."""
+    """Two depths: numbers of blocks for each stack. The whole model has ``first + times * (second - first)`` blocks. ``swapped``:
+    the number of swapped blocks at each depth."""
 
     first: Counts
     second: Counts
     times: int
+    swapped: tuple[int, int] = (0, 0)
 
 
-def choose_depths(stacks: Counts) -> Depths | None:
+def choose_depths(stacks: Counts, *, swap_blocks: int = 0) -> Depths | None:
     """Return the two depths with the fewest blocks in total; None if no two depths have fewer blocks than the whole model. From the
-    first depth to the whole model, all stacks grow in proportion, so that two dry runs are enough."""
-    best, fewest = None, sum(stacks.values())
+    first depth to the whole model, all stacks grow in proportion, so that two dry runs are enough. ``swap_blocks``: the number of
+    the last blocks that are swapped (``devices.swap_blocks``), which grows in proportion too."""
+    best, fewest, left = None, sum(stacks.values()), swap_blocks
+    waiting = {}
+    for stack in sorted(stacks, key=lambda each: (_DUAL, *_KEYS).index(each[1]), reverse=True):
+        waiting[stack] = min(left, stacks[stack])
+        left -= waiting[stack]
+    if left:
+        return None
     for times in range(1, max(stacks.values(), default=0)):
         steps = {stack: max(count - FEWEST, 0) // times for stack, count in stacks.items()}
         first = {stack: count - times * steps[stack] for stack, count in stacks.items()}
         blocks = sum(2 * first[stack] + steps[stack] for stack in stacks)
-        if any(steps.values()) and blocks < fewest:
+        # With three swapped blocks, two are on the device at a time, as in the whole model.
+        more = {stack: min(steps[stack], max(count - 3, 0) // times) for stack, count in waiting.items()}
+        swapped = {stack: count - times * more[stack] for stack, count in waiting.items()}
+        if any(steps.values()) and blocks < fewest and all(swapped[stack] <= first[stack] for stack in stacks):
             second = {stack: first[stack] + steps[stack] for stack in stacks}
-            best, fewest = Depths(first, second, times), blocks
+            counts = sum(swapped.values()), sum(swapped.values()) + sum(more.values())
+            best, fewest = Depths(first, second, times, counts), blocks
     return best
 
 

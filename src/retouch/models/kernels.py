@@ -1,4 +1,4 @@
-"""Sets the attention backend of diffusers models, and compiles the repeated blocks of a model."""
+"""Sets the attention backend of diffusers models, checkpoints and compiles the repeated blocks of a model."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -9,6 +9,9 @@ from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from retouch.models.parts import repeated_blocks, to_device
 
 KEY = "policy.attention"
 _TOKENS, _HEADS, _WIDTH = 64, 2, 64
@@ -94,6 +97,20 @@ def set_attention(module: nn.Module, name: str) -> None:
         module.set_attention_backend(name)
 
 
+def checkpoint_in_cpu_memory(function: Callable[..., Any], *args: Any) -> Any:
+    """Gradient checkpointing of a block, whose inputs are in CPU memory from the forward to the backward pass."""
+
+    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+        # From a GPU, the copy goes to page-locked memory without a wait of the host, which must not read it.
+        return tensor.to("cpu", non_blocking=tensor.device.type not in ("cpu", "mps"), copy=True), tensor.device
+
+    def unpack(kept: tuple[Tensor, torch.device]) -> Tensor:
+        return to_device(*kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return checkpoint(function, *args, use_reentrant=False)
+
+
 def compile_blocks(module: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile the repeated blocks of a transformer, or the decoder layers of a language model; equal blocks share one graph.
 
@@ -105,10 +122,7 @@ def compile_blocks(module: nn.Module, *, backend: str | Callable[..., Any] = "in
 
     Source: regional compilation, PyTorch's recipe and diffusers' ``compile_repeated_blocks``.
     """
-    names = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
-    whole: Any = module
-    root = whole.get_decoder() if hasattr(module, "get_decoder") else module
-    blocks = [inner for inner in root.modules() if type(inner).__name__ in names]
+    blocks = repeated_blocks(module)
     if not blocks:
         raise ValueError(f"policy.compile: the repeated blocks of {type(module).__name__} are unknown; use null")
     # All blocks of a class share one list of graphs; blocks with different submodules or adapters need separate graphs in it.

@@ -12,9 +12,9 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
 from retouch.models.base import ImageModel
-from retouch.models.parts import bits_hash, evaluating, to_device
+from retouch.models.parts import bits_hash, evaluating, repeated_blocks, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
 from retouch.protocols import DenoisingModel
 from retouch.records import files
@@ -99,6 +99,78 @@ def repack(parts: Sequence[nn.Module], allocate: Callable[[int], Tensor]) -> Non
         place = buffer[used : used + size].view(tensor.dtype).view(tensor.shape)
         tensor.data = place.copy_(tensor.data)
         used += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class SwappedBlocks:
+    """The last ``count`` blocks of a transformer: their frozen weights are on ``device`` only while they compute.
+
+    The next block is copied on a stream of its own while a block computes: the block after it or, in a backward pass with gradient
+    checkpointing, which recomputes the blocks in reverse, the block before it. So at most two of these blocks are on the device,
+    and the results have the same bits. Trained weights are moved to the device, where they stay.
+    """
+
+    def __init__(self, module: nn.Module, *, count: int, device: torch.device) -> None:
+        self.device = device
+        self.stream = None if device.type in ("cpu", "mps") else torch.get_device_module(device).Stream(device)
+        blocks = repeated_blocks(module)[-count - 1 :]  # with the block before them, which starts the first copy
+        self.frozen: list[list[tuple[dict[str, Any], str, Tensor]]] = []
+        self.ahead: dict[int, list[Tensor]] = {}
+        for place, block in enumerate(blocks):
+            found = list(_tensors([block]))
+            for table, name, tensor in found:
+                if tensor.requires_grad:
+                    table[name] = nn.Parameter(tensor.detach().to(device))
+            waits = place >= len(blocks) - count
+            self.frozen.append([each for each in found if not each[2].requires_grad] if waits else [])
+            block.forward = partial(self.compute, place, partial(type(block).forward, block))
+
+    def compute(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a block with its weights on the device."""
+        copies = self.ahead.pop(place) if place in self.ahead else self.fetch(place)
+        self.wait()
+        following = place - 1 if torch._C._current_graph_task_id() != -1 else place + 1
+        self.ahead = {following: self.fetch(following)} if 0 <= following < len(self.frozen) else {}
+        try:
+            for (table, name, tensor), copy in zip(self.frozen[place], copies, strict=True):
+                table[name] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+            return forward(*args, **kwargs)
+        finally:
+            for table, name, tensor in self.frozen[place]:
+                table[name] = tensor
+
+    def fetch(self, place: int) -> list[Tensor]:
+        """Begin to copy the frozen weights of a block to the device."""
+        # A race without this order: the memory belongs to the stream that computes, and kernels that still wait there may read what
+        # it held before. So the copies begin after everything that was started until now, and ``wait`` is called before their use.
+        copies = [torch.empty_like(tensor, device=self.device) for _, _, tensor in self.frozen[place]]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
+        with nullcontext() if self.stream is None else torch.get_device_module(self.device).stream(self.stream):
+            for copy, (_, _, tensor) in zip(copies, self.frozen[place], strict=True):
+                copy.copy_(tensor.detach(), non_blocking=self.stream is not None)
+        return copies
+
+    def wait(self) -> None:
+        """Let later computations wait for all copies."""
+        if self.stream is not None:
+            torch.get_device_module(self.device).current_stream(self.device).wait_stream(self.stream)
+
+
+def place_blocks(module: nn.Module, *, count: int, device: torch.device) -> None:
+    """Move a transformer to ``device``, except its last ``count`` blocks, which are moved to page-locked memory."""
+    blocks = repeated_blocks(module)
+    if count > len(blocks):
+        raise ValueError(f"devices.swap_blocks: {count}, and the transformer has {len(blocks)} blocks; set at most {len(blocks)}")
+    waiting = blocks[len(blocks) - count :]
+    page_lock(waiting, device)
+    tables = [
+        (each._modules, name, inner) for each in module.modules() for name, inner in each._modules.items() if inner in waiting
+    ]
+    for table, name, _ in tables:
+        table[name] = None
+    module.to(device)
+    for table, name, block in tables:
+        table[name] = block
 
 
 def parts_of(model: Any, *, key: str = "devices.offload") -> list[nn.Module]:
@@ -354,25 +426,40 @@ class OffloadedModel(ModelWrapper[DenoisingModel]):
             return super().decode(x, conditioning)
 
 
-def build_offloaded(section: ImageModel, *, device: torch.device, offload: bool, cache_prompts: bool) -> DenoisingModel:
-    """Build the model of a recipe's section with its transformer on ``device`` and its text encoders in CPU memory.
+def build_offloaded(
+    section: ImageModel,
+    *,
+    device: torch.device,
+    offload: bool,
+    cache_prompts: bool,
+    swap_blocks: int = 0,
+    prepare: Callable[[DenoisingModel], None] | None = None,
+) -> DenoisingModel:
+    """Build the model of a recipe's section with its transformer on ``device`` and frozen parts in CPU memory.
 
-    ``offload``: the autoencoder is in CPU memory too while it is not used. ``cache_prompts``: prompt embeddings are cached on disk,
-    so that only new prompts need the text encoders. Raises ValueError for a model whose parts are not known.
+    ``offload``: the text encoders and the autoencoder are in CPU memory while they are not used. ``cache_prompts``: prompt
+    embeddings are cached on disk, so that only new prompts need the text encoders, which are in CPU memory. ``swap_blocks``: the
+    number of the transformer's last blocks that stay in CPU memory until ``SwappedBlocks`` copies them. ``prepare``: called with
+    the model if prompts are cached, with the frozen parts on the device and the transformer still in CPU memory. Raises ValueError
+    for a model whose parts are not known, and for more blocks than it has.
     """
-    key = "devices.offload" if offload else "policy.prompt_embeddings"
+    key = "devices.offload" if offload else "policy.prompt_embeddings" if cache_prompts else "devices.swap_blocks"
     model = section.build(device=torch.device("cpu"))
     transformer, *frozen = parts_of(model, key=key)
     if not isinstance(model, PipelineModel):
         raise ValueError(f"{key}: {type(model).__name__} does not derive from PipelineModel; remove the key")
-    transformer.to(device)
     encoders = model.text.encoders
-    page_lock(frozen if offload else encoders, device)
+    page_lock(frozen if offload else encoders if cache_prompts else [], device)
     autoencoder = [part for part in frozen if all(part is not encoder for encoder in encoders)]
     if cache_prompts:
         model.prompt_embeddings = CachedPrompts(model, EmbeddingStore.of_user(), device=device)
+        if prepare is not None:
+            # Before the transformer: encoders and transformer together may not fit.
+            with on_device(device, frozen):
+                prepare(model)
+    place_blocks(transformer, count=swap_blocks, device=device)
     if offload:
         return OffloadedModel(model, device=device, encoders=[] if cache_prompts else encoders, autoencoder=autoencoder)
-    for part in autoencoder:
+    for part in autoencoder if cache_prompts else frozen:
         part.to(device)
     return model

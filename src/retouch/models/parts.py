@@ -272,6 +272,14 @@ def _build(part: str) -> nn.Module:
     raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
 
 
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of a transformer or the decoder layers of a language model, in their order; none if they are not known."""
+    names = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
+    whole: Any = module
+    root = whole.get_decoder() if hasattr(module, "get_decoder") else module
+    return [inner for inner in root.modules() if type(inner).__name__ in names]
+
+
 def sharded_root(module: nn.Module) -> nn.Module:
     """The submodule that holds all blocks and is called as a whole: a language model's decoder, otherwise the module itself."""
     inner: Any = module

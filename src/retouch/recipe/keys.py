@@ -288,6 +288,10 @@ class Devices(Section):
     weights: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
     """Where the weights that ``sharding: fsdp2`` shards are kept while they are not used: ``cpu``, or null for the policy's device.
     Each block is copied to the device when it computes. The gradients and moments of these weights are then in CPU memory too."""
+    swap_blocks: StepInterval = Field(default=0, exclude_if=operator.not_)
+    """Number of blocks, counted from the transformer's last one, whose frozen weights wait in CPU memory and are copied to the
+    device for each use, while the block before computes. Two of these blocks are on the device at a time. Needs a LoRA or an
+    IP-Adapter, and gradient checkpointing."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Largest share of a GPU's memory that this process may use; null sets no limit."""
     empty_cache_every: Count | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,11 +41,13 @@ class DenoisingPolicyKeys(Section):
     """Which weights of the model are trained."""
     ema: Ema | None = None
     """Average of the trained weights; null keeps none."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["cpu"] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. ``cpu`` also keeps the inputs of the blocks
+    in CPU memory until then, with equal results."""
     prompt_embeddings: Literal["live", "cached"] = Field(default="live", exclude_if=partial(operator.eq, "live"))
     """``live`` encodes the prompts in every rollout, with the text encoders on the policy's device; ``cached`` encodes each prompt
-    only once, separately, and stores the result on disk, with the text encoders in CPU memory. The results differ by rounding."""
+    only once, separately, and stores the result on disk, with the text encoders in CPU memory. The prompts of the run's steps and
+    held-out tasks are encoded before the transformer is on the device. The results differ by rounding."""
     attention: str | None = Field(default=None, exclude_if=operator.not_)
     """Attention backend of diffusers in the transformer, such as ``flash`` or ``_flash_3``. The backend is tried before anything is
     loaded, and `retouch doctor` names the backends that can train here. Null uses torch's FlashAttention, or its
@@ -64,15 +67,25 @@ class DenoisingPolicyKeys(Section):
     token_kinds: ClassVar[frozenset[str] | None] = None
     """Kinds of tokens that the policy generates; None if it generates none, and for an imported model, whose kinds are unknown."""
 
-    def build_model(self, *, device: torch.device, offload: bool = False) -> DenoisingModel:
+    def build_model(
+        self,
+        *,
+        device: torch.device,
+        offload: bool = False,
+        swap_blocks: int = 0,
+        prepare: Callable[[DenoisingModel], None] | None = None,
+    ) -> DenoisingModel:
         """Load the model, which also takes reference images if an IP-Adapter is trained. Downloads missing files.
 
-        ``offload``: keep the text encoders and the autoencoder in CPU memory while they are not used."""
+        ``offload``: keep the text encoders and the autoencoder in CPU memory while they are not used. ``swap_blocks``: the
+        number of the transformer's last blocks that stay in CPU memory. ``prepare``: with cached prompt embeddings, called with the
+        model before its transformer is on the device."""
         dtype, cached = getattr(self.model, "dtype", "float32"), self.prompt_embeddings == "cached"
-        if offload or cached:
+        if offload or cached or swap_blocks:
             from retouch.models.offloading import build_offloaded
 
-            model = build_offloaded(self.model, device=device, offload=offload, cache_prompts=cached)
+            waits: dict[str, Any] = {"offload": offload, "cache_prompts": cached, "swap_blocks": swap_blocks}
+            model = build_offloaded(self.model, device=device, **waits, prepare=prepare)
         else:
             model = self.model.build(device=device)
         return self.train.with_inputs(model, dtype=dtype, device=device)
@@ -88,8 +101,11 @@ class DenoisingPolicyKeys(Section):
             remove_lora(module, key="model.transformer")
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
         if self.gradient_checkpointing:
+            from retouch.models.kernels import checkpoint_in_cpu_memory
+
+            kept = [checkpoint_in_cpu_memory] if self.gradient_checkpointing == "cpu" else []
             # A module without gradient checkpointing raises a clear error itself.
-            module.enable_gradient_checkpointing()  # type: ignore[operator]
+            module.enable_gradient_checkpointing(*kept)  # type: ignore[operator]
         if self.attention is not None or self.compile is not None:
             from retouch.models.kernels import compile_blocks, set_attention
 

@@ -465,6 +465,18 @@ def _devices(recipe: RecipeKeys) -> Iterator[str]:
         yield "devices.reference: only for full training of language models; the reference of a LoRA is small, so remove it"
     if devices.reference is not None and recipe.sharding == "fsdp2":
         yield "devices.reference: fsdp2 already shards the reference over ranks; use zero2, or remove it"
+    if devices.swap_blocks:
+        policy = recipe.policy
+        wrong = {
+            "only the transformer of a denoising policy has such blocks; remove it": policy.is_autoregressive,
+            "only frozen weights can wait; use policy.train.kind lora, or remove it": policy.train.kind == "full",
+            "without recomputation the backward pass keeps them on the device; set policy.gradient_checkpointing to true": (
+                not policy.gradient_checkpointing
+            ),
+            "compiled blocks need their weights in one place; set policy.compile to null, or remove it": policy.compile is not None,
+            f"it does not go with sharding {recipe.sharding}; set sharding to null, or remove it": recipe.sharding is not None,
+        }
+        yield from (f"devices.swap_blocks: {why}" for why, found in wrong.items() if found)
     if devices.weights is not None and recipe.sharding != "fsdp2":
         yield "devices.weights: only weights that are sharded by fsdp2 can wait in CPU memory; set sharding to fsdp2, or remove it"
 

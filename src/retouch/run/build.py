@@ -28,7 +28,7 @@ from retouch.data.tasks import (
 )
 from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper, gathered_state
 from retouch.distributed.ranks import Placement, Ranks, plan_placement
-from retouch.models.offloading import on_device, page_lock, parts_of
+from retouch.models.offloading import SwappedBlocks, on_device, page_lock, parts_of
 from retouch.models.parts import compute_device, frozen_hashes
 from retouch.models.pipeline import Guided
 from retouch.models.train import FullWeights
@@ -545,7 +545,7 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
     """
     phases = recipe.resolved_phases()
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
-    acting = assemble_policy(recipe, ranks)
+    acting = assemble_policy(recipe, ranks, partial(encode_prompts, recipe, plan, sets, ranks))
     sets = [each.with_model(acting.image_model) for each in sets]
     head = None
     if recipe.advantage.value_head is not None:
@@ -555,14 +555,40 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
     return Assembly(**{**vars(acting), "head": head}, judge=judge, sets=sets, plan=plan, clock=clock)
 
 
-def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
-    """Build the models of a run, without data and judge. Weights that the policy and the image model share are loaded once."""
+def encode_prompts(
+    recipe: Recipe, plan: Sequence[tuple[ResolvedPhase, range]], sets: Sequence[DataSets], ranks: Ranks, model: DenoisingModel
+) -> None:
+    """Encode the tasks of this rank in all steps of the run, and the held-out tasks, each prompt once. The prompts of a stream are
+    not known before the run, so they are encoded in the step that reads them."""
+    scale = max(phase.rollout.guidance_scale for phase, _ in plan if isinstance(phase.rollout, DenoisingRollout))
+    encode = (Guided(model, scale) if scale > 1 else model).encode
+    done: set[tuple[str, str]] = set()
+    for (phase, steps), each in zip(plan, sets, strict=True):
+        share = {"group_size": phase.group_size, "minibatches": recipe.minibatches, "rank": ranks.rank, "world": ranks.world}
+        for step in () if isinstance(each.train, UnindexedTasks) else range(len(steps)):
+            places = places_in_step(count=phase.tasks_per_step, **share)
+            drawn = draw(each.train, seed=recipe.seed, step=step, count=phase.tasks_per_step, places=places)
+            for task in (drawn[place] for place in places):
+                if (task.id, task.instruction) not in done:
+                    encode([task])
+                    done.add((task.id, task.instruction))
+        for task in each.heldout:
+            encode([task])
+
+
+def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingModel], None] | None = None) -> PolicyParts:
+    """Build the models of a run, without data and judge. Weights that the policy and the image model share are loaded once.
+
+    ``prepare``: called with a denoising model whose prompt embeddings are cached, before its transformer is on the device.
+    """
     placement, policy, renderer = plan_placement(recipe, ranks), recipe.policy, recipe.renderer
+    swapped = 0 if recipe.devices is None else recipe.devices.swap_blocks
     model: DenoisingModel | AutoregressiveModel
     image_model: DenoisingModel | AutoregressiveModel
     if renderer is None:
         assert isinstance(policy, DenoisingPolicyKeys), "the recipe's checks ensure it"
-        model = image_model = policy.build_model(device=placement.policy, offload=placement.offload)
+        waits: dict[str, Any] = {"offload": placement.offload, "swap_blocks": swapped}
+        model = image_model = policy.build_model(device=placement.policy, **waits, prepare=prepare)
     else:
         assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
         model, image_model = renderer.load(
@@ -573,6 +599,8 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
     if image_model.module is not model.module:
         image_model.module.requires_grad_(False)
     policy.make_trainable(model.module, seed=recipe.seed)
+    if swapped:
+        SwappedBlocks(model.module, count=swapped, device=placement.policy)
     hashes = None
     copies = WeightCopies(model.module, devices=dict.fromkeys(copies_in_cpu_memory(recipe), _CPU))
     if recipe.sharding == "fsdp2" and ranks.world > 1:
