@@ -26,7 +26,7 @@ from retouch.cli.arguments import (
     utf8,
 )
 from retouch.config import consent
-from retouch.config.packaged import TWIN, find, header, is_recipe, near_names, summaries
+from retouch.config.packaged import GOALS, TWIN, find, header, is_recipe, near_names, summaries
 from retouch.data.guard import find_test_sets
 
 if TYPE_CHECKING:
@@ -293,13 +293,17 @@ def _recipes(arguments: argparse.Namespace) -> int:
         near = near_names(wanted)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"{arguments.name}: no packaged recipe has this name{meant}")
+    listed = exact or [each for each in found if not each.name.endswith(TWIN)] or found
     heads = ("name", "trains", "reward", "made for", "twin")
     rows = [
         (each.name, each.trains, " + ".join(each.rewards), each.hardware, "" if each.twin is None else f"...{TWIN}")
-        for each in exact or found
+        for each in sorted(listed, key=lambda each: (GOALS.index(each.goal), each.gpus == 0, each.gpus, each.name))
     ]
+    goals = {each.name: each.goal for each in listed}
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
+    for row, before in zip((heads, *rows), (None, heads, *rows), strict=False):
+        if row is not heads and goals[row[0]] != goals.get(before[0] if before else ""):
+            print(f"\n{goals[row[0]]}")
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if exact:
         words = re.sub(r"\brecipes/([\w/-]+)\.jsonnet", r"\1", header(find(wanted)))  # a name works in any folder, a path does not
@@ -307,6 +311,7 @@ def _recipes(arguments: argparse.Namespace) -> int:
         return 0
     print(
         f"\nA twin, NAME{TWIN}, is the same recipe with tiny playground models, for a CPU.\n"
+        "A recipe for one GPU of several sizes has values for each: --set card=24gb.\n"
         "`retouch recipes NAME` describes a recipe, `retouch train NAME` runs it, `retouch doctor NAME` plans its memory."
     )
     return 0

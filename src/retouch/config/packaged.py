@@ -84,15 +84,18 @@ _TRAINED = {"lora": "LoRA", "full": "all weights", "ip-adapter": "IP-Adapter"}
 
 @dataclass(frozen=True, slots=True)
 class RecipeSummary:
-    """One packaged recipe. ``gpus``: 0 for a recipe that is made for a CPU. ``twin``: the short name of its twin, if it has one.
+    """One packaged recipe. ``goal``: what it is for (``GOALS``). ``gpus``: 0 for a recipe that is made for a CPU. ``cards``: the
+    sizes of GPUs that it has values for, such as ``24gb``. ``twin``: the short name of its twin, if it has one.
 
     ``variables``: environment variables that it reads. ``steps``: its length, as text: ``200 (supervised) + 150 (rl)``.
     """
 
     name: str
+    goal: str
     trains: str
     rewards: tuple[str, ...]
     gpus: int
+    cards: tuple[str, ...]
     twin: str | None
     variables: tuple[str, ...]
     steps: str
@@ -100,7 +103,8 @@ class RecipeSummary:
     @property
     def hardware(self) -> str:
         """The hardware that the recipe is made for, as text."""
-        return "CPU" if self.gpus == 0 else f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+        cards = f", {self.cards[0]} to {self.cards[-1]}" if self.cards else ""
+        return "CPU" if self.gpus == 0 else f"{self.gpus} GPU{'s' * (self.gpus > 1)}{cards}"
 
 
 def summaries() -> Iterator[RecipeSummary]:
@@ -116,13 +120,31 @@ def summaries() -> Iterator[RecipeSummary]:
         parts = reward.get("rewards") or {"": reward}
         yield RecipeSummary(
             name=name,
+            goal=_goal(document),
             trains=_trained(document["policy"], variables),
             rewards=tuple(dict.fromkeys(str(part.get("kind", "")) for part in parts.values())),
             gpus=0 if small else int(document.get("ranks") or 1),
+            cards=tuple(document.get("cards") or ()),
             twin=twin if twin in names else None,
             variables=variables,
             steps=_length(document),
         )
+
+
+GOALS = ("edit photos", "follow prompts", "render words", "human preference", "write prompts", "image tokens")
+"""What a recipe is for, in the order of `retouch recipes`."""
+
+
+def _goal(document: Mapping[str, Any]) -> str:
+    reward, renderer = json.dumps(document.get("reward", {})), document.get("renderer") or {}
+    kind = str(document["policy"]["model"]["kind"])
+    if renderer:
+        return "image tokens" if renderer.get("kind") == "codes" else "write prompts"
+    if '"ocr"' in reward:
+        return "render words"
+    if "edit" in kind or kind in ("playground", "flux-kontext") or document.get("data", {}).get("kind") == "folder":
+        return "edit photos"
+    return "human preference" if any(name in reward for name in ("pickscore", "hps", "image_reward")) else "follow prompts"
 
 
 def header(file: Path) -> str:

@@ -104,6 +104,22 @@ def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     return changed
 
 
+def for_card(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The document after the overrides. In a recipe with ``cards``, the values of its ``card`` are set before them.
+
+    ``cards``: the name of a GPU's memory, such as ``24gb``, to values by path: ``{"24gb": {"microbatch": 4, "rollout.chunk": 8}}``.
+    Raises ValueError as ``apply``, and for a card that the recipe does not have.
+    """
+    changed = apply(document, overrides)
+    if not isinstance(cards := changed.get("cards"), dict):
+        return changed
+    if changed.get("card") not in cards:
+        raise ValueError(f"card: {changed.get('card')!r}; this recipe has values for {', '.join(cards)}")
+    of_card = [f"{path}={json.dumps(value)}" for path, value in cards[changed["card"]].items()]
+    changed = apply(apply(document, of_card), overrides)
+    return {key: value for key, value in changed.items() if key not in ("card", "cards")}
+
+
 def value_at(document: Any, key: str) -> Any:
     """The value of a key such as ``policy.model.path`` in a recipe's document; None if the document has no such key."""
     for part in key.split("."):

@@ -25,7 +25,7 @@ from retouch.objectives.base import ObjectiveContext
 from retouch.objectives.kinds import OBJECTIVES
 from retouch.policies.rollout import TRUNCATE_AT, DenoisingRollout, TokenRollout
 from retouch.recipe import earl
-from retouch.recipe.document import apply, evaluate, refuse_secrets, value_of
+from retouch.recipe.document import apply, evaluate, for_card, refuse_secrets, value_of
 from retouch.recipe.keys import RecipeKeys, ResolvedPhase, Rollout, Watch
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.rewards.base import NoReward, PhaseFacts, RewardSection, RunFacts, TaskFacts
@@ -60,7 +60,7 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"a recipe is an object with keys, not a {type(document).__name__}")
-    changed = apply(document, overrides)
+    changed = for_card(document, overrides)
     with suppress(ValueError, TypeError, KeyError, AttributeError):  # a malformed recipe is refused below
         _complete(changed)
     typed = consent.named_in_words(overrides, value_of)
