@@ -1,89 +1,170 @@
-"""Chooses the sizes of batches, and what saves memory, so that a step fits into a GPU: by dry runs, before anything is loaded."""
+"""Chooses the keys with which a recipe fits on a GPU, in the order of what they cost in time.
 
+A dry run shows what holds memory in each stage. From it, the effect of each key is predicted, all keys that are needed are set at
+once, and the next dry run checks them: usually two or three dry runs are enough.
+"""
+
+import json
 import logging
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from retouch.config.imports import is_user_error
 from retouch.data.checks import available_cpus
 from retouch.models.base import DiffusersModel, PretrainedLanguageModel
+from retouch.models.parts import build_meta, repeated_blocks
 from retouch.recipe.document import value_of
+from retouch.recipe.keys import Devices
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
+from retouch.records.files import read_json
 from retouch_plan.dry_run import dry_run, in_own_process
-from retouch_plan.estimate import ERRORS, error_line, fits, smallest_changes
+from retouch_plan.estimate import ERRORS, error_line, holders, largest, smallest_changes
 from retouch_plan.machines import FREE_SHARE, Machine
+from retouch_plan.models import UnknownConfiguration
 from retouch_plan.system import check_device, machine_of
 
 _log = logging.getLogger("retouch")
+_ROUNDS = 6
+_ROWS = {"update": "microbatch", "preflight": "microbatch", "rollout": "rollout.chunk", "render": "rollout.chunk"}
+_CHECKPOINTED, _TILED, _EIGHT_BITS, _KEPT_INPUTS = 0.15, 0.4, 0.27, 0.7
+"""Predicted shares that remain, until the next dry run measures them: of activations with gradient checkpointing, of the
+autoencoder's activations with tiling, of moments in 8 bits, of activations whose block inputs are in CPU memory."""
+
+
 MOST_MICROBATCH, MOST_CHUNK = 16, 64
-"""Larger batches are not faster on any GPU that was measured: these fill it."""
+"""Larger batches fill a GPU no better."""
 
 
 def fit_device(recipe: Recipe, device: str, *, allow_imports: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys with which a step of the recipe fits into a GPU, and their values; empty if no dry run of its model is possible.
+    """Return the sizes of batches and the other keys (dotted), with their values, with which a step of the recipe fits into a GPU;
+    none if no dry run of its model is possible.
 
     ``device``: a GPU's name, a GPU of this machine, or the file of a measured profile. ``allow_imports``: see ``parse``. Raises
-    ValueError for an unknown device.
+    ValueError for an unknown device, and as ``fit``.
     """
     target, finding = check_device(device, device=None, weights_here=True)
     if target is None:
         raise ValueError(finding.text)
     if not all(isinstance(model, DiffusersModel | PretrainedLanguageModel) for model in (recipe.policy.model, recipe.image_model)):
         return {}
-    sys.stderr.write(
-        f"choosing sizes of batches for {target.name}, by dry runs of a step; set microbatch and rollout.chunk to skip it\n"
-    )
+    sys.stderr.write(f"choosing what fits into {target.name}, by dry runs of a step\n")
     sys.stderr.flush()
-    return in_own_process(fit, recipe, machine_of(target, device), allow_imports)
+    rows = recipe.tasks_per_step * recipe.group_size
+    chunk = min(MOST_CHUNK, rows)
+    sizes = {"microbatch": min(MOST_MICROBATCH, rows), "rollout.chunk": chunk, "eval.batch": chunk}
+    sizes |= {"renderer.batch": chunk} if hasattr(recipe.renderer, "batch") else {}
+    largest = parse(recipe.document(), [f"{key}={value}" for key, value in sizes.items()], allow_imports=allow_imports)
+    try:
+        return {**sizes, **in_own_process(fit, largest, machine_of(target, device), allow_imports)}
+    except ERRORS as error:
+        if is_user_error(error) and not isinstance(error, UnknownConfiguration):
+            raise
+        _log.warning("the sizes of batches are not chosen by the memory of %s: %s", target.name, error_line(error))
+        return {}
 
 
 def fit(recipe: Recipe, machine: Machine, allow_imports: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys with which a step of the recipe fits into the memory of ``machine``, and their values.
+    """Return the keys (dotted) and values with which one GPU has enough memory for the recipe; none if it fits as it is.
 
-    The peak of a stage is the largest of several quantities that are affine in the rows computed at once, so it is convex in them,
-    and a line between two dry runs is never below it. If not even one row fits, what saves memory is added first, the cheapest in
-    time first. Empty if no dry run is possible.
+    ``allow_imports``: see ``parse``. Raises ValueError if it does not fit with any of them, and the errors that a dry run raises.
     """
-    rows = recipe.tasks_per_step * recipe.group_size
-    most = {True: min(MOST_MICROBATCH, rows), False: min(MOST_CHUNK, rows)}
-    saving: tuple[str, ...] = ()
-
-    def sized(microbatch: int, chunk: int) -> Recipe:
-        sizes = [f"{key}={value}" for key, value in _sizes(recipe, microbatch, chunk).items()]
-        return parse(recipe.document(), [*sizes, *saving], allow_imports=allow_imports)
-
-    tried = partial(dry_run, machine=machine, world=1, processes=available_cpus())
-    try:
-        least = tried(sized(1, 1))
-        if not fits(least, machine):
-            found = smallest_changes(sized(1, 1), machine, least, world=1, allow_imports=allow_imports)
-            saving = () if found is None else found[0]
-            least = tried(sized(1, 1))
-        more = tried(sized(most[True], most[False]))
-    except ERRORS as error:
-        _log.warning(
-            "the sizes of batches are not chosen by the device's memory, because the dry run failed: %s", error_line(error)
-        )
-        return {}
-    free = (1 - FREE_SHARE) * machine.memory - sum(weights.total() for weights in least.rewards.values())
-
-    def largest(update: bool) -> int:
-        """The largest power of two with which the stages with gradient, or those without, fit."""
-        made = 1
-        while 2 * made <= most[update] and all(
-            stage.peak + (more.stages[name].peak - stage.peak) * (2 * made - 1) / (most[update] - 1) <= free
-            for name, stage in least.stages.items()
-            if (name.rpartition(": ")[2] in ("preflight", "update", "encode")) == update
-        ):
-            made *= 2
-        return made
-
-    microbatch = largest(True)
-    sizes = _sizes(recipe, microbatch, max(microbatch, largest(False)))
-    return {**sizes, **{key: value_of(text) for key, _, text in (change.partition("=") for change in saving)}}
+    limit, chosen = (1 - FREE_SHARE) * machine.memory, dict[str, Any]()
+    for _ in range(_ROUNDS):
+        settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
+        changed = parse(recipe.document(), settings, allow_imports=allow_imports)
+        found = dry_run(changed, machine, world=1, processes=available_cpus())
+        name, place, size = largest(found)
+        if size <= limit:
+            return chosen
+        if not isinstance(recipe.policy, DenoisingPolicyKeys) or not isinstance(recipe.policy.model, DiffusersModel):
+            searched = smallest_changes(recipe, machine, found, world=1, allow_imports=allow_imports)
+            if searched is None:
+                break
+            return {key: value_of(value) for key, value in (each.split("=", 1) for each in searched[0])}
+        more: dict[str, Any] = {}
+        for stage in found.stages:
+            held = Counter(dict(holders(found, stage, place)))
+            for overrides in _rungs(changed, stage.rpartition(": ")[2], held, limit) if held.total() > limit else ():
+                for key, value in overrides.items():  # two stages may need the same key
+                    both = max if key == "devices.swap_blocks" else min
+                    more[key] = both(more.get(key, value), value)
+                if held.total() <= limit:
+                    break
+        if not more:
+            break
+        chosen |= more
+    held_by = ", ".join(f"{each / 1e9:.1f} GB {holder}" for holder, each in holders(found, name, place)[:3])
+    raise ValueError(
+        f"{recipe.name} needs {size / 1e9:.1f} GB in {name} ({held_by}), and a tenth of the {machine.memory / 1e9:.1f} GB of "
+        f"{machine.name} must stay free: use a GPU with more memory, smaller images or a smaller model"
+    )
 
 
-def _sizes(recipe: Recipe, microbatch: int, chunk: int) -> dict[str, Any]:
-    sizes = {"microbatch": microbatch, "rollout.chunk": chunk, "eval.batch": chunk}
-    return sizes | ({"renderer.batch": chunk} if hasattr(recipe.renderer, "batch") else {})
+def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Iterator[dict[str, Any]]:
+    """Yield keys that lower the peak of a stage, the cheapest in time first; ``held`` is then what they are predicted to leave."""
+    policy, devices = recipe.policy, recipe.devices or Devices()
+    assert isinstance(policy, DenoisingPolicyKeys)
+    assert isinstance(policy.model, DiffusersModel)
+    updates = kind in ("update", "preflight")
+
+    def keep(share: float, *names: str) -> bool:
+        """Predict that this share of the holders remains. Returns whether they hold anything that matters."""
+        mine = [name for name in held if name.startswith(names)]
+        matters = sum(held[name] for name in mine) > 0.01 * held.total()
+        for name in mine:
+            held[name] = int(held[name] * share)
+        return matters
+
+    active = sum(size for name, size in held.items() if name.startswith("activations"))
+    key = _ROWS.get(kind, "eval.batch" if kind == "evaluation" else None)
+    rows = {"microbatch": recipe.microbatch, "rollout.chunk": recipe.rollout.chunk, "eval.batch": recipe.eval.batch}.get(
+        key or "", 1
+    )
+    fitting = int(rows * max(limit - held.total() + active, 0) // max(active, 1))
+    if updates and not policy.gradient_checkpointing and fitting < 1 and keep(_CHECKPOINTED, "activations"):
+        yield {"policy.gradient_checkpointing": True}
+    elif key is not None and rows > 1:
+        fewer = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= max(fitting, 1))
+        if keep(fewer / rows, "activations"):
+            yield {key: fewer}
+    if policy.prompt_embeddings == "live" and keep(0, "weights: text_encoder"):
+        yield {"policy.prompt_embeddings": "cached"}
+    if not policy.model.vae_slicing and rows > 1 and keep(1 / rows, "activations: autoencoder"):
+        yield {"policy.model.vae_slicing": True}
+    if not policy.model.vae_tiling and keep(_TILED, "activations: autoencoder"):
+        yield {"policy.model.vae_tiling": True}
+    if recipe.optimizer.moments is None and recipe.sharding is None and keep(_EIGHT_BITS, "AdamW's moments"):
+        yield {"optimizer.moments": "8bit"}
+    if not devices.offload and keep(0, "weights: text_encoder", "weights: vae"):
+        yield {"devices.offload": True}
+    if updates and policy.gradient_checkpointing is True and keep(_KEPT_INPUTS, "activations"):
+        yield {"policy.gradient_checkpointing": "cpu"}
+    if policy.train.kind == "full" or policy.compile is not None or recipe.sharding is not None:
+        return
+    sizes = block_bytes(policy.model)
+    more = next((n for n in range(3, len(sizes)) if sum(sizes[-n:]) - 2 * max(sizes) >= held.total() - limit), len(sizes))
+    # What is swapped already is no longer in ``held``.
+    if sizes and devices.swap_blocks < len(sizes) and kind != "build":
+        held["weights: transformer"] -= sum(sizes[-more:]) - 2 * max(sizes)
+        yield {
+            **{"devices.swap_blocks": min(len(sizes), devices.swap_blocks + more)},
+            **({} if policy.gradient_checkpointing else {"policy.gradient_checkpointing": True}),
+        }
+
+
+def block_bytes(model: DiffusersModel) -> list[int]:
+    """Return the bytes of each block of a model's transformer, in order; none if its configuration is not known."""
+    folder = model.find_weights()[0]
+    described: Mapping[str, Any] | None = (model.published() or {}).get("transformer")
+    if folder is not None and (folder / "transformer" / "config.json").is_file():
+        config = read_json(folder / "transformer" / "config.json")
+        described = {"class": config["_class_name"], "config": config}
+    if described is None:
+        return []
+    itemsize = getattr(torch, model.dtype).itemsize
+    return [itemsize * sum(weight.numel() for weight in block.parameters()) for block in repeated_blocks(build_meta(described))]

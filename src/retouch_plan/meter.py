@@ -2,7 +2,8 @@
 
 Memory is the memory requested from the allocator, in blocks of 512 bytes like those of torch's allocator. The peak is kept for each
 kind of allocation, so that two dry runs of different depths can be compared (``models``). The time of a kernel is modelled as the
-larger of FLOPs / rate and bytes / bandwidth of the machine. Kernels do not overlap, and only kernels of compiled blocks are fused.
+larger of FLOPs / rate and bytes / bandwidth of the machine; kernels that only move and combine elements reach a share of the
+bandwidth. Kernels do not overlap, and only kernels of compiled blocks are fused.
 """
 
 import sys
@@ -399,7 +400,7 @@ class Meter:
         memory = moved / self.machine.bandwidth
         formula = flop_registry.get(packet)
         if formula is None:
-            self._spend("other kernels", memory)
+            self._spend("other kernels", memory / self.machine.elementwise)
             return
         flops = formula(*args, **kwargs, out_val=result)
         dtype = next((each.dtype for each in given if each.dtype.is_floating_point), torch.float32)

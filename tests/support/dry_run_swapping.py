@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
     quiet()
     described = load("recipes/sd3/ocr-grpo.jsonnet").policy.model.published()
     transformer = {**described["transformer"], "config": with_blocks(described["transformer"]["config"], BLOCKS)}
-    text = {name: part for name, part in described.items()}
+    text = dict(described)
     for name, key in (
         ("text_encoder", "num_hidden_layers"),
         ("text_encoder_2", "num_hidden_layers"),

@@ -119,7 +119,7 @@ def test_the_doctor_of_a_script_checks_its_run_and_trains_nothing(tmp_path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["h100", "4090"])
+@pytest.mark.parametrize("device", ["80gb", "24gb"])
 def test_the_example_of_the_readme_fits_the_cards_that_it_names(device, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     block = re.search(r"```python\n(import retouch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -160,8 +160,9 @@ def image_model_problems(recipe: RecipeKeys) -> Iterator[str]:
         known = "is only for models in the layout of a diffusers pipeline"
         if recipe.policy.prompt_embeddings == "cached":
             yield f"policy.prompt_embeddings: cached {known}; use live"
-        if recipe.devices is not None and recipe.devices.offload:
-            yield f"devices.offload: it {known}; remove it"
+        for key in ("offload", "swap_blocks"):
+            if getattr(recipe.devices, key, False):
+                yield f"devices.{key}: it {known}; remove it"
     if recipe.renderer is not None and not isinstance(recipe.policy, DenoisingPolicyKeys):
         yield from recipe.renderer.problems(recipe.policy.model)
 

@@ -334,7 +334,7 @@ MADE_OF = {
 _SIZES = ("microbatch", "rollout.chunk", "eval.batch", "renderer.batch")
 FITTED = (
     *_SIZES,
-    *("optimizer.moments", "devices.offload"),
+    *("optimizer.moments", "devices.offload", "devices.swap_blocks"),
     *(f"policy.{key}" for key in ("gradient_checkpointing", "prompt_embeddings", "base")),
     *("policy.model.vae_slicing", "policy.model.vae_tiling"),
 )
