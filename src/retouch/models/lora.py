@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.base import COMFYUI_FILE, ComfyUINames
+from retouch.models.parts import compute_dtype
 from retouch.records.files import read_json
 
 log = logging.getLogger("retouch")
@@ -66,6 +67,11 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad and (in_fp32 or parameter.dtype != torch.bfloat16):
             parameter.data = parameter.data.float()
+    if not in_fp32 and compute_dtype(module) == torch.bfloat16:
+        for layer in own_layers(module, key="model"):
+            if not layer.base_layer.weight.is_floating_point():  # PEFT takes fp32 over codes
+                for part in (layer.lora_A, layer.lora_B):
+                    part.to(torch.bfloat16)
     if init_from is not None:
         _load(module, init_from)
 

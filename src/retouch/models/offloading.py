@@ -5,6 +5,7 @@ may use one folder: a complete file gets its name by a rename, and two processes
 damaged file is reported and counts as missing, so files are not flushed to disk with fsync.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -30,8 +31,9 @@ from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
 from retouch.models.base import ImageModel
-from retouch.models.parts import bits_hash, evaluating, to_device
+from retouch.models.parts import bits_hash, evaluating, plain_tensors, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
+from retouch.models.quantized import quantize
 from retouch.protocols import DenoisingModel
 from retouch.records import files
 from retouch.types import Conditioning, Task
@@ -63,14 +65,23 @@ def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None
     try:
         for table, name, tensor in _tensors(parts):
             if id(tensor) not in copies:  # shared weights stay shared
-                moved = to_device(tensor.detach(), device)
-                copies[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+                copies[id(tensor)] = _copied(tensor, device)
             waiting.append((table, name, tensor))
             table[name] = copies[id(tensor)]
         yield
     finally:
         for table, name, tensor in waiting:
             table[name] = tensor
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if getattr(tensor, "quant_state", None) is not None:  # bitsandbytes moves the scales of a parameter in place
+        copied: Any = copy.copy(tensor)
+        copied.data, copied.quant_state = to_device(tensor.data, device), copy.deepcopy(tensor.quant_state)
+        copied.quant_state.to(device)
+        return copied
+    moved = to_device(tensor.detach(), device)
+    return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
 
 
 def page_lock(parts: Sequence[nn.Module], device: torch.device) -> None:
@@ -89,7 +100,7 @@ def repack(parts: Sequence[nn.Module], allocate: Callable[[int], Tensor]) -> Non
     ``allocate``: returns a buffer with the given number of bytes. Tensors that are already in page-locked memory are not moved.
     """
     buffer, used, moved = None, 0, set()
-    for _, _, tensor in _tensors(parts):
+    for tensor in (plain for _, _, whole in _tensors(parts) for plain in plain_tensors(whole)):
         size = tensor.numel() * tensor.element_size()
         if id(tensor) in moved or size == 0 or tensor.is_pinned():
             continue
@@ -354,19 +365,32 @@ class OffloadedModel(ModelWrapper[DenoisingModel]):
             return super().decode(x, conditioning)
 
 
-def build_offloaded(section: ImageModel, *, device: torch.device, offload: bool, cache_prompts: bool) -> DenoisingModel:
+def build_offloaded(
+    section: ImageModel, *, device: torch.device, offload: bool, cache_prompts: bool, base: Any = None
+) -> DenoisingModel:
     """Build the model of a recipe's section with its transformer on ``device`` and its text encoders in CPU memory.
 
     ``offload``: the autoencoder is in CPU memory too while it is not used. ``cache_prompts``: prompt embeddings are cached on disk,
-    so that only new prompts need the text encoders. Raises ValueError for a model whose parts are not known.
+    so that only new prompts need the text encoders. With neither, all parts are on ``device``. ``base``: ``policy.base``; parts are
+    quantised before they are moved. Raises ValueError for a model whose parts are not known.
     """
-    key = "devices.offload" if offload else "policy.prompt_embeddings"
+    key = "devices.offload" if offload else "policy.prompt_embeddings" if cache_prompts else "policy.base"
     model = section.build(device=torch.device("cpu"))
     transformer, *frozen = parts_of(model, key=key)
     if not isinstance(model, PipelineModel):
         raise ValueError(f"{key}: {type(model).__name__} does not derive from PipelineModel; remove the key")
-    transformer.to(device)
     encoders = model.text.encoders
+    if base is not None and base.quantize is not None:
+        quantize(transformer, base.quantize, device=device)
+    transformer.to(device)
+    if base is not None and base.text_encoders is not None:
+        for encoder in encoders:
+            quantize(encoder, base.text_encoders, device=device, key="policy.base.text_encoders")
+            encoder.to("cpu" if offload or cache_prompts else device)
+    if not offload and not cache_prompts:
+        for part in frozen:
+            part.to(device)
+        return model
     page_lock(frozen if offload else encoders, device)
     autoencoder = [part for part in frozen if all(part is not encoder for encoder in encoders)]
     if cache_prompts:
