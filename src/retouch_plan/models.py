@@ -313,8 +313,8 @@ def _processor(described: PartConfigs) -> dict[str, Any]:
 def without_weights(
     device: torch.device, *, on_module: Callable[[str, nn.Module], None], blocks: Counts = MappingProxyType({})
 ) -> Iterator[None]:
-    """Inside the context, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``, which may be
-    the host.
+    """Inside the context, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``, which may
+    be the host.
 
     ``blocks``: the number of blocks of the stacks that are not built whole. ``on_module``: called with the folder's name and the
     module of each model that is built or moved.

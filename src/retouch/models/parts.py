@@ -121,6 +121,11 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         state = state.state2
 
 
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is stored as codes and scales."""
+    return not weight.is_floating_point() or next(plain_tensors(weight)) is not weight
+
+
 def bits_hash(tensor: Tensor) -> Tensor:
     """A hash of the bits of a tensor, an int64 scalar on its device; the same on every device.
 

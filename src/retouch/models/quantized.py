@@ -22,8 +22,8 @@ _BLOCK = 64
 def quantize(module: nn.Module, bits: Bits, *, device: torch.device, key: str = "policy.base.quantize") -> None:
     """Quantise the linear layers of a module's blocks, one layer at a time on ``device``; the rest of the module stays where it is.
 
-    Layers outside of its stacks of blocks are kept (embedders, the last norm and projection), and those that its class keeps in fp32.
-    Raises ValueError, which names ``key``, if the module has no such layers.
+    Layers outside of its stacks of blocks are kept (embedders, the last norm and projection), and those that its class keeps in
+    fp32. Raises ValueError, which names ``key``, if the module has no such layers.
     """
     kept = {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
     chosen = {
@@ -31,7 +31,7 @@ def quantize(module: nn.Module, bits: Bits, *, device: torch.device, key: str = 
         for stack, blocks in module.named_modules()
         if type(blocks) is nn.ModuleList
         for name, layer in blocks.named_modules()
-        if type(layer) is nn.Linear and layer.in_features % _BLOCK == 0 and not kept & {*name.split(".")}
+        if type(layer) is nn.Linear and not (layer.in_features % _BLOCK and bits == "4bit") and not kept & {*name.split(".")}
     }
     if not chosen:
         raise ValueError(f"{key}: a {type(module).__name__} has no blocks of linear layers that could be quantised; remove it")

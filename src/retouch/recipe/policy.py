@@ -31,7 +31,7 @@ class Ema(Section):
 
 
 class LanguageModelBase(Section):
-    """How the frozen weights of the model are stored. The trained weights, their optimizer and log-probabilities are not affected."""
+    """How the frozen weights are stored. Trained weights, optimizer state and log-probabilities are not affected."""
 
     quantize: Bits | None = None
     """Quantise the linear layers of the blocks: with ``8bit`` they take half the memory of bfloat16 (torchao's int8), with ``4bit``
@@ -40,7 +40,7 @@ class LanguageModelBase(Section):
 
 
 class DenoisingBase(LanguageModelBase):
-    """How the frozen weights of the model are stored. The trained weights, their optimizer and log-probabilities are not affected."""
+    """How the frozen weights are stored. Trained weights, optimizer state and log-probabilities are not affected."""
 
     text_encoders: Bits | None = None
     """The same for the text encoders. It changes the prompt embeddings with which the policy trains, so it has a key of its own;
