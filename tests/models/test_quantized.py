@@ -188,5 +188,5 @@ def test_a_pipeline_whose_quantisation_cannot_train_is_refused_with_what_to_use(
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
     block = pipe.transformer.transformer_blocks[0].attn
     block.to_q = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
-    with pytest.raises(ValueError, match='bitsandbytes in 8 bits.*quantization_config="8bit"'):
+    with pytest.raises(ValueError, match=r'bitsandbytes in 8 bits.*quantization_config="8bit"'):
         retouch.Trainer(pipe, redness, TASKS, **SMALL)

@@ -69,7 +69,8 @@ def require_as_built(pipeline: DiffusionPipeline, *, key: str) -> None:
     for name, part in pipeline.components.items():
         if isinstance(part, nn.Module):
             require_plain(part, key=f"{key}.{name}")
-    if len({weight.requires_grad for name, weight in pipeline.transformer.named_parameters() if ".lora_" not in name}) > 1:
+    weights = [weight for name, weight in pipeline.transformer.named_parameters() if ".lora_" not in name]
+    if len({weight.requires_grad for weight in weights}) > 1 and not any(is_quantized(weight) for weight in weights):
         raise ValueError(f"{key}.transformer: only some weights require gradients; peft_config decides which weights are trained")
     if found := list(islice(_changes(pipeline), _NAMED)):
         names = ", ".join(f"{key}.{name}" for name in found[: _NAMED - 1]) + (", ..." if len(found) == _NAMED else "")

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -55,7 +56,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685), by PEFT.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it says that merges raise, and nothing merges
         torch.manual_seed(generator(seed, "lora").initial_seed())
         try:
             module.add_adapter(config)  # type: ignore[operator]
