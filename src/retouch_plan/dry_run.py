@@ -46,7 +46,7 @@ from retouch.run.evaluation import build_evaluator
 from retouch.run.preflight import ROWS, preflight
 from retouch.run.step import Phase, Run, collect, update
 from retouch.types import Batch, Codes, Column, Sample, Task
-from retouch_plan.accelerator import DEVICE, Accelerator, active, fused_attention, register
+from retouch_plan.accelerator import CPU, DEVICE, Accelerator, active, fused_attention, register
 from retouch_plan.fake_ranks import fake_deepspeed, fake_ranks
 from retouch_plan.machines import Machine
 from retouch_plan.meter import Meter, Stage, Work
@@ -325,7 +325,9 @@ def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, de
         stack.enter_context(fake_deepspeed(meter))
         stack.enter_context(patch.object(SwappedBlocks, "fetch", meter.on_other_stream(SwappedBlocks.fetch)))
         stack.enter_context(patch.object(SwappedBlocks, "wait", lambda blocks: meter.wait_for_other_stream()))
-        stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=step.label_module))
+        # Layers are quantised while they are moved to the device, which never holds the weights before it.
+        loads = ranks.device if recipe.policy.base is None else CPU
+        stack.enter_context(without_weights(loads, blocks=blocks, on_module=step.label_module))
         return step.run(compiled=compiled)
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
 from retouch.config.section import LIVE, live_object
-from retouch.models import emu3
-from retouch.models.base import DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
+from retouch.models import emu3, quantized
+from retouch.models.base import Bits, DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
 from retouch.models.ip_adapter import vision_part
 from retouch.models.language import Emu3Model
 from retouch.models.offloading import EmbeddingStore
@@ -353,7 +353,8 @@ def _processor(described: PartConfigs) -> dict[str, Any]:
 def without_weights(
     device: torch.device, *, on_module: Callable[[str, nn.Module], None], blocks: Counts = MappingProxyType({})
 ) -> Iterator[None]:
-    """Inside the context, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``.
+    """Inside the context, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``, which may
+    be the host.
 
     ``blocks``: the number of blocks of the stacks that are not built whole. ``on_module``: called with the folder's name and the
     module of each model that is built or moved.
@@ -439,6 +440,7 @@ def without_weights(
         stack.enter_context(patch("retouch.models.offloading.describe", lambda text: None))
         stack.enter_context(patch.object(emu3, "load_autoencoder", autoencoder))
         stack.enter_context(patch.object(nn.Module, "to", to))
+        stack.enter_context(patch.object(quantized, "quantized_layer", _quantized_layer))
         yield
 
 
@@ -454,6 +456,60 @@ class _InMemory(EmbeddingStore):
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         self._kept[key] = dict(tensors)
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without data, also on the host."""
+    made = torch.empty(shape, dtype=dtype, device=device if device.type == DEVICE else META)
+    return made if device.type == DEVICE else FakeTensor(made, CPU)
+
+
+def _quantized_layer(layer: nn.Linear, bits: Bits, *, device: torch.device) -> nn.Module:
+    return QuantizedLinear(layer, bits, device)
+
+
+class QuantizedLinear(nn.Linear):
+    """The fake of a layer of ``retouch.models.quantized.quantized_layer``: codes and scales, and the same weights for one product.
+
+    The scales are those of torchao's int8, with zero points, and of bitsandbytes' NF4, which are quantised twice.
+    """
+
+    def __init__(self, layer: nn.Linear, bits: Bits, device: torch.device) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bits = layer.in_features, layer.out_features, bits
+        count = layer.weight.numel()
+        halves, scales = (2, count // 64 + count // 4096 + 2048) if bits == "4bit" else (1, 5 * len(layer.weight))
+        for name, shape in {"weight": (count // halves,) if halves == 2 else layer.weight.shape, "scales": (scales,)}.items():
+            codes = _empty(torch.Size(shape), torch.uint8, device)
+            self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+        self.bias = layer.bias
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bits == "4bit":
+            made: Tensor = _DequantizedProduct.apply(x, self.weight, self.bias, self.out_features)  # type: ignore[no-untyped-call]
+            return made
+        # torchao's product keeps the 16-bit weights for the backward pass.
+        product = torch.mm(x.reshape(-1, self.in_features), self.weight.t().to(x.dtype))
+        scaled = (product * self.scales[: 4 * self.out_features].view(torch.float32).to(x.dtype)).reshape(*x.shape[:-1], -1)
+        return scaled if self.bias is None else scaled.add_(self.bias)
+
+
+class _DequantizedProduct(torch.autograd.Function):
+    """A product with 4-bit weights, which are dequantised again in the backward pass (``MatMul4Bit`` of bitsandbytes)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        ctx.codes, ctx.rows = codes, rows
+        return nn.functional.linear(x, _dequantized(codes, rows, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradient @ _dequantized(ctx.codes, ctx.rows, gradient.dtype), None, None, None
+
+
+def _dequantized(codes: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    return codes.expand(2, -1).to(dtype, memory_format=torch.contiguous_format).view(rows, -1)
 
 
 _INITIALISERS = (
@@ -473,9 +529,7 @@ def _move(module: nn.Module, device: torch.device) -> bool:
             for name, tensor in table.items():
                 if isinstance(tensor, FakeTensor) and tensor.device != device:
                     if id(tensor) not in moved:
-                        # on the host, a tensor without data as well
-                        data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device if device.type == DEVICE else META)
-                        data = data if device.type == DEVICE else FakeTensor(data, CPU)
+                        data = _empty(tensor.shape, tensor.dtype, device)
                         moved[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if name in each._parameters else data
                     table[name] = moved[id(tensor)]
     return bool(moved)
@@ -490,7 +544,7 @@ def fake_parameters(device: torch.device, dtype: torch.dtype | None = None) -> I
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not isinstance(parameter, FakeTensor):
             kind = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
-            data = torch.empty(parameter.shape, dtype=kind, device=device)
+            data = _empty(parameter.shape, kind, device)
             parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 

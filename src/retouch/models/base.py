@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Bits: TypeAlias = Literal["8bit", "4bit"]
 Size: TypeAlias = tuple[int, int]
 """(height, width) in px."""
 PartConfigs: TypeAlias = Mapping[str, Mapping[str, Any]]

@@ -46,7 +46,7 @@ from transformers import (
 )
 
 from retouch.core.random import generator
-from retouch.models.parts import LOCAL
+from retouch.models.parts import LOCAL, compute_dtype
 from retouch.models.pipeline import ModelWrapper
 from retouch.protocols import DenoisingModel
 from retouch.records.files import read_json
@@ -446,7 +446,7 @@ def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: in
 def _processor(
     transformer: FluxTransformer2DModel | QwenImageTransformer2DModel, settings: AdapterSettings, base: Any
 ) -> nn.Module:
-    width, dtype = int(transformer.config.joint_attention_dim), next(transformer.parameters()).dtype
+    width, dtype = int(transformer.config.joint_attention_dim), compute_dtype(transformer)
     processor: Any
     if loadable_by_diffusers(transformer, settings):
         processor = FluxIPAdapterAttnProcessor(transformer.inner_dim, width, num_tokens=(settings.tokens,), scale=settings.scale)

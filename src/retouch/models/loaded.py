@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel, Qwen2VLImageProcessorPi
 
 from retouch.config import wings
 from retouch.models.lora import own_layers, remove_lora
+from retouch.models.parts import is_quantized
 from retouch.models.pretrained import TOKENIZER, fetch_weights
 
 TAKEN_OVER = frozenset(
@@ -36,6 +37,16 @@ HARMLESS = frozenset(
     {*("training", "gradient_checkpointing", "_gradient_checkpointing_func", "peft_config", "_hf_peft_config_loaded")}
     # what loading writes down
     | {*("name_or_path", "_name_or_path", "_class_name", "_diffusers_version", "dtype", "_is_hf_initialized")}
+    | {
+        *(
+            "hf_quantizer",
+            "is_quantized",
+            "quantization_config",
+            "quantization_method",
+            "is_loaded_in_4bit",
+            "_is_quantized_training_enabled",
+        )
+    }
     | {"_weight_conversions"}
     | {*("_use_kernels", "_pre_quantization_dtype", "generation_config", "_progress_bar_config", "_use_default_values")}
     # what calling the pipeline leaves behind
@@ -58,7 +69,8 @@ def require_as_built(pipeline: DiffusionPipeline, *, key: str) -> None:
     for name, part in pipeline.components.items():
         if isinstance(part, nn.Module):
             require_plain(part, key=f"{key}.{name}")
-    if len({weight.requires_grad for name, weight in pipeline.transformer.named_parameters() if ".lora_" not in name}) > 1:
+    weights = [weight for name, weight in pipeline.transformer.named_parameters() if ".lora_" not in name]
+    if len({weight.requires_grad for weight in weights}) > 1 and not any(is_quantized(weight) for weight in weights):
         raise ValueError(f"{key}.transformer: only some weights require gradients; peft_config decides which weights are trained")
     if found := list(islice(_changes(pipeline), _NAMED)):
         names = ", ".join(f"{key}.{name}" for name in found[: _NAMED - 1]) + (", ..." if len(found) == _NAMED else "")
@@ -69,10 +81,23 @@ def require_as_built(pipeline: DiffusionPipeline, *, key: str) -> None:
 
 
 def require_plain(module: nn.Module, *, key: str) -> None:
-    """Raise ValueError for a module whose weights cannot be moved and trained: quantized, offloaded, or not loaded."""
+    """Raise ValueError for a module whose weights cannot be moved and trained: offloaded, not loaded, or quantized in such a way.
+
+    Known to train are bitsandbytes' 4 bits, and weights of torchao, quanto and GGUF.
+    """
     what: Any = type(module).__name__
-    if getattr(module, "quantization_method", None) is not None or getattr(module, "is_quantized", False):
-        raise ValueError(f"{key}: this {what} is quantized, which cannot be trained; load it in bfloat16 or float32")
+    layers = {type(layer).__name__: layer for layer in module.modules()}
+    instead = 'load it in bfloat16 or float32, or give its folder or Hugging Face id with quantization_config="8bit" or "4bit"'
+    if "Linear8bitLt" in layers:
+        raise ValueError(
+            f"{key}: this {what} is quantized by bitsandbytes in 8 bits, which picks outliers over all rows of a batch, so that a "
+            f"probability depends on the other rows; {instead}"
+        )
+    if any(type(layer).__module__.startswith("sdnq") for layer in layers.values()):
+        raise ValueError(f"{key}: this {what} is quantized by SDNQ, whose layers have no gradient; {instead}")
+    declared = getattr(module, "quantization_method", None) is not None or getattr(module, "is_quantized", False)
+    if declared and not any(is_quantized(weight) for weight in module.parameters()):
+        raise ValueError(f"{key}: this {what} is quantized in a way that is not known to train; {instead}")
     # Calling a pipeline creates an empty registry of diffusers' hooks.
     hooks = [getattr(getattr(part, "_diffusers_hook", None), "hooks", None) for part in module.modules()]
     if any(hooks) or any(hasattr(part, "_hf_hook") for part in module.modules()):
@@ -113,7 +138,7 @@ def _differences(live: Any, built: Any, path: str, seen: set[int]) -> Iterator[s
     """The paths of the attributes and entries in which two objects differ; the values of tensors do not count."""
     while isinstance(live, BaseTunerLayer):  # a LoRA of an earlier run in this process
         live = live.base_layer
-    if id(live) in seen:
+    if id(live) in seen or is_quantized_part(live):
         return
     if type(live) is not type(built):
         yield path
@@ -139,6 +164,12 @@ def _differences(live: Any, built: Any, path: str, seen: set[int]) -> Iterator[s
         yield from _differences(vars(live), vars(built), path, seen)
     elif getattr(live, "__qualname__", None) != getattr(built, "__qualname__", None):
         yield path
+
+
+def is_quantized_part(part: Any) -> bool:
+    """Whether a part of a model is a quantised weight, or a linear layer with one."""
+    weight = getattr(part, "weight", None) if isinstance(part, nn.Linear) else part
+    return isinstance(weight, nn.Parameter) and is_quantized(weight)
 
 
 def _of_libraries(name: Any, value: Any) -> bool:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.base import COMFYUI_FILE, ComfyUINames
+from retouch.models.parts import compute_dtype
 from retouch.records.files import read_json
 
 log = logging.getLogger("retouch")
@@ -54,7 +56,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685), by PEFT.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it says that merges raise, and nothing merges
         torch.manual_seed(generator(seed, "lora").initial_seed())
         try:
             module.add_adapter(config)  # type: ignore[operator]
@@ -66,6 +69,11 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad and (in_fp32 or parameter.dtype != torch.bfloat16):
             parameter.data = parameter.data.float()
+    if not in_fp32 and compute_dtype(module) == torch.bfloat16:
+        for layer in own_layers(module, key="model"):
+            if not layer.base_layer.weight.is_floating_point():  # PEFT takes fp32 over codes
+                for part in (layer.lora_A, layer.lora_B):
+                    part.to(torch.bfloat16)
     if init_from is not None:
         _load(module, init_from)
 

@@ -5,6 +5,7 @@ may use one folder: a complete file gets its name by a rename, and two processes
 damaged file is reported and counts as missing, so files are not flushed to disk with fsync.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -30,8 +31,9 @@ from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
 from retouch.models.base import ImageModel
-from retouch.models.parts import bits_hash, evaluating, repeated_blocks, to_device
+from retouch.models.parts import bits_hash, evaluating, plain_tensors, repeated_blocks, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
+from retouch.models.quantized import quantize
 from retouch.protocols import DenoisingModel
 from retouch.records import files
 from retouch.types import Conditioning, Task
@@ -63,14 +65,23 @@ def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None
     try:
         for table, name, tensor in _tensors(parts):
             if id(tensor) not in copies:  # shared weights stay shared
-                moved = to_device(tensor.detach(), device)
-                copies[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+                copies[id(tensor)] = _copied(tensor, device)
             waiting.append((table, name, tensor))
             table[name] = copies[id(tensor)]
         yield
     finally:
         for table, name, tensor in waiting:
             table[name] = tensor
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if getattr(tensor, "quant_state", None) is not None:  # bitsandbytes moves the scales of a parameter in place
+        copied: Any = copy.copy(tensor)
+        copied.data, copied.quant_state = to_device(tensor.data, device), copy.deepcopy(tensor.quant_state)
+        copied.quant_state.to(device)
+        return copied
+    moved = to_device(tensor.detach(), device)
+    return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
 
 
 def page_lock(parts: Sequence[nn.Module], device: torch.device) -> None:
@@ -89,7 +100,7 @@ def repack(parts: Sequence[nn.Module], allocate: Callable[[int], Tensor]) -> Non
     ``allocate``: returns a buffer with the given number of bytes. Tensors that are already in page-locked memory are not moved.
     """
     buffer, used, moved = None, 0, set()
-    for _, _, tensor in _tensors(parts):
+    for tensor in (plain for _, _, whole in _tensors(parts) for plain in plain_tensors(whole)):
         size = tensor.numel() * tensor.element_size()
         if id(tensor) in moved or size == 0 or tensor.is_pinned():
             continue
@@ -434,21 +445,28 @@ def build_offloaded(
     cache_prompts: bool,
     swap_blocks: int = 0,
     prepare: Callable[[DenoisingModel], None] | None = None,
+    base: Any = None,
 ) -> DenoisingModel:
     """Build the model of a recipe's section with its transformer on ``device`` and frozen parts in CPU memory.
 
     ``offload``: the text encoders and the autoencoder are in CPU memory while they are not used. ``cache_prompts``: prompt
     embeddings are cached on disk, so that only new prompts need the text encoders, which are in CPU memory. ``swap_blocks``: the
     number of the transformer's last blocks that stay in CPU memory until ``SwappedBlocks`` copies them. ``prepare``: called with
-    the model if prompts are cached, with the frozen parts on the device and the transformer still in CPU memory. Raises ValueError
-    for a model whose parts are not known, and for more blocks than it has.
+    the model if prompts are cached, with the frozen parts on the device and the transformer still in CPU memory. ``base``:
+    ``policy.base``; the transformer is quantised while it is moved. Raises ValueError for a model whose parts are not known, and
+    for more blocks than it has.
     """
-    key = "devices.offload" if offload else "policy.prompt_embeddings" if cache_prompts else "devices.swap_blocks"
+    keys = {"devices.offload": offload, "policy.prompt_embeddings": cache_prompts, "devices.swap_blocks": swap_blocks}
+    key = next((key for key, given in keys.items() if given), "policy.base")
     model = section.build(device=torch.device("cpu"))
     transformer, *frozen = parts_of(model, key=key)
     if not isinstance(model, PipelineModel):
         raise ValueError(f"{key}: {type(model).__name__} does not derive from PipelineModel; remove the key")
     encoders = model.text.encoders
+    if base is not None and base.text_encoders is not None:
+        for encoder in encoders:
+            quantize(encoder, base.text_encoders, device=device, key="policy.base.text_encoders")
+            encoder.to("cpu")
     page_lock(frozen if offload else encoders if cache_prompts else [], device)
     autoencoder = [part for part in frozen if all(part is not encoder for encoder in encoders)]
     if cache_prompts:
@@ -457,6 +475,8 @@ def build_offloaded(
             # Before the transformer: encoders and transformer together may not fit.
             with on_device(device, frozen):
                 prepare(model)
+    if base is not None and base.quantize is not None:
+        quantize(transformer, base.quantize, device=device)
     place_blocks(transformer, count=swap_blocks, device=device)
     if offload:
         return OffloadedModel(model, device=device, encoders=[] if cache_prompts else encoders, autoencoder=autoencoder)

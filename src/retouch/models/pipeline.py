@@ -20,7 +20,7 @@ from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from retouch.models.parts import Scheduler, compute_device, euler_scheduler, evaluating
+from retouch.models.parts import Scheduler, compute_device, compute_dtype, euler_scheduler, evaluating
 from retouch.protocols import DecodesTensors, DenoisingModel
 from retouch.types import Conditioning, Task
 
@@ -486,7 +486,7 @@ class Guided(ModelWrapper[DenoisingModel]):
 
     def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r ..."]:
         assert conditioning.negative is not None, "the conditioning was not encoded by this model"
-        if conditioning.padded and next(module.parameters()).dtype.itemsize == 2:
+        if conditioning.padded and compute_dtype(module).itemsize == 2:
             branches = (replace(conditioning, negative=None), conditioning.negative)
             positive, negative = (self.model.velocity(module, x, sigma, branch) for branch in branches)
             return self.combine(positive, negative, self.guidance_scale)

@@ -86,6 +86,10 @@ class FullWeights(TrainSection):
         return dtype
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
+        from retouch.models.parts import is_quantized
+
+        if any(is_quantized(weight) for weight in module.parameters()):
+            raise ValueError("policy.train.kind: quantised weights cannot train; use lora, or load the model in bfloat16")
         module.requires_grad_(True).eval()
 
     def export(self, module: Any, to: Path, written: ExportFiles) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retouch.core.random import generator
 from retouch.core.tokens import entropy, log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
+from retouch.models.parts import compute_dtype
 from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.types import Batch, Prompts, Trajectory
@@ -199,7 +200,7 @@ class CachedDecoding:
 
     @property
     def exact(self) -> bool:
-        return next(self.model.module.parameters()).dtype == torch.float32 if self._exact is None else self._exact
+        return compute_dtype(self.model.module) == torch.float32 if self._exact is None else self._exact
 
     @torch.no_grad()
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool = False) -> Generation:

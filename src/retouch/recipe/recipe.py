@@ -17,8 +17,9 @@ from pydantic import ValidationError, model_validator
 from retouch.config import consent
 from retouch.config.imports import did_you_mean
 from retouch.config.packaged import find
+from retouch.config.section import LIVE
 from retouch.data.tasks import check_arithmetic
-from retouch.models.base import DiffusersModel, ImageModel
+from retouch.models.base import DiffusersModel, ImageModel, PretrainedLanguageModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.train import FullWeights, IpAdapter
 from retouch.objectives.base import ObjectiveContext
@@ -145,6 +146,30 @@ def engine_problems(recipe: RecipeKeys) -> Iterator[str]:
         full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar
         for problem in rollout.engine.problems(rollout, full_weights=full_weights, image_grammar=image_grammar):
             yield f"{at}.{problem}"
+
+
+def base_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that quantised weights are frozen, and that every part that handles them can."""
+    policy = recipe.policy
+    if policy.base is None or not any(bits for _, bits in policy.base):
+        return
+    key = "policy.base"
+    if isinstance(policy.train, FullWeights):
+        yield f"{key}: quantised weights cannot train; use policy.train.kind lora, or remove it"
+    if not isinstance(policy.model, DiffusersModel | PretrainedLanguageModel):
+        yield f"{key}: is only for models in the layout of a diffusers pipeline or of transformers; remove it"
+    if str(getattr(policy.model, "path", "")).startswith(LIVE):
+        yield f"{key}: a loaded model keeps its weights; load it quantised, or pass its folder or Hugging Face id"
+    if recipe.devices is not None and recipe.devices.swap_blocks and getattr(policy.base, "quantize", None):
+        yield f"{key}.quantize: quantised blocks do not wait in CPU memory; remove it, or devices.swap_blocks"
+    if recipe.sharding == "fsdp2":
+        yield f"{key}: fsdp2 cannot shard quantised weights; use sharding null, as they are small, or remove it"
+    if policy.compile is not None:
+        yield f"{key}: quantised layers are not compiled; set policy.compile to null, or remove it"
+    if any(getattr(rollout, "engine", None) is not None and rollout.engine.kind != "cached" for _, rollout in _rollouts(recipe)):
+        yield f"{key}: an engine would sample with weights that are not quantised; remove it, or rollout.engine"
+    if recipe.renderer is not None and recipe.renderer.kind == "response":
+        yield f"{key}: the editor reads the writer's states, and was made for weights that are not quantised; remove it"
 
 
 def image_model_problems(recipe: RecipeKeys) -> Iterator[str]:
@@ -354,7 +379,7 @@ def problems(recipe: RecipeKeys) -> list[str]:
         found += watch_problems(recipe.watch, [recipe.reward, *differentiated])
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
-    found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe)]
+    found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe), *base_problems(recipe)]
     policy = recipe.policy
     if isinstance(policy, DenoisingPolicyKeys):
         if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from retouch.records.files import read_bytes
 
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow", "torchao", "bitsandbytes")
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MOST_BYTES = 64 * 2**20
 

@@ -29,7 +29,7 @@ from retouch.data.tasks import (
 from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper, gathered_state
 from retouch.distributed.ranks import Placement, Ranks, plan_placement
 from retouch.models.offloading import SwappedBlocks, on_device, page_lock, parts_of
-from retouch.models.parts import compute_device, frozen_hashes
+from retouch.models.parts import compute_device, frozen_hashes, is_quantized
 from retouch.models.pipeline import Guided
 from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
@@ -606,6 +606,8 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         from retouch.distributed.fsdp import ShardedCopies, shard
 
+        if any(is_quantized(weight) for weight in model.module.parameters()):
+            raise ValueError("sharding: fsdp2 cannot shard quantised weights, which are small; use null or zero2")
         hashes = _weights(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)

@@ -1,7 +1,8 @@
 """Preflight: a trial step before training, which shows whether the policy can learn. It calls no judge and restores every bit.
 
 The ratio must be 1 before the step and not 1 after it. Gradients must be finite and non-zero. Trained weights must change; frozen
-weights and weight copies must not. A KL penalty must have a gradient once the policy differs from the reference.
+weights and weight copies must not. The gradient must pass correctly through each kind of frozen layer. A KL penalty must have a
+gradient once the policy differs from the reference.
 
 Each rank keeps the original values of its shards in CPU memory, so the undo needs no device memory.
 """
@@ -10,13 +11,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from retouch.core.surrogates import sequence_log_ratio
 from retouch.distributed.optimizer import HeadStepper, MeasuresGradients, local_shard
-from retouch.models.parts import bits_hash
+from retouch.models.parts import bits_hash, compute_dtype
+from retouch.models.quantized import gradient_limit, input_gradient_error
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.run.checkpoint import restore_rng, rng_state
@@ -60,7 +63,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
-        checks = list(_take_step(run, phase, step, minibatch, before))
+        checks = [*_frozen_gradient(run), *_take_step(run, phase, step, minibatch, before)]
         changed = sum(not torch.equal(old, new) for old, new in zip(frozen, _hashes(run), strict=True))
         return [*checks, Check("frozen", changed == 0, changed, 0, f"{changed} of {len(frozen)} frozen tensors changed")]
     finally:
@@ -142,26 +145,51 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
         yield Check("kl_gradient", size > 0, size, None, text)
 
 
+def _frozen_gradient(run: Run) -> Iterator[Check]:
+    """Check that the gradient passes correctly through each kind of frozen linear layer: one layer of each class is tried."""
+    kinds: dict[Any, Any] = {}
+    for layer in run.policy.module.modules():
+        weight = layer._parameters.get("weight")
+        # A shard is not the weight with which the layer computes, and an adapter's own layers train.
+        if hasattr(layer, "in_features") and weight is not None and not weight.requires_grad and not hasattr(weight, "device_mesh"):
+            kinds.setdefault((type(layer), type(weight)), layer)
+    if not kinds:
+        return
+    dtype = compute_dtype(run.policy.module)
+    errors = {layer: input_gradient_error(layer, dtype) for layer in kinds.values()}
+    worst = max(errors, key=lambda layer: errors[layer])
+    limit, name = gradient_limit(dtype), type(worst).__name__
+    text = f"the gradient through the frozen layers is off by at most {errors[worst]:.1e} ({name}); the limit is {limit:.0e}"
+    advice = (
+        f": {type(worst).__module__} computes no correct gradient for the input of this layer, so most trained weights would learn "
+        "something wrong; load the model without this quantisation, and set policy.base.quantize if its weights must be smaller"
+    )
+    ok = errors[worst] <= limit
+    yield Check("frozen_gradient", ok, errors[worst], limit, text if ok else text + advice)
+
+
 def _copy_in_cpu_memory(parameter: Tensor) -> Tensor:
     """Return a copy of this rank's shard in CPU memory."""
     return local_shard(parameter).to("cpu", copy=True)
 
 
 def _max_ratio_deviation(run: Run, minibatch: Minibatch, *, per_row: bool) -> float:
-    """Return the largest |ratio - 1| over all actions and ranks. ``per_row``: all actions of a row share its mean log-ratio."""
+    """Return the largest |ratio - 1| over all actions and ranks. ``per_row``: all actions of a row share its mean log-ratio.
+
+    It is evaluated with gradient, as in an update: a kernel of quantised weights may round differently without gradient.
+    """
     largest = torch.zeros(())
     for part in run.policy.microbatches(minibatch.trajectory):
-        with torch.no_grad():
-            evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs())
+        evaluated = run.policy.evaluate(minibatch.trajectory, part, Needs()).log_ratio.detach()
         mask = minibatch.trajectory.mask[part.rows, part.actions]
-        log_ratio = sequence_log_ratio(evaluation.log_ratio, mask) if per_row else evaluation.log_ratio
+        log_ratio = sequence_log_ratio(evaluated, mask) if per_row else evaluated
         ratio = torch.where(mask, log_ratio, 0.0).exp()
         largest = torch.maximum(largest, (ratio - 1).abs().max().cpu())
     return run.ranks.max(largest).item()
 
 
 def _ratio_limit(run: Run, objective: object, minibatch: Minibatch) -> float:
-    if all(parameter.dtype == torch.float32 for parameter in run.policy.module.parameters()):
+    if all(parameter.dtype == torch.float32 for parameter in run.policy.module.parameters() if parameter.is_floating_point()):
         transitions = bool((minibatch.trajectory.kind == Kind.TRANSITION).all())
         return TRANSITION_LIMIT if transitions and run.policy.sampling.reduction == "mean" else TOKEN_LIMIT
     if isinstance(objective, PolicyGradient):
@@ -196,6 +224,6 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
 def _hashes(run: Run) -> list[Tensor]:
     """Return a hash of every tensor that a step must not change: frozen parameters, buffers and weight copies."""
     module = run.policy.module
-    frozen = [p.detach() for p in module.parameters() if not p.requires_grad] + list(module.buffers())
+    frozen: list[Tensor] = [p for p in module.parameters() if not p.requires_grad] + list(module.buffers())
     copies = [tensor for copy in run.policy.copies.copies.values() for tensor in copy.values()]
     return [bits_hash(local_shard(tensor)) for tensor in frozen + copies]

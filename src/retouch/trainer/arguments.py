@@ -20,11 +20,11 @@ from retouch.data.kinds import DATA
 from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
 from retouch.data.sources.stream import IterableData
-from retouch.models.base import USUAL_SIZE, Attention, DiffusersModel, Dtype, ImageModel, LanguageModel
+from retouch.models.base import USUAL_SIZE, Attention, Bits, DiffusersModel, Dtype, ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.loaded import LoadedLanguageModel, require_as_built, require_plain
 from retouch.models.lora import DESCRIPTIVE, unusual_fields
-from retouch.models.parts import euler_scheduler
+from retouch.models.parts import compute_dtype, euler_scheduler
 from retouch.models.train import FullWeights, Lora
 from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
@@ -90,6 +90,43 @@ def train_document(peft_config: Any) -> dict[str, Any]:
         )
         return lora.model_dump(mode="json")
     raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32), a peft.LoraConfig, or None")
+
+
+def base_document(config: Any) -> dict[str, Any] | None:
+    """The document of ``policy.base`` for None, "8bit", "4bit", or an object of diffusers or transformers that means the same.
+
+    The layers compute in the dtype of the model, whatever the object says.
+    """
+    if config is None or config in get_args(Bits):
+        return config and {"quantize": config}
+    name, problem = type(config).__name__, None
+    skipped = getattr(config, "modules_to_not_convert", None) or getattr(config, "llm_int8_skip_modules", None)
+    if name == "BitsAndBytesConfig" and config.load_in_4bit:
+        given = (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
+        problem = None if given == ("nf4", True) else "only bnb_4bit_quant_type='nf4' with bnb_4bit_use_double_quant=True is used"
+        bits = "4bit"
+    elif name == "BitsAndBytesConfig":
+        bits, problem = (
+            "8bit",
+            "in 8 bits it picks outliers over all rows of a batch, so that a probability depends on the other rows",
+        )
+    elif name == "TorchAoConfig":
+        quantizer = type(config.quant_type).__name__
+        bits, problem = (
+            "8bit",
+            None if quantizer == "Int8WeightOnlyConfig" else f"{quantizer} is not used, only Int8WeightOnlyConfig",
+        )
+    elif name == "GGUFQuantizationConfig":
+        raise ValueError(
+            "quantization_config: a GGUF file is loaded with from_single_file of the transformer; give the loaded pipeline as model"
+        )
+    else:
+        raise ValueError(f"quantization_config: {config!r:.60}; give '8bit', '4bit', a BitsAndBytesConfig or a TorchAoConfig")
+    if skipped:
+        problem = "it names modules to leave out, and Retouch quantises the linear layers of all blocks"
+    if problem is not None:
+        raise ValueError(f"quantization_config: {name}: {problem}; give '{bits}'")
+    return {"quantize": bits}
 
 
 _WRITERS = {
@@ -168,7 +205,7 @@ def _live_name(model: Any) -> str:
 
 
 def _dtype(module: Any, given: Dtype | None, *, key: str) -> Any:
-    dtype = str(module.dtype).removeprefix("torch.")
+    dtype = str(compute_dtype(module)).removeprefix("torch.")
     if dtype not in get_args(Dtype):
         raise ValueError(f"{key}: weights of the dtype {dtype} cannot be trained; load the model in {', '.join(get_args(Dtype))}")
     if given not in (None, dtype):
@@ -390,6 +427,7 @@ def describe(
     eval_dataset: Any = None,
     objective: Objective | None = None,
     peft_config: Any = None,
+    quantization_config: Any = None,
     processing_class: Any = None,
     renderer: Any = None,
     reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
@@ -454,6 +492,7 @@ def describe(
             "kind": "autoregressive" if writes else "denoising",
             "model": (LANGUAGE_MODELS if writes else IMAGE_MODELS).document(section),
             "train": train_document(peft_config),
+            **({} if quantization_config is None else {"base": base_document(quantization_config)}),
             "gradient_checkpointing": plain("", keys.pop("gradient_checkpointing", gpu and not writes)),
             **({"prompt_embeddings": "cached"} if caches else {}),
             **({} if ema is None else {"ema": plain("ema", ema)}),

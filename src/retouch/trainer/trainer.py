@@ -49,7 +49,9 @@ class Trainer:
     as ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a list of
     dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
     ``columns``: field of a task to column of the data set, if the names differ. ``objective``: by default GRPO. ``peft_config``:
-    which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language
+    which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``quantization_config``: how
+    the frozen weights of a folder or id are stored: "8bit", "4bit", or a ``TorchAoConfig`` or ``BitsAndBytesConfig`` that means the
+    same. ``renderer``: for a language
     model, the pipeline that makes images from the prompts that it writes, or that reads its responses and edits the source images.
     ``size``: (height, width) in px of the images, or one number for squares. ``dtype``: of the frozen weights and the forward pass.
     What these two and other keys are by default depends on the model and the device (docs/python.md). ``output_dir`` and
@@ -86,6 +88,7 @@ class Trainer:
         eval_dataset: Any = None,
         objective: Objective | None = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         processing_class: Any = None,
         renderer: Any = None,
         reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,

@@ -18,7 +18,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.parts import Scheduler, Source, load_parts, part_config
+from retouch.models.parts import Scheduler, Source, compute_dtype, load_parts, part_config
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size, pack, padded_ids, reference_inputs
 from retouch.types import Conditioning, Task
 
@@ -176,7 +176,7 @@ class Flux(PipelineModel):
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
         tokens, where = self._input(x, conditioning)
-        dtype, tensors = next(module.parameters()).dtype, conditioning.tensors
+        dtype, tensors = compute_dtype(module), conditioning.tensors
         output: Tensor = module(
             hidden_states=tokens.to(dtype),
             # The pipelines also multiply sigma by 1000 and divide again; the rounding changes high frequencies of the embedding.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.chat_template import Qwen3Text
-from retouch.models.parts import Source, load_parts
+from retouch.models.parts import Source, compute_dtype, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size
 from retouch.types import Conditioning, Task
 
@@ -129,7 +129,7 @@ class Flux2Klein(PipelineModel):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
-        dtype, tensors, shared = next(module.parameters()).dtype, conditioning.tensors, conditioning.shared
+        dtype, tensors, shared = compute_dtype(module), conditioning.tensors, conditioning.shared
         grids = [self.latents.grid(size) for size in (shared["size"], *shared["sources"])]
         output: Tensor = module(
             hidden_states=torch.cat([x, tensors["source"]], dim=1).to(dtype) if shared["sources"] else x.to(dtype),

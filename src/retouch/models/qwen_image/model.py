@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGenera
 
 from retouch.models.base import TURNS
 from retouch.models.chat_template import VISION, QwenTemplate, Tokens
-from retouch.models.parts import Scheduler, Source, compute_device, load_image_processor, load_parts
+from retouch.models.parts import Scheduler, Source, compute_device, compute_dtype, load_image_processor, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit, reference_inputs
 from retouch.types import Conditioning, Task
 
@@ -290,7 +290,7 @@ class QwenFlow(PipelineModel):
         lengths = mask.sum(1).tolist()  # one transfer to the host shows how much is padding, and whether a mask is needed
         longest = max(lengths)
         tokens = torch.cat([x, conditioning.tensors["source"]], dim=1) if "source" in conditioning.tensors else x
-        dtype = next(module.parameters()).dtype
+        dtype = compute_dtype(module)
         output = module(
             hidden_states=tokens.to(dtype),
             # The pipelines also multiply sigma by 1000 and divide again; the rounding changes high frequencies of the embedding.

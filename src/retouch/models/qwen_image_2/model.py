@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
 from retouch.models.base import TURNS
 from retouch.models.chat_template import VISION, ChatPrompts, QwenTemplate
-from retouch.models.parts import Source, load_image_processor, load_parts
+from retouch.models.parts import Source, compute_dtype, load_image_processor, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit
 from retouch.types import Conditioning, Task
 
@@ -147,7 +147,7 @@ class QwenImage2(PipelineModel):
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
         """Runs one forward pass per row: rows of a pass share one layout, and padding would shift an image against its prompt."""
-        dtype, shared = next(module.parameters()).dtype, conditioning.shared
+        dtype, shared = compute_dtype(module), conditioning.shared
         grids = [(1, *self.latents.grid(size)) for size in (*shared["sources"], shared["size"])]
         lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []
         for row, length in enumerate(lengths):

@@ -17,7 +17,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.parts import Scheduler, Source, load_parts
+from retouch.models.parts import Scheduler, Source, compute_dtype, load_parts
 from retouch.models.pipeline import Latents, PipelineModel, Size, padded_ids
 from retouch.types import Conditioning, Task
 
@@ -182,7 +182,7 @@ class SD3(PipelineModel):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r c h w"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r c h w"]:
-        dtype = next(module.parameters()).dtype
+        dtype = compute_dtype(module)
         output: Tensor = module(
             hidden_states=x.to(dtype),
             timestep=sigma * 1000,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.chat_template import Qwen3Text
-from retouch.models.parts import Scheduler, Source, load_parts
+from retouch.models.parts import Scheduler, Source, compute_dtype, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, pack, unpack
 from retouch.types import Conditioning, Task
 
@@ -91,7 +91,7 @@ class ZImage(PipelineModel):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
-        dtype, tensors = next(module.parameters()).dtype, conditioning.tensors
+        dtype, tensors = compute_dtype(module), conditioning.tensors
         height, width = self.latents.grid(conditioning.shared["size"])
         lengths = tensors["mask"].sum(1).tolist()
         embeds = [row[:length] for row, length in zip(tensors["embeds"].to(dtype), lengths, strict=True)]

@@ -1,0 +1,192 @@
+"""A quantised frozen base: the real libraries on the CPU."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import retouch
+import tiny_models
+import tiny_pipelines
+from retouch.distributed.ranks import Ranks
+from retouch.models import offloading, quantized
+from retouch.models.parts import bits_hash, compute_dtype, is_quantized, plain_tensors
+from retouch.recipe.recipe import load
+from retouch.run import preflight
+from retouch.run.build import assemble_policy
+from small_trainer import SMALL, assert_same, redness, run_results
+
+pytest.importorskip("torchao")
+pytest.importorskip("bitsandbytes")
+CPU = torch.device("cpu")
+BITS = ("8bit", "4bit")
+TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion 3, with blocks that are wide enough for 4 bits."""
+    pipe, to = tiny_pipelines.sd3(), tmp_path_factory.mktemp("sd3")
+    config = {**pipe.transformer.config, "num_attention_heads": 4, "caption_projection_dim": 64}
+    torch.manual_seed(0)
+    pipe.register_modules(transformer=type(pipe.transformer).from_config(config))
+    pipe.save_pretrained(to)
+    return to
+
+
+def trained(folder: Path, out: Path, name: str, bits: str | None, *, steps: int = 2, **more: Any) -> retouch.Trainer:
+    more = {"quantization_config": bits, "output_dir": out, "run_name": name, "steps": steps, **more}
+    trainer = retouch.Trainer(
+        str(folder) if isinstance(folder, Path) else folder, redness, TASKS, **{**SMALL, **more}, checkpoints={"every": 1}
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_lora_over_a_quantised_base_trains_resumes_to_the_bit_and_its_export_is_reproduced(
+    folder: Path, tmp_path: Path, bits: str
+) -> None:
+    whole = trained(folder, tmp_path, "whole", bits)
+    trained(folder, tmp_path, "parts", bits, steps=1)
+    resumed = trained(folder, tmp_path, "parts", bits)
+    assert_same(run_results(whole.folder), run_results(resumed.folder))
+    files = [
+        next(trainer.save_pretrained(tmp_path / name).rglob("pytorch_lora*")) for trainer, name in ((whole, "a"), (resumed, "b"))
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_before_the_first_step_the_ratio_is_1_and_the_gradient_passes_through_the_layers(folder: Path, bits: str) -> None:
+    words = ['policy.train={"kind":"lora","rank":4}', f'policy.base={{"quantize":"{bits}"}}', "device=cpu"]
+    recipe = load("playground/grpo", words)
+    parts = assemble_policy(recipe, Ranks(rank=0, world=1, device=CPU))
+    layers = [layer for layer in parts.model.module.modules() if isinstance(layer, nn.Linear) and is_quantized(layer.weight)]
+    assert len(layers) > 20
+    assert quantized.input_gradient_error(layers[0], torch.float32) < 1e-5
+    assert compute_dtype(parts.model.module) == torch.float32
+
+
+def test_the_preflight_names_a_frozen_layer_without_a_gradient() -> None:
+    class NoGradient(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return super().forward(x)
+
+    module = nn.Sequential(nn.Linear(8, 8), NoGradient(8, 8)).requires_grad_(False)
+    run: Any = type("Run", (), {"policy": type("Policy", (), {"module": module})})
+    (check,) = preflight._frozen_gradient(run)
+    assert not check.ok
+    assert check.value == math.inf
+    assert "(NoGradient)" in check.text
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_offloaded_copies_and_page_locked_buffers_of_quantised_layers_compute_the_same(bits: str) -> None:
+    torch.manual_seed(0)
+    layer = quantized.quantized_layer(nn.Linear(128, 64), bits, device=CPU)
+    x = torch.randn(3, 128)
+    expected, digest = layer(x), bits_hash(layer.weight)
+    offloading.repack([layer], lambda size: torch.empty(size, dtype=torch.uint8))
+    weight = layer.weight
+    with offloading.on_device(CPU, [layer]):
+        assert layer.weight is not weight
+        assert torch.equal(layer(x), expected)
+    assert layer.weight is weight
+    assert torch.equal(layer(x), expected)
+    assert bits_hash(layer.weight) == digest
+    for plain in plain_tensors(layer.weight):  # codes and scales are both part of the hash
+        plain.data.view(-1)[:1].add_(1)
+        assert bits_hash(layer.weight) != digest
+        digest = bits_hash(layer.weight)
+
+
+def test_quantised_weights_are_smaller_and_embedders_norms_and_projections_are_kept(folder: Path) -> None:
+    sizes = {}
+    for bits in (None, *BITS):
+        module = type(tiny_models.sd3_transformer()).from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
+        if bits is not None:
+            quantized.quantize(module, bits, device=CPU)
+        assert not any(is_quantized(weight) for name, weight in module.named_parameters() if "blocks" not in name)
+        weights = [weight for name, weight in module.named_parameters() if "blocks" in name and weight.dim() > 1]
+        sizes[bits] = sum(plain.nbytes for weight in weights for plain in plain_tensors(weight))
+    assert sizes["8bit"] / sizes[None] < 0.56
+    assert sizes["4bit"] / sizes[None] < 0.42  # 2/3 of the bytes of the tiny bias-free rest are in 16 bits
+    with pytest.raises(ValueError, match=r"policy\.base\.quantize: a Sequential has no blocks"):
+        quantized.quantize(nn.Sequential(nn.Linear(64, 64)), "8bit", device=CPU)
+
+
+def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
+    recipe = load("playground/grpo", ['policy.train={"kind":"lora","rank":4}', 'policy.base={"quantize":"8bit"}', "device=cpu"])
+    with pytest.raises(ValueError, match=r"policy\.base\.quantize: 8bit needs torchao .* pip install 'retouch\[quantized\]'"):
+        recipe.policy.require_kernels(CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({}, "quantised weights cannot train"),
+        ({"sharding": "fsdp2"}, "fsdp2 cannot shard quantised weights"),
+        ({"policy.compile": "regional"}, "quantised layers are not compiled"),
+    ],
+)
+def test_settings_that_cannot_have_a_quantised_base_are_refused(words: dict[str, str], message: str) -> None:
+    given = ['policy.base={"quantize":"4bit"}', *(f"{key}={value}" for key, value in words.items())]
+    with pytest.raises(ValueError, match=rf"policy\.base: {message}"):
+        load("playground/grpo", given)
+
+
+def configurations() -> list[tuple[Any, str | dict[str, str]]]:
+    import diffusers
+    import transformers
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return [
+        ("4bit", {"quantize": "4bit"}),
+        (transformers.BitsAndBytesConfig(**nf4), {"quantize": "4bit"}),
+        (diffusers.BitsAndBytesConfig(**nf4), {"quantize": "4bit"}),
+        (diffusers.TorchAoConfig(Int8WeightOnlyConfig()), {"quantize": "8bit"}),
+        (transformers.BitsAndBytesConfig(load_in_4bit=True), "only bnb_4bit_quant_type='nf4' with bnb_4bit_use_double_quant=True"),
+        (transformers.BitsAndBytesConfig(load_in_8bit=True), "picks outliers over all rows of a batch"),
+        (diffusers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig()), "only Int8WeightOnlyConfig; give '8bit'"),
+        (diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16), "from_single_file"),
+        ("2bit", "give '8bit', '4bit', a BitsAndBytesConfig or a TorchAoConfig"),
+    ]
+
+
+def test_objects_of_diffusers_and_transformers_are_taken_if_they_mean_the_same_and_refused_otherwise() -> None:
+    from retouch.trainer.arguments import base_document
+
+    for given, expected in configurations():
+        if isinstance(expected, dict):
+            assert base_document(given) == expected
+        else:
+            with pytest.raises(ValueError, match="quantization_config: ") as refused:
+                base_document(given)
+            assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_loaded_pipeline_that_is_quantised_trains(tmp_path: Path, folder: Path, bits: str) -> None:
+    import diffusers
+
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
+    quantized.quantize(pipe.transformer, bits, device=CPU)
+    trained(pipe, tmp_path, "loaded", None, steps=1)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_whose_quantisation_cannot_train_is_refused_with_what_to_use(folder: Path) -> None:
+    import bitsandbytes
+    import diffusers
+
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
+    block = pipe.transformer.transformer_blocks[0].attn
+    block.to_q = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+    with pytest.raises(ValueError, match=r'bitsandbytes in 8 bits.*quantization_config="8bit"'):
+        retouch.Trainer(pipe, redness, TASKS, **SMALL)
