@@ -75,7 +75,10 @@ def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_aga
         assert before.items() <= faultless_answers.items()
         missing = next(line for line in first.lines if line.name == "missing scores")
         assert missing.measured == pytest.approx(1 - len(before) / QUESTIONS)
-        asked, double.fault = len(double.requests), lambda digest, times: None  # a busy machine sends some questions now for the first time
+        asked, double.fault = (
+            len(double.requests),
+            lambda digest, times: None,
+        )  # a busy machine sends some questions now for the first time
         second = judge_audit(judged(double.url), items=1, repeats=2, out=tmp_path)
         assert len(double.requests) - asked == len(faultless_answers) - len(before)
     assert ledger_answers(tmp_path) == faultless_answers
