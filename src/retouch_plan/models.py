@@ -474,6 +474,8 @@ class QuantizedLinear(nn.Linear):
     The scales are those of torchao's int8, with zero points, and of bitsandbytes' NF4, which are quantised twice.
     """
 
+    scales: nn.Parameter
+
     def __init__(self, layer: nn.Linear, bits: Bits, device: torch.device) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = layer.in_features, layer.out_features, bits
@@ -504,7 +506,7 @@ class _DequantizedProduct(torch.autograd.Function):
         return nn.functional.linear(x, _dequantized(codes, rows, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient @ _dequantized(ctx.codes, ctx.rows, gradient.dtype), None, None, None
 
 

@@ -70,7 +70,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         if parameter.requires_grad and (in_fp32 or parameter.dtype != torch.bfloat16):
             parameter.data = parameter.data.float()
     if not in_fp32 and compute_dtype(module) == torch.bfloat16:
-        for layer in own_layers(module, key="model"):
+        adapted: list[Any] = own_layers(module, key="model")
+        for layer in adapted:
             if not layer.base_layer.weight.is_floating_point():  # PEFT takes fp32 over codes
                 for part in (layer.lora_A, layer.lora_B):
                     part.to(torch.bfloat16)

@@ -74,7 +74,7 @@ def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None
             table[name] = tensor
 
 
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+def _copied(tensor: Any, device: torch.device) -> Tensor:
     if getattr(tensor, "quant_state", None) is not None:  # bitsandbytes moves the scales of a parameter in place
         copied: Any = copy.copy(tensor)
         copied.data, copied.quant_state = to_device(tensor.data, device), copy.deepcopy(tensor.quant_state)

@@ -47,13 +47,15 @@ def quantized_layer(layer: nn.Linear, bits: Bits, *, device: torch.device) -> nn
 
         quantize_(layer.requires_grad_(False), Int8WeightOnlyConfig(set_inductor_config=False), device=device)
         return layer
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    import bitsandbytes
 
     weight, bias = layer.weight, layer.bias
-    made: Any = Linear4bit(
+    made: Any = bitsandbytes.nn.Linear4bit(
         layer.in_features, layer.out_features, bias=bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
     )
-    made.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made)
+    made.weight = bitsandbytes.nn.Params4bit(
+        weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made
+    )
     made.bias = bias
     made.support_avx512bf16_for_cpu = False  # it would repack the weights in place, into a layout without gradient
     return made.to(device).requires_grad_(False)

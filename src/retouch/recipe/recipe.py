@@ -24,7 +24,7 @@ from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.train import FullWeights, IpAdapter
 from retouch.objectives.base import ObjectiveContext
 from retouch.objectives.kinds import OBJECTIVES
-from retouch.policies.rollout import TRUNCATE_AT, DenoisingRollout, TokenRollout
+from retouch.policies.rollout import TRUNCATE_AT, CachedEngine, DenoisingRollout, TokenRollout
 from retouch.recipe import earl
 from retouch.recipe.document import apply, evaluate, for_card, refuse_secrets, value_of
 from retouch.recipe.keys import RecipeKeys, ResolvedPhase, Rollout, Watch
@@ -166,7 +166,7 @@ def base_problems(recipe: RecipeKeys) -> Iterator[str]:
         yield f"{key}: fsdp2 cannot shard quantised weights; use sharding null, as they are small, or remove it"
     if policy.compile is not None:
         yield f"{key}: quantised layers are not compiled; set policy.compile to null, or remove it"
-    if any(getattr(rollout, "engine", None) is not None and rollout.engine.kind != "cached" for _, rollout in _rollouts(recipe)):
+    if any(not isinstance(rollout.engine, CachedEngine | None) for _, rollout in _rollouts(recipe)):
         yield f"{key}: an engine would sample with weights that are not quantised; remove it, or rollout.engine"
     if recipe.renderer is not None and recipe.renderer.kind == "response":
         yield f"{key}: the editor reads the writer's states, and was made for weights that are not quantised; remove it"
