@@ -32,7 +32,8 @@ autoencoder's activations with tiling, of moments in 8 bits, of activations whos
 def fit(recipe: Recipe, machine: Machine, *, processes: int = 1) -> dict[str, Any]:
     """Return the keys (dotted) and values with which one GPU has enough memory for the recipe; none if it fits as it is.
 
-    ``processes``: see ``dry_run``; a second process imports the main module again, so a script needs 1. Raises ValueError if it does not fit with any of them, and the errors that a dry run raises.
+    ``processes``: see ``dry_run``; a second process imports the main module again, so a script needs 1. Raises ValueError if it
+    does not fit with any of them, and the errors that a dry run raises.
     """
     limit, chosen = (1 - FREE_SHARE) * machine.memory, dict[str, Any]()
     for _ in range(_ROUNDS):
