@@ -77,6 +77,8 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
     policy, devices = recipe.policy, recipe.devices or Devices()
     assert isinstance(policy, DenoisingPolicyKeys)
     assert isinstance(policy.model, DiffusersModel)
+    if kind == "build" and policy.prompt_embeddings == "cached":
+        return  # only the text encoders are on the device then
     updates = kind in ("update", "preflight")
     counts = {"microbatch": recipe.microbatch, "rollout.chunk": recipe.rollout.chunk, "eval.batch": recipe.eval.batch}
     key = _ROWS.get(kind, "")
