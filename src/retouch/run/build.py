@@ -549,8 +549,8 @@ def connect(
 ) -> Assembly:
     """Build the model, its weight copies and the value head, and combine them with the other parts of the run.
 
-    ``sets``: the tasks of each phase. ``trains``: see ``assemble``. Raises ValueError if the loaded weights are not the weights that
-    the recipe needs.
+    ``sets``: the tasks of each phase. ``trains``: see ``assemble``. Raises ValueError if the loaded weights are not the weights
+    that the recipe needs.
     """
     phases = recipe.resolved_phases()
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
