@@ -29,11 +29,16 @@ from retouch_plan.models import UnknownConfiguration
 from retouch_plan.system import check_device, machine_of
 
 _log = logging.getLogger("retouch")
-_ROUNDS = 6
-_ROWS = {"update": "microbatch", "preflight": "microbatch", "rollout": "rollout.chunk", "render": "rollout.chunk"}
-_CHECKPOINTED, _TILED, _EIGHT_BITS, _KEPT_INPUTS = 0.15, 0.4, 0.27, 0.7
-"""Predicted shares that remain, until the next dry run measures them: of activations with gradient checkpointing, of the
-autoencoder's activations with tiling, of moments in 8 bits, of activations whose block inputs are in CPU memory."""
+_ROUNDS = 8
+_ROWS = {
+    **{"update": "microbatch", "preflight": "microbatch", "rollout": "rollout.chunk", "render": "rollout.chunk"},
+    "evaluation": "eval.batch",
+}
+"""The key of each stage that says how many rows are computed at once."""
+_TILED, _EIGHT_BITS = 0.4, 0.27
+"""Predicted shares of the autoencoder's activations with tiling, and of moments in 8 bits; the next dry run measures them."""
+_MATTERS = 0.03
+"""A key is not set for what holds less than this share of a stage's peak."""
 
 
 MOST_MICROBATCH, MOST_CHUNK = 16, 64
@@ -58,9 +63,9 @@ def fit_device(recipe: Recipe, device: str, *, allow_imports: Sequence[str] = ()
     chunk = min(MOST_CHUNK, rows)
     sizes = {"microbatch": min(MOST_MICROBATCH, rows), "rollout.chunk": chunk, "eval.batch": chunk}
     sizes |= {"renderer.batch": chunk} if hasattr(recipe.renderer, "batch") else {}
-    largest = parse(recipe.document(), [f"{key}={value}" for key, value in sizes.items()], allow_imports=allow_imports)
+    most = parse(recipe.document(), [f"{key}={value}" for key, value in sizes.items()], allow_imports=allow_imports)
     try:
-        return {**sizes, **in_own_process(fit, largest, machine_of(target, device), allow_imports)}
+        return {**sizes, **in_own_process(fit, most, machine_of(target, device), allow_imports)}
     except ERRORS as error:
         if is_user_error(error) and not isinstance(error, UnknownConfiguration):
             raise
@@ -106,55 +111,67 @@ def fit(recipe: Recipe, machine: Machine, allow_imports: Sequence[str] = ()) -> 
 
 
 def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Iterator[dict[str, Any]]:
-    """Yield keys that lower the peak of a stage, the cheapest in time first; ``held`` is then what they are predicted to leave."""
+    """Yield keys that lower the peak of a stage, the cheapest in time first; ``held`` is then what they are predicted to leave. It
+    is empty if the next dry run must measure the effect first."""
     policy, devices = recipe.policy, recipe.devices or Devices()
     assert isinstance(policy, DenoisingPolicyKeys)
     assert isinstance(policy.model, DiffusersModel)
+    if kind == "build" and policy.prompt_embeddings == "cached":
+        return  # only the text encoders are on the device then
     updates = kind in ("update", "preflight")
+    counts = {"microbatch": recipe.microbatch, "rollout.chunk": recipe.rollout.chunk, "eval.batch": recipe.eval.batch}
+    key = _ROWS.get(kind, "")
+    rows = counts.get(key, 1)
 
     def keep(share: float, *names: str) -> bool:
         """Predict that this share of the holders remains. Returns whether they hold anything that matters."""
         mine = [name for name in held if name.startswith(names)]
-        matters = sum(held[name] for name in mine) > 0.01 * held.total()
+        matters = sum(held[name] for name in mine) > _MATTERS * held.total()
         for name in mine:
             held[name] = int(held[name] * share)
         return matters
 
-    active = sum(size for name, size in held.items() if name.startswith("activations"))
-    key = _ROWS.get(kind, "eval.batch" if kind == "evaluation" else None)
-    rows = {"microbatch": recipe.microbatch, "rollout.chunk": recipe.rollout.chunk, "eval.batch": recipe.eval.batch}.get(
-        key or "", 1
-    )
-    fitting = int(rows * max(limit - held.total() + active, 0) // max(active, 1))
-    if updates and not policy.gradient_checkpointing and fitting < 1 and keep(_CHECKPOINTED, "activations"):
+    def fewer_rows() -> Iterator[dict[str, Any]]:
+        """The most rows with which the stage fits, if it does with any number of them."""
+        active = sum(size for name, size in held.items() if name.startswith("activations"))
+        room = limit - held.total() + active
+        found = [count for count in range(1, rows) if rows % count == 0 and active * count / rows <= room]
+        if found and held.total() > limit:
+            keep(found[-1] / rows, "activations")
+            yield {key: found[-1]}
+
+    yield from fewer_rows()
+    if updates and not policy.gradient_checkpointing and keep(1, "activations"):
+        held.clear()
         yield {"policy.gradient_checkpointing": True}
-    elif key is not None and rows > 1:
-        fewer = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= max(fitting, 1))
-        if keep(fewer / rows, "activations"):
-            yield {key: fewer}
     if policy.prompt_embeddings == "live" and keep(0, "weights: text_encoder"):
         yield {"policy.prompt_embeddings": "cached"}
+        yield from fewer_rows()
     if not policy.model.vae_slicing and rows > 1 and keep(1 / rows, "activations: autoencoder"):
         yield {"policy.model.vae_slicing": True}
     if not policy.model.vae_tiling and keep(_TILED, "activations: autoencoder"):
         yield {"policy.model.vae_tiling": True}
     if recipe.optimizer.moments is None and recipe.sharding is None and keep(_EIGHT_BITS, "AdamW's moments"):
         yield {"optimizer.moments": "8bit"}
+        yield from fewer_rows()
     if not devices.offload and keep(0, "weights: text_encoder", "weights: vae"):
         yield {"devices.offload": True}
-    if updates and policy.gradient_checkpointing is True and keep(_KEPT_INPUTS, "activations"):
+        yield from fewer_rows()
+    if rows > 1 and keep(1 / rows, "activations"):
+        yield {key: 1}
+    if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
+        held.clear()
         yield {"policy.gradient_checkpointing": "cpu"}
-    if policy.train.kind == "full" or policy.compile is not None or recipe.sharding is not None:
-        return
     sizes = block_bytes(policy.model)
-    more = next((n for n in range(3, len(sizes)) if sum(sizes[-n:]) - 2 * max(sizes) >= held.total() - limit), len(sizes))
-    # What is swapped already is no longer in ``held``.
-    if sizes and devices.swap_blocks < len(sizes) and kind != "build":
-        held["weights: transformer"] -= sum(sizes[-more:]) - 2 * max(sizes)
-        yield {
-            **{"devices.swap_blocks": min(len(sizes), devices.swap_blocks + more)},
-            **({} if policy.gradient_checkpointing else {"policy.gradient_checkpointing": True}),
-        }
+    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None
+    if swappable and "weights: transformer" in held and devices.swap_blocks < len(sizes):
+        # ``held`` no longer contains what is swapped already. Two blocks are on the device while they compute.
+        excess = held.total() - limit + (0 if devices.swap_blocks else 2 * max(sizes))
+        waiting = sizes[: len(sizes) - devices.swap_blocks]
+        more = next((count for count in range(1, len(waiting)) if sum(waiting[-count:]) >= excess), len(waiting))
+        held["weights: transformer"] -= int(held.total() - limit)
+        checkpointed = {} if policy.gradient_checkpointing else {"policy.gradient_checkpointing": True}
+        yield {"devices.swap_blocks": devices.swap_blocks + more, **checkpointed}
 
 
 def block_bytes(model: DiffusersModel) -> list[int]:

@@ -29,12 +29,19 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
     device = torch.device(name)
     assembly.plan_placement = lambda recipe, ranks: Placement(device, device, torch.device("cpu"), offload=offload)
     with several_devices.SimulatedDevices():
+        used: dict[str, list[str]] = defaultdict(list)
+        own = assembly.encode_prompts
+
+        def encode(*given: Any) -> None:
+            _watch(given[-1].text.encoder, used["text encoder"])
+            own(*given)
+
+        assembly.encode_prompts = encode
         parts = assembly.assemble(recipe, Ranks(device=device))
         model: Any = parts.model
         while hasattr(model, "model"):
             model = model.model
         named = {"transformer": model.module, "text encoder": model.text.encoder, "autoencoder": model.latents.vae}
-        used: dict[str, list[str]] = defaultdict(list)
         for part, module in named.items():
             _watch(module, used[part])
         run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))

@@ -16,7 +16,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 
+class _Stream:
+    """A stream of a simulated device, which computes everything in order."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
 class _Backend(_DummyBackendModule):
+    Stream = stream = current_stream = _Stream
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 

@@ -532,20 +532,30 @@ def assemble(
             phase.objective.load(placement.reward)
     if resumed is not None:
         require_same_data(resumed, sets, ranks)
-    parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+    parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets, trains=trains)
     if resumed is not None:
         require_same_weights(resumed, parts.weights(), ranks)
     return parts
 
 
-def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: RewardScorer, sets: Sequence[DataSets]) -> Assembly:
+def connect(
+    recipe: Recipe,
+    ranks: Ranks,
+    *,
+    placement: Placement,
+    judge: RewardScorer,
+    sets: Sequence[DataSets],
+    trains: bool = True,
+) -> Assembly:
     """Build the model, its weight copies and the value head, and combine them with the other parts of the run.
 
-    ``sets``: the tasks of each phase. Raises ValueError if the loaded weights are not the weights that the recipe needs.
+    ``sets``: the tasks of each phase. ``trains``: see ``assemble``. Raises ValueError if the loaded weights are not the weights
+    that the recipe needs.
     """
     phases = recipe.resolved_phases()
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
-    acting = assemble_policy(recipe, ranks, partial(encode_prompts, recipe, plan, sets, ranks))
+    read = [(phase, steps if trains else range(0)) for phase, steps in plan]
+    acting = assemble_policy(recipe, ranks, partial(encode_prompts, recipe, read, sets, ranks))
     sets = [each.with_model(acting.image_model) for each in sets]
     head = None
     if recipe.advantage.value_head is not None:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 import tiny_recipes
+from retouch.distributed.ranks import Ranks
+from retouch.models.offloading import SwappedBlocks
+from retouch.models.parts import repeated_blocks
 from retouch.recipe.recipe import parse
 from retouch.run.build import assemble_policy
 from retouch.run.session import run
