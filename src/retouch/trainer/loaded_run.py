@@ -149,8 +149,8 @@ class LoadedRun:
             raise ValueError("a built-in model of the playground is not opened as a pipeline; use run.policy.sample(...)")
         if self.recipe.policy.base is not None:
             raise ValueError(
-                "the base of this run is quantised, and a pipeline has the whole weights; use run.policy.sample(...), or export the "
-                "LoRA and load it into a pipeline"
+                "the base of this run is quantised, and a pipeline has the whole weights; use run.policy.sample(...), or export "
+                "the LoRA and load it into a pipeline"
             )
         if not isinstance(section, DiffusersModel) or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
