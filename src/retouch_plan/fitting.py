@@ -116,8 +116,6 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
     policy, devices = recipe.policy, recipe.devices or Devices()
     assert isinstance(policy, DenoisingPolicyKeys)
     assert isinstance(policy.model, DiffusersModel)
-    if kind == "build" and policy.prompt_embeddings == "cached":
-        return  # only the text encoders are on the device then
     updates = kind in ("update", "preflight")
     counts = {"microbatch": recipe.microbatch, "rollout.chunk": recipe.rollout.chunk, "eval.batch": recipe.eval.batch}
     key = _ROWS.get(kind, "")
@@ -130,6 +128,17 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
         for name in mine:
             held[name] = int(held[name] * share)
         return matters
+
+    bits = dict(policy.base or ())
+
+    def fewer_bits(part: str, holder: str) -> Iterator[dict[str, Any]]:
+        """Frozen weights in 8 bits, then in 4."""
+        if policy.train.kind != "full" and bits.get(part) != "4bit" and keep(0.55, holder):
+            yield {f"policy.base.{part}": "4bit" if bits.get(part) else "8bit"}
+
+    if kind == "build" and policy.prompt_embeddings == "cached":
+        yield from fewer_bits("text_encoders", "weights: text_encoder")  # nothing else is on the device then
+        return
 
     def fewer_rows() -> Iterator[dict[str, Any]]:
         """The most rows with which the stage fits, if it does with any number of them."""
@@ -159,11 +168,13 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
         yield from fewer_rows()
     if rows > 1 and keep(1 / rows, "activations"):
         yield {key: 1}
+    if not devices.swap_blocks:
+        yield from fewer_bits("quantize", "weights: transformer")
     if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
         held.clear()
         yield {"policy.gradient_checkpointing": "cpu"}
     sizes = block_bytes(policy.model)
-    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None
+    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None and not bits.get("quantize")
     if swappable and "weights: transformer" in held and devices.swap_blocks < len(sizes):
         # ``held`` no longer contains what is swapped already. Two blocks are on the device while they compute.
         excess = held.total() - limit + (0 if devices.swap_blocks else 2 * max(sizes))

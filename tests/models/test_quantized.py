@@ -60,7 +60,7 @@ def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_a
     assert checks["ratio_before"]["value"] == 0
     assert checks["frozen_gradient"]["ok"]
     loaded = retouch.load_run(whole.folder)
-    assert any(is_quantized(weight) for weight in loaded.policy.model.module.parameters())
+    assert any(is_quantized(weight) for weight in loaded._parts[0].model.module.parameters())
 
 
 def test_the_preflight_names_a_frozen_layer_without_a_gradient() -> None:

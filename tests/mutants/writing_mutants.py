@@ -110,8 +110,8 @@ WRITING = (
     Mutant(
         "log-probabilities from 16-bit decoding with a cache count as exact",
         "policies/decoding.py",
-        "self.model.module.parameters()).dtype == torch.float32 if",
-        "self.model.module.parameters()).is_floating_point() if",
+        "compute_dtype(self.model.module) == torch.float32 if",
+        "compute_dtype(self.model.module).is_floating_point if",
         "tests/policies/autoregressive/test_autoregressive.py::test_log_probs_of_bf16_models_come_from_the_evaluation_in_fp32",
     ),
     # Vision features and gradient checkpointing

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from torch import nn
 
 from measured_memory import measured_peak
+from retouch.models import quantized
 from retouch.recipe.recipe import load
 from retouch_plan import estimate
 from retouch_plan.dry_run import DryRun, reward_weights, uncounted_rewards
 from retouch_plan.estimate import holders, largest
 from retouch_plan.machines import FREE_SHARE, MACHINES, fits
 from retouch_plan.meter import Stage
+from retouch_plan.models import QuantizedLinear
 from warm_python import run_python
 
 GB = 10**9
@@ -65,7 +68,23 @@ def _free(device):
     return allocate
 
 
-COMPUTATIONS = {"training": _train, "freed tensors and views": _free}
+def _quantized(bits, device):
+    """A training step through two quantised layers; on the CPU with the real libraries."""
+    layers = [nn.Linear(1024, 2048), nn.Linear(2048, 1024)]
+    place = torch.device(device)
+    if place.type == "cpu":
+        net = nn.Sequential(*(quantized.quantized_layer(layer, bits, device=place) for layer in layers))
+    else:
+        net = nn.Sequential(*(QuantizedLinear(layer.to(place), bits, place) for layer in layers))
+    x = torch.randn(512, 1024).to(device).requires_grad_()
+    return lambda: net(x).sum().backward(inputs=[x])
+
+
+COMPUTATIONS = {
+    "training": _train,
+    "freed tensors and views": _free,
+    **{bits: partial(_quantized, bits) for bits in ("8bit", "4bit")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +101,13 @@ def test_the_peak_of_a_training_step_equals_that_of_the_profiler_up_to_rounding_
     run()
     measured = measured_peak(run)
     assert measured <= counted["training"] <= measured + 20 * 512
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_the_peak_of_a_step_through_quantised_layers_is_counted_within_3_percent(counted, bits):
+    pytest.importorskip({"8bit": "torchao", "4bit": "bitsandbytes"}[bits])
+    measured = measured_peak(_quantized(bits, "cpu"))
+    assert counted[bits] == pytest.approx(measured, rel=0.03)
 
 
 def test_freed_tensors_are_not_counted_and_views_are_not_counted_twice(counted):

@@ -143,7 +143,7 @@ MISTAKES = [
     ({"model": partial(changed_pipeline, lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")))},
      "model.text_encoder: this CLIPTextModelWithProjection is offloaded (enable_model_cpu_offload or device_map)"),
     ({"model": partial(changed_pipeline, lambda pipe: setattr(pipe.transformer, "is_quantized", True))},
-     "model.transformer: this SD3Transformer2DModel is quantized, which cannot be trained; load it in bfloat16 or float32"),
+     "model.transformer: this SD3Transformer2DModel is quantized in a way that is not known to train; load it in bfloat16 or"),
     ({"minibatches": 5}, "minibatches: "),
 ]  # fmt: skip
 

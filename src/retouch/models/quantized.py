@@ -53,9 +53,8 @@ def quantized_layer(layer: nn.Linear, bits: Bits, *, device: torch.device) -> nn
     made: Any = bitsandbytes.nn.Linear4bit(
         layer.in_features, layer.out_features, bias=bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
     )
-    made.weight = bitsandbytes.nn.Params4bit(
-        weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made
-    )
+    settings = {"requires_grad": False, "quant_type": "nf4", "compress_statistics": True, "module": made}
+    made.weight = bitsandbytes.nn.Params4bit(weight.data, **settings)
     made.bias = bias
     made.support_avx512bf16_for_cpu = False  # it would repack the weights in place, into a layout without gradient
     return made.to(device).requires_grad_(False)
