@@ -494,6 +494,8 @@ def _suggested_fix(recipe: Recipe, check: str) -> str:
             phases = enumerate(recipe.resolved_phases())
             rates = {recipe.phase_key(index, "learning_rate"): phase.learning_rate for index, phase in phases}
             return " ".join([*targets, *(f"--set {key}={10 * rate:g}" for key, rate in rates.items())])
+        case "frozen_gradient":
+            return "load the model without this quantisation"
         case "frozen":
             return "correct the model: its forward pass writes to weights that are not trained"
         case _:  # a gradient of 0

@@ -129,15 +129,10 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
             held[name] = int(held[name] * share)
         return matters
 
-    bits = dict(policy.base or ())
-
-    def fewer_bits(part: str, holder: str) -> Iterator[dict[str, Any]]:
-        """Frozen weights in 8 bits, then in 4."""
-        if policy.train.kind != "full" and bits.get(part) != "4bit" and keep(0.55, holder):
-            yield {f"policy.base.{part}": "4bit" if bits.get(part) else "8bit"}
-
-    if kind == "build" and policy.prompt_embeddings == "cached":
-        yield from fewer_bits("text_encoders", "weights: text_encoder")  # nothing else is on the device then
+    if kind == "build" and policy.prompt_embeddings == "cached":  # only the text encoders are on the device then
+        bits = None if policy.base is None else policy.base.text_encoders
+        if policy.train.kind != "full" and bits != "4bit" and keep(0.55, "weights: text_encoder"):
+            yield {"policy.base.text_encoders": "8bit" if bits is None else "4bit"}
         return
 
     def fewer_rows() -> Iterator[dict[str, Any]]:
@@ -168,13 +163,12 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
         yield from fewer_rows()
     if rows > 1 and keep(1 / rows, "activations"):
         yield {key: 1}
-    if not devices.swap_blocks:
-        yield from fewer_bits("quantize", "weights: transformer")
     if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
         held.clear()
         yield {"policy.gradient_checkpointing": "cpu"}
     sizes = block_bytes(policy.model)
-    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None and not bits.get("quantize")
+    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None
+    swappable = swappable and (policy.base is None or policy.base.quantize is None)
     if swappable and "weights: transformer" in held and devices.swap_blocks < len(sizes):
         # ``held`` no longer contains what is swapped already. Two blocks are on the device while they compute.
         excess = held.total() - limit + (0 if devices.swap_blocks else 2 * max(sizes))
