@@ -30,6 +30,7 @@ SLOW = {
     "league/league.py": "--page",
     "playground/pairs.py": "--tasks 8 --group 4 --steps 1 --pairs-per-step 2",
     "playground/references.py": "flux-fill/ip-adapter-grpo-playground",
+    "quantized/learning.py": "runs --steps 1 --seeds 0",
     "rehearsal/before_after.py": "sd3/ocr-grpo",
     "rehearsal/speedup.py": "guidance",
     "rehearsal/table.py": "sd3/ocr-grpo",
