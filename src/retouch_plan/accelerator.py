@@ -42,6 +42,10 @@ class DeviceMismatch(RuntimeError):
 _active: "list[Accelerator]" = []
 
 
+def is_dry_run() -> bool:
+    return bool(_active)
+
+
 def active() -> "Accelerator":
     if not _active:
         raise RuntimeError("a fake tensor was used outside of its dry run")

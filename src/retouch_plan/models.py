@@ -35,7 +35,7 @@ from retouch.models.offloading import EmbeddingStore
 from retouch.models.pretrained import find_encoder
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import read_json
-from retouch_plan.accelerator import CPU, DEVICE, META, FakeTensor
+from retouch_plan.accelerator import CPU, META, FakeTensor, is_dry_run
 from retouch_plan.meter import Event, Peaks, Stage, Work
 
 FEWEST = 4
@@ -458,10 +458,11 @@ class _InMemory(EmbeddingStore):
         self._kept[key] = dict(tensors)
 
 
-def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without data, also on the host."""
-    made = torch.empty(shape, dtype=dtype, device=device if device.type == DEVICE else META)
-    return made if device.type == DEVICE else FakeTensor(made, CPU)
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on ``device``; on the host of a dry run, one without data."""
+    if device.type == "cpu" and is_dry_run():
+        return FakeTensor(torch.empty(shape, dtype=dtype, device=META), CPU)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _quantized_layer(layer: nn.Linear, bits: Bits, *, device: torch.device) -> nn.Module:

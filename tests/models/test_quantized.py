@@ -13,7 +13,8 @@ import retouch
 import tiny_models
 import tiny_pipelines
 from retouch.models import offloading, quantized
-from retouch.models.parts import bits_hash, is_quantized, plain_tensors
+from retouch.models.parts import bits_hash
+from retouch.models.quantized import is_quantized, plain_tensors
 from retouch.recipe.recipe import load
 from retouch.run import preflight
 from small_trainer import SMALL, assert_same, redness, run_results

@@ -46,8 +46,9 @@ from transformers import (
 )
 
 from retouch.core.random import generator
-from retouch.models.parts import LOCAL, compute_dtype
+from retouch.models.parts import LOCAL
 from retouch.models.pipeline import ModelWrapper
+from retouch.models.quantized import compute_dtype
 from retouch.protocols import DenoisingModel
 from retouch.records.files import read_json
 from retouch.types import Conditioning, Task

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, PreTrainedModel, Qwen2VLImageProcessorPi
 
 from retouch.config import wings
 from retouch.models.lora import own_layers, remove_lora
-from retouch.models.parts import is_quantized
 from retouch.models.pretrained import TOKENIZER, fetch_weights
+from retouch.models.quantized import is_quantized
 
 TAKEN_OVER = frozenset(
     # the scheduler; the pipeline and its index; the autoencoder

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.base import COMFYUI_FILE, ComfyUINames
-from retouch.models.parts import compute_dtype
+from retouch.models.quantized import compute_dtype
 from retouch.records.files import read_json
 
 log = logging.getLogger("retouch")

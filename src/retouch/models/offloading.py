@@ -31,9 +31,9 @@ from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
 from retouch.models.base import ImageModel
-from retouch.models.parts import bits_hash, evaluating, plain_tensors, repeated_blocks, to_device
+from retouch.models.parts import bits_hash, evaluating, repeated_blocks, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
-from retouch.models.quantized import quantize
+from retouch.models.quantized import plain_tensors, quantize
 from retouch.protocols import DenoisingModel
 from retouch.records import files
 from retouch.types import Conditioning, Task

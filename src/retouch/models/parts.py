@@ -18,6 +18,7 @@ import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin, SchedulerMixin
 from torch import Tensor, nn
 
+from retouch.models.quantized import plain_tensors
 from retouch.records.files import read_json
 
 if TYPE_CHECKING:
@@ -106,24 +107,6 @@ def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
     if isinstance(source, Path | str):
         return kind.load_config(diffusers_folder(source) / name)
     return source.components[name].config
-
-
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors in which a weight is stored: the codes and scales of a quantised weight, otherwise the weight."""
-    if type(tensor).__module__.partition(".")[0] in ("torchao", "optimum"):  # a wrapper around tensors
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from plain_tensors(getattr(tensor, name))
-        return
-    yield tensor
-    state = getattr(tensor, "quant_state", None)  # bitsandbytes: the parameter has the codes
-    while state is not None:
-        yield from (each for each in (state.absmax, state.offset) if each is not None)
-        state = state.state2
-
-
-def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight is stored as codes and scales."""
-    return not weight.is_floating_point() or next(plain_tensors(weight)) is not weight
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
@@ -253,14 +236,6 @@ def compute_device(module: nn.Module) -> torch.device:
     if mesh is None or mesh.device_type == weight.device.type:
         return weight.device
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def compute_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype in which a module computes: that of its own weights, of which codes of quantised weights are not one.
-
-    Weights of a LoRA may have another dtype, and are left out.
-    """
-    return next(weight.dtype for name, weight in module.named_parameters() if weight.is_floating_point() and "lora_" not in name)
 
 
 @contextmanager

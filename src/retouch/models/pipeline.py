@@ -20,7 +20,8 @@ from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from retouch.models.parts import Scheduler, compute_device, compute_dtype, euler_scheduler, evaluating
+from retouch.models.parts import Scheduler, compute_device, euler_scheduler, evaluating
+from retouch.models.quantized import compute_dtype
 from retouch.protocols import DecodesTensors, DenoisingModel
 from retouch.types import Conditioning, Task
 

@@ -6,10 +6,11 @@ has no gradient; torchao's int4 has no adapters in PEFT.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.base import Bits
@@ -17,6 +18,32 @@ from retouch.models.base import Bits
 _LIBRARIES = {"8bit": "torchao", "4bit": "bitsandbytes"}
 _BLOCK = 64
 """Weights of a row that share a scale in 4 bits."""
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors in which a weight is stored: the codes and scales of a quantised weight, otherwise the weight."""
+    if type(tensor).__module__.partition(".")[0] in ("torchao", "optimum"):  # a wrapper around tensors
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from plain_tensors(getattr(tensor, name))
+        return
+    yield tensor
+    state = getattr(tensor, "quant_state", None)  # bitsandbytes: the parameter has the codes
+    while state is not None:
+        yield from (each for each in (state.absmax, state.offset) if each is not None)
+        state = state.state2
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is stored as codes and scales."""
+    return not weight.is_floating_point() or next(plain_tensors(weight)) is not weight
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype in which a module computes: that of its own weights, of which codes of quantised weights are not one.
+
+    Weights of a LoRA may have another dtype, and are left out.
+    """
+    return next(weight.dtype for name, weight in module.named_parameters() if weight.is_floating_point() and "lora_" not in name)
 
 
 def quantize(module: nn.Module, bits: Bits, *, device: torch.device, key: str = "policy.base.quantize") -> None:

@@ -86,7 +86,7 @@ class FullWeights(TrainSection):
         return dtype
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
-        from retouch.models.parts import is_quantized
+        from retouch.models.quantized import is_quantized
 
         if any(is_quantized(weight) for weight in module.parameters()):
             raise ValueError("policy.train.kind: quantised weights cannot train; use lora, or load the model in bfloat16")

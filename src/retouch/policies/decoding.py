@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retouch.core.random import generator
 from retouch.core.tokens import entropy, log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
-from retouch.models.parts import compute_dtype
+from retouch.models.quantized import compute_dtype
 from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.types import Batch, Prompts, Trajectory

@@ -29,8 +29,9 @@ from retouch.data.tasks import (
 from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper, gathered_state
 from retouch.distributed.ranks import Placement, Ranks, plan_placement
 from retouch.models.offloading import SwappedBlocks, on_device, page_lock, parts_of
-from retouch.models.parts import compute_device, frozen_hashes, is_quantized
+from retouch.models.parts import compute_device, frozen_hashes
 from retouch.models.pipeline import Guided
+from retouch.models.quantized import is_quantized
 from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
 from retouch.policies.denoising import DenoisingPolicy

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from retouch.core.surrogates import sequence_log_ratio
 from retouch.distributed.optimizer import HeadStepper, MeasuresGradients, local_shard
-from retouch.models.parts import bits_hash, compute_dtype
-from retouch.models.quantized import gradient_limit, input_gradient_error
+from retouch.models.parts import bits_hash
+from retouch.models.quantized import compute_dtype, gradient_limit, input_gradient_error
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.run.checkpoint import restore_rng, rng_state

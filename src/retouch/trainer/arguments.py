@@ -24,7 +24,8 @@ from retouch.models.base import USUAL_SIZE, Attention, Bits, DiffusersModel, Dty
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.loaded import LoadedLanguageModel, require_as_built, require_plain
 from retouch.models.lora import DESCRIPTIVE, unusual_fields
-from retouch.models.parts import compute_dtype, euler_scheduler
+from retouch.models.parts import euler_scheduler
+from retouch.models.quantized import compute_dtype
 from retouch.models.train import FullWeights, Lora
 from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective

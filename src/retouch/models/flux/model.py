@@ -18,8 +18,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.parts import Scheduler, Source, compute_dtype, load_parts, part_config
+from retouch.models.parts import Scheduler, Source, load_parts, part_config
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size, pack, padded_ids, reference_inputs
+from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
 
 

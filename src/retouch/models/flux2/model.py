@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.chat_template import Qwen3Text
-from retouch.models.parts import Source, compute_dtype, load_parts
+from retouch.models.parts import Source, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size
+from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
 
 REFERENCE_AREA = 1024 * 1024

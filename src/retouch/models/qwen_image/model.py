@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGenera
 
 from retouch.models.base import TURNS
 from retouch.models.chat_template import VISION, QwenTemplate, Tokens
-from retouch.models.parts import Scheduler, Source, compute_device, compute_dtype, load_image_processor, load_parts
+from retouch.models.parts import Scheduler, Source, compute_device, load_image_processor, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit, reference_inputs
+from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
 
 

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
 from retouch.models.base import TURNS
 from retouch.models.chat_template import VISION, ChatPrompts, QwenTemplate
-from retouch.models.parts import Source, compute_dtype, load_image_processor, load_parts
+from retouch.models.parts import Source, load_image_processor, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit
+from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
 
 

@@ -17,8 +17,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.parts import Scheduler, Source, compute_dtype, load_parts
+from retouch.models.parts import Scheduler, Source, load_parts
 from retouch.models.pipeline import Latents, PipelineModel, Size, padded_ids
+from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
 
 CLIP_LENGTH = 77

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.chat_template import Qwen3Text
-from retouch.models.parts import Scheduler, Source, compute_dtype, load_parts
+from retouch.models.parts import Scheduler, Source, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, pack, unpack
+from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
 
 
