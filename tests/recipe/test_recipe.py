@@ -424,3 +424,14 @@ def test_vae_slicing_and_tiling_keys_configure_the_autoencoder():
     SD3Model(**options, vae_tiling=True).limit_vae(whole)
     assert (whole.use_slicing, whole.use_tiling) == (False, True)
     assert not {"vae_slicing", "vae_tiling"} & SD3Model(**options).model_dump().keys()
+
+
+def test_a_recipe_has_values_for_each_card_and_the_users_values_hold():
+    cards = {"16gb": {"microbatch": 1, "rollout.chunk": 2}, "24gb": {"microbatch": 4, "tasks_per_step": 4}}
+    made = partial(parse, {**SMALL, "cards": cards, "card": "24gb"})
+    assert (made().microbatch, made().tasks_per_step, made(["microbatch=2"]).microbatch) == (4, 4, 2)
+    small = made(["card=16gb"])
+    assert (small.microbatch, small.rollout.chunk, small.tasks_per_step) == (1, 2, SMALL["tasks_per_step"])
+    assert not {"card", "cards"} & small.document().keys()
+    with pytest.raises(ValueError, match="card: '8gb'; this recipe has values for 16gb, 24gb"):
+        made(["card=8gb"])
