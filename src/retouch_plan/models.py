@@ -246,10 +246,15 @@ def without_live(recipe: Recipe, folder: Path) -> Recipe:
         }
         return model.model_copy(update={"path": str(write_folder(folder / name, configs))})
 
-    changed: dict[str, Any] = {"policy": recipe.policy.model_copy(update={"model": described(recipe.policy.model, "policy")})}
-    if recipe.renderer is not None and recipe.renderer.image_model is not None:
-        model = described(recipe.renderer.image_model, "renderer")
-        changed["renderer"] = recipe.renderer.model_copy(update={"model": model})
+    return _with_models(recipe, described)
+
+
+def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
+    """Return the recipe with ``change(model, key)`` in place of each model that has a key."""
+    policy, renderer = recipe.policy, recipe.renderer
+    changed: dict[str, Any] = {"policy": policy.model_copy(update={"model": change(policy.model, "policy.model")})}
+    if renderer is not None and renderer.image_model is not None:
+        changed["renderer"] = renderer.model_copy(update={"model": change(renderer.image_model, "renderer.model")})
     return recipe.model_copy(update=changed)
 
 
@@ -271,13 +276,10 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
         train = train.model_copy(update={"encoder": str(target), "init_from": None})
     elif hasattr(train, "init_from"):
         train = train.model_copy(update={"init_from": None})
-    model = _described(recipe.policy.model, folder, "policy.model")
     # The fake accelerator replaces attention and compiles nothing: the speed of compiled blocks is modelled instead.
-    changed: dict[str, Any] = {"policy": recipe.policy.for_inference().model_copy(update={"model": model, "train": train})}
-    if recipe.renderer is not None and recipe.renderer.image_model is not None:
-        behind = _described(recipe.renderer.image_model, folder, "renderer.model")
-        changed["renderer"] = recipe.renderer.model_copy(update={"model": behind})
-    return recipe.model_copy(update=changed)
+    policy = recipe.policy.for_inference().model_copy(update={"train": train})
+    changed = recipe.model_copy(update={"policy": policy})
+    return _with_models(changed, lambda model, key: _described(model, folder, key))
 
 
 def _described(model: Any, folder: Path, key: str) -> Any:
@@ -440,7 +442,7 @@ def without_weights(
         stack.enter_context(patch("retouch.models.offloading.describe", lambda text: None))
         stack.enter_context(patch.object(emu3, "load_autoencoder", autoencoder))
         stack.enter_context(patch.object(nn.Module, "to", to))
-        stack.enter_context(patch.object(quantized, "quantized_layer", _quantized_layer))
+        stack.enter_context(patch.object(quantized, "quantized_layer", QuantizedLinear))
         yield
 
 
@@ -465,10 +467,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _quantized_layer(layer: nn.Linear, bits: Bits, *, device: torch.device) -> nn.Module:
-    return QuantizedLinear(layer, bits, device)
-
-
 class QuantizedLinear(nn.Linear):
     """The fake of a layer of ``retouch.models.quantized.quantized_layer``: codes and scales, and the same weights for one product.
 
@@ -477,7 +475,7 @@ class QuantizedLinear(nn.Linear):
 
     scales: nn.Parameter
 
-    def __init__(self, layer: nn.Linear, bits: Bits, device: torch.device) -> None:
+    def __init__(self, layer: nn.Linear, bits: Bits, *, device: torch.device) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = layer.in_features, layer.out_features, bits
         count = layer.weight.numel()

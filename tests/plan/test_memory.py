@@ -75,7 +75,7 @@ def _quantized(bits, device):
     if place.type == "cpu":
         net = nn.Sequential(*(quantized.quantized_layer(layer, bits, device=place) for layer in layers))
     else:
-        net = nn.Sequential(*(QuantizedLinear(layer.to(place), bits, place) for layer in layers))
+        net = nn.Sequential(*(QuantizedLinear(layer.to(place), bits, device=place) for layer in layers))
     x = torch.randn(512, 1024).to(device).requires_grad_()
     return lambda: net(x).sum().backward(inputs=[x])
 

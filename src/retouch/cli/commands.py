@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -294,17 +295,19 @@ def _recipes(arguments: argparse.Namespace) -> int:
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"{arguments.name}: no packaged recipe has this name{meant}")
     listed = exact or [each for each in found if not each.name.endswith(TWIN)] or found
+    listed.sort(key=lambda each: (GOALS.index(each.goal), each.gpus == 0, each.gpus, each.name))
     heads = ("name", "trains", "reward", "made for", "twin")
     rows = [
         (each.name, each.trains, " + ".join(each.rewards), each.hardware, "" if each.twin is None else f"...{TWIN}")
-        for each in sorted(listed, key=lambda each: (GOALS.index(each.goal), each.gpus == 0, each.gpus, each.name))
+        for each in listed
     ]
-    goals = {each.name: each.goal for each in listed}
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row, before in zip((heads, *rows), (None, heads, *rows), strict=False):
-        if row is not heads and goals[row[0]] != goals.get(before[0] if before else ""):
-            print(f"\n{goals[row[0]]}")
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    head, *lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)
+    ]
+    print(head)
+    for goal, some in groupby(zip(listed, lines, strict=True), key=lambda pair: pair[0].goal):
+        print(f"\n{goal}", *(line for _, line in some), sep="\n")
     if exact:
         words = re.sub(r"\brecipes/([\w/-]+)\.jsonnet", r"\1", header(find(wanted)))  # a name works in any folder, a path does not
         print(f"\n{words}\n\nsteps: {exact[0].steps}\nfile: {find(wanted)}")
