@@ -118,8 +118,7 @@ def _write_kernels(built: Built, target: Target) -> None:
 
 def rehearse_case(name: str) -> Rehearsed:
     """Rehearse a case for an H100, and return the figures of each stage of its last phase."""
-    from retouch_plan.dry_run import dry_run
-    from retouch_plan.estimate import seconds
+    from retouch_plan.dry_run import dry_run, seconds
     from retouch_plan.machines import MACHINES
 
     machine = MACHINES["h100"]

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("rehearsed.json")
 PAGE = ROOT / "docs" / "machines.md"
 MARK = "<!-- rehearsed -->"
-FOLDERS = ("sd3", "flux2", "flux-fill", "flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-2", "emu3")
-SKIPPED_NAMES = ("-playground", "tiny")
-"""Words in the names of recipes with small models, which are not rehearsed."""
+FOLDERS = ("sd3", "flux2-klein", "flux-fill", "flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-2", "emu3")
+SKIPPED_NAMES = ("-playground", "tiny", "one-gpu")
+"""Words in the names of recipes with small models, which are not rehearsed, and of those that `cards.py` rehearses."""
 _ON_H200 = (
     *("flux-fill/ip-adapter-grpo-published", "flux-fill/ip-adapter-nft", "flux-fill/ip-adapter-nft-published"),
     *("qwen-image/writer-grpo-published", "qwen-image/writer-grpo-published-mmmg", "qwen-image-edit/ip-adapter-grpo"),
@@ -122,7 +122,7 @@ def recipe_of(name: str) -> "Recipe":
 
 def figures(recipe: "Recipe", machine_name: str) -> dict[str, Any]:
     """Rehearse a recipe. Returns bytes, FLOPs and seconds for the stages of its last phase, and figures of one step or token."""
-    from retouch_plan import estimate as report
+    from retouch_plan import dry_run as report
     from retouch_plan.dry_run import dry_run
     from retouch_plan.machines import MACHINES
 

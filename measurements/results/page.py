@@ -80,7 +80,8 @@ SECTIONS = (
         "A text-to-image model",
         "The text-to-image model of the prompt enhancer is trained itself, with Flow-GRPO on scenes of eight and nine objects; its "
         "own training had one to four. The share of the gap is of all tasks. The ceiling is the exact image, encoded and decoded "
-        "by the autoencoder, which blurs crowded scenes. `flux2/ocr-grpo-playground` is the first row's run under another name.",
+        "by the autoencoder, which blurs crowded scenes. `flux2-klein/ocr-grpo-playground` is the first row's run under another "
+        "name.",
         (
             Entry("Flow-GRPO, KL 0.04", "recipes/sd3/ocr-grpo-playground.jsonnet"),
             Entry("Flow-GRPO, KL 0.004", "recipes/playground/crowded-grpo.jsonnet", (0,)),

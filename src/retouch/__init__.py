@@ -4,6 +4,7 @@
 ``import retouch`` is fast and imports no torch.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from retouch.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+# Where torchao is installed, transformers and diffusers import it, and the import warns of kernels that this machine cannot load.
+for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 _NAMES = {
     "AWM": "retouch.objectives.nft",

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import tempfile
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,10 +47,11 @@ from retouch.run.evaluation import build_evaluator
 from retouch.run.preflight import ROWS, preflight
 from retouch.run.step import Phase, Run, collect, update
 from retouch.types import Batch, Codes, Column, Sample, Task
+from retouch_plan import machines
 from retouch_plan.accelerator import CPU, DEVICE, Accelerator, active, fused_attention, register
 from retouch_plan.fake_ranks import fake_deepspeed, fake_ranks
 from retouch_plan.machines import Machine
-from retouch_plan.meter import Meter, Stage, Work
+from retouch_plan.meter import PLAN, Meter, Stage, Work
 from retouch_plan.models import (
     Counts,
     choose_depths,
@@ -542,3 +544,67 @@ def _lengths(tasks: Sequence[Task]) -> Any:
 
 def _rows(tasks: Sequence[Task], trajectory: Any) -> int:
     return len(tasks)
+
+
+# What a dry run found
+
+_HOLDERS = 8
+_SHOWN = 5 * 10**6
+"""Fewer bytes would be shown as 0.00 GB."""
+ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""The errors that a step may raise because of wrong shapes, devices or dtypes."""
+
+
+def fits(found: DryRun, machine: Machine) -> bool:
+    """Return whether the step and the reward models leave enough of the machine's memory free."""
+    return machines.fits(largest(found)[2], machine.memory)
+
+
+def largest(found: DryRun, place: int | None = None) -> tuple[str, int, int]:
+    """Return the stage and the device with the most bytes, with the weights of reward models, and these bytes. ``place``: look only
+    at this device."""
+    rewards = {each: weights.total() for each, weights in found.rewards.items()}
+    held = [("rewards", each, size) for each, size in rewards.items()]
+    for name, stage in found.stages.items():
+        held += [(name, each, size + rewards.get(each, 0)) for each, (size, _) in stage.peaks.items()]
+    return max((each for each in held if place in (None, each[1])), key=lambda each: each[2], default=("step", 0, 0))
+
+
+def holders(found: DryRun, name: str, place: int) -> list[tuple[str, int]]:
+    """Return what holds the most bytes on a device at the peak of a stage, the largest first, and the sum of the others. Holders
+    with less than 0.005 GB are counted as others."""
+    held = found.rewards.get(place, Counter()).copy()
+    if name in found.stages:
+        held.update(found.stages[name].peaks.get(place, (0, Counter()))[1])
+    named = [each for each in held.most_common(_HOLDERS) if each[0] != "other" and each[1] >= _SHOWN]
+    rest = held.total() - sum(size for _, size in named)
+    return [*named, *([("other", rest)] if rest >= _SHOWN else [])]
+
+
+def seconds(work: Work, machine: Machine) -> float:
+    """Return the modelled seconds: the sum over the device's kernels, or the time of the host to launch them if that is longer."""
+    return max(work.seconds.total(), work.counts["kernels"] * machine.launch)
+
+
+def step_work(found: DryRun, index: int) -> Work:
+    """Return the work of one step of a phase, without preflight, evaluation and checkpoints."""
+    total = Work()
+    for name in found.phases[index].stages:
+        total.add(found.stages[name].work)
+    return total
+
+
+def hours(found: DryRun, machine: Machine) -> float:
+    """Return the modelled hours of the whole run, with evaluations, without rewards."""
+    stages = found.stages
+    steps = sum(phase.steps * sum(seconds(stages[name].work, machine) for name in phase.stages) for phase in found.phases)
+    evaluation = seconds(stages["evaluation"].work, machine) if "evaluation" in stages else 0.0
+    return (steps + found.evaluations * evaluation) / 3600
+
+
+def error_line(error: BaseException) -> str:
+    """Return the message of a dry run's error, and its location: the innermost line of Retouch or of the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    placed = [frame for frame in frames if frame.filename[0] == "/" and "/site-packages/" not in frame.filename]
+    frame = ([frame for frame in placed if not frame.filename.startswith(PLAN)] or frames)[-1]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\n  at {frame.filename}:{frame.lineno}, in {frame.name}"

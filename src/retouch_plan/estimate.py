@@ -1,4 +1,4 @@
-"""What a dry run finds: the report of ``--rehearse``, the doctor's memory, time and cost, and changes with which a recipe fits."""
+"""What the doctor says about a dry run: the report of ``--rehearse``, and memory, time and cost of a run."""
 
 import json
 import re
@@ -16,75 +16,32 @@ from retouch.distributed.ranks import gpus_per_rank
 from retouch.models.base import DiffusersModel, PretrainedLanguageModel
 from retouch.recipe.document import value_at
 from retouch.recipe.keys import Devices
-from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
-from retouch.recipe.recipe import Recipe, parse
+from retouch.recipe.recipe import Recipe
 from retouch_judge.calls import Calls
 from retouch_plan import machines
-from retouch_plan.dry_run import DryRun, dry_run, in_own_process, quiet, uncounted_rewards
+from retouch_plan.dry_run import (
+    ERRORS,
+    DryRun,
+    dry_run,
+    error_line,
+    fits,
+    holders,
+    hours,
+    in_own_process,
+    largest,
+    quiet,
+    seconds,
+    step_work,
+    uncounted_rewards,
+)
 from retouch_plan.findings import Finding, duration, failed, gigabytes, note, ok
+from retouch_plan.fitting import smallest_changes, within_a_day
 from retouch_plan.machines import DEFAULT_GPU, MACHINES, TFLOPS, Machine, find_machine
-from retouch_plan.meter import PLAN, Work
 from retouch_plan.models import UnknownConfiguration
 
-_HOLDERS = 8
 _HOLDERS_OF_OTHER_STAGES = 3
 _WAITS = 6
-_SHOWN = 5 * 10**6
-"""Fewer bytes would be shown as 0.00 GB."""
-LEAST_GAIN = 0.01
-"""A change is kept if it lowers the peak of its stage by at least this fraction."""
-MOST_CHANGES = 6
-_FEWEST_LOGITS = 32
-ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""The errors that a step may raise because of wrong shapes, devices or dtypes."""
 CAUTION = "a forecast, not a measurement: runs of other seeds, data and code may differ by more than its range"
-
-
-def fits(found: DryRun, machine: Machine) -> bool:
-    """Return whether the step and the reward models leave enough of the machine's memory free."""
-    return machines.fits(largest(found)[2], machine.memory)
-
-
-def largest(found: DryRun, place: int | None = None) -> tuple[str, int, int]:
-    """Return the stage and the device with the most bytes, with the weights of reward models, and these bytes. ``place``: look only
-    at this device."""
-    rewards = {each: weights.total() for each, weights in found.rewards.items()}
-    held = [("rewards", each, size) for each, size in rewards.items()]
-    for name, stage in found.stages.items():
-        held += [(name, each, size + rewards.get(each, 0)) for each, (size, _) in stage.peaks.items()]
-    return max((each for each in held if place in (None, each[1])), key=lambda each: each[2], default=("step", 0, 0))
-
-
-def holders(found: DryRun, name: str, place: int) -> list[tuple[str, int]]:
-    """Return what holds the most bytes on a device at the peak of a stage, the largest first, and the sum of the others. Holders
-    with less than 0.005 GB are counted as others."""
-    held = found.rewards.get(place, Counter()).copy()
-    if name in found.stages:
-        held.update(found.stages[name].peaks.get(place, (0, Counter()))[1])
-    named = [each for each in held.most_common(_HOLDERS) if each[0] != "other" and each[1] >= _SHOWN]
-    rest = held.total() - sum(size for _, size in named)
-    return [*named, *([("other", rest)] if rest >= _SHOWN else [])]
-
-
-def seconds(work: Work, machine: Machine) -> float:
-    """Return the modelled seconds: the sum over the device's kernels, or the time of the host to launch them if that is longer."""
-    return max(work.seconds.total(), work.counts["kernels"] * machine.launch)
-
-
-def step_work(found: DryRun, index: int) -> Work:
-    """Return the work of one step of a phase, without preflight, evaluation and checkpoints."""
-    total = Work()
-    for name in found.phases[index].stages:
-        total.add(found.stages[name].work)
-    return total
-
-
-def hours(found: DryRun, machine: Machine) -> float:
-    """Return the modelled hours of the whole run, with evaluations, without rewards."""
-    stages = found.stages
-    steps = sum(phase.steps * sum(seconds(stages[name].work, machine) for name in phase.stages) for phase in found.phases)
-    evaluation = seconds(stages["evaluation"].work, machine) if "evaluation" in stages else 0.0
-    return (steps + found.evaluations * evaluation) / 3600
 
 
 def lines(found: DryRun, machine: Machine) -> Iterator[str]:
@@ -144,102 +101,6 @@ def _memory(found: DryRun, machine: Machine) -> Iterator[str]:
 # Changes with which a recipe fits
 
 
-def changes(recipe: Recipe, stage: str, *, held: Mapping[str, int], world: int) -> Iterator[str]:
-    """Yield ``--set`` changes that may lower the peak of a stage and that the recipe allows, the cheapest in speed first.
-
-    ``held``: the bytes of each holder at the peak. Parts that hold less than ``LEAST_GAIN`` of it are left where they are.
-    ``world``: the number of ranks.
-    """
-    kind = stage.rpartition(": ")[2]
-    policy, renderer, image_model = recipe.policy, recipe.renderer, recipe.image_model
-    least = LEAST_GAIN * sum(held.values())
-    moments, encoders, autoencoder = (
-        sum(size for name, size in held.items() if name.startswith(part))
-        for part in ("AdamW's moments", "weights: text_encoder", "weights: vae")
-    )
-    updates = kind not in ("encode", "rollout", "render", "evaluation")
-    decodes = not updates or kind == "preflight"  # a preflight has a rollout and an update
-    smaller_chunk = [f"rollout.chunk={recipe.rollout.chunk // 2}"] if recipe.phases is None and recipe.rollout.chunk > 1 else []
-    # Fewer images at once while images are sampled, encoded or decoded
-    if decodes and isinstance(image_model, DiffusersModel) and not image_model.vae_slicing:
-        yield f"{recipe.image_model_key}.vae_slicing=true"
-    if kind in ("render", "evaluation"):
-        sizes = {key: getattr(renderer, key, 1) for key in ("batch", "encoder_batch")}
-        yield from (f"renderer.{key}={size // 2}" for key, size in sizes.items() if size > 1)
-    if kind in ("rollout", "render"):
-        yield from smaller_chunk
-    if kind == "evaluation" and recipe.eval.batch > 1:
-        yield f"eval.batch={recipe.eval.batch // 2}"
-    if moments >= least and recipe.optimizer.moments is None and recipe.sharding is None:
-        yield "optimizer.moments=8bit"
-    # Fewer activations at once in an update
-    if updates and not policy.gradient_checkpointing:
-        yield "policy.gradient_checkpointing=true"
-    if recipe.microbatch > 1:
-        yield f"microbatch={recipe.microbatch // 2}"
-    if updates and isinstance(policy, AutoregressivePolicyKeys) and policy.logits_at_once > _FEWEST_LOGITS:
-        yield f"policy.logits_at_once={policy.logits_at_once // 2}"
-    if kind == "preflight":
-        yield from smaller_chunk
-    # Parts in CPU memory while they are not used, and decoding in tiles
-    own = policy if isinstance(policy, DenoisingPolicyKeys) and isinstance(policy.model, DiffusersModel) else None
-    if own is not None and own.prompt_embeddings == "live" and encoders >= least:
-        yield "policy.prompt_embeddings=cached"
-    if moments >= least and recipe.optimizer.moments != "cpu" and recipe.sharding in (None, "fsdp2"):
-        yield "optimizer.moments=cpu"
-    if decodes and isinstance(image_model, DiffusersModel) and not image_model.vae_tiling:
-        yield f"{recipe.image_model_key}.vae_tiling=true"
-    behind_writer = renderer is not None and renderer.image_model is not None
-    frozen = own is not None and encoders + autoencoder >= least
-    if (behind_writer or frozen) and not (recipe.devices and recipe.devices.offload):
-        yield "devices.offload=true"
-    if world > 1 and recipe.sharding != "fsdp2" and isinstance(policy, DenoisingPolicyKeys):
-        yield "sharding=fsdp2"
-    if world > 1 and recipe.sharding == "fsdp2" and (recipe.devices is None or recipe.devices.weights is None):
-        yield "devices.weights=cpu"
-
-
-def smallest_changes(
-    recipe: Recipe, machine: Machine, found: DryRun, *, world: int | None, allow_imports: Sequence[str] = ()
-) -> tuple[tuple[str, ...], int] | None:
-    """Return ``--set`` changes with which the recipe fits, and its peak with them in bytes; None if no changes were found.
-
-    Changes are added one at a time: the first change whose dry run lowers the peak of the stage with the largest peak. Changes
-    that are not needed after later ones are dropped. ``allow_imports``: see ``parse``.
-    """
-
-    def tried(options: Sequence[str]) -> DryRun | None:
-        try:
-            changed = parse(recipe.document(), options, allow_imports=allow_imports)
-            return dry_run(changed, machine, world=world, processes=available_cpus())
-        except ERRORS:
-            return None  # for example, the smaller chunk does not divide the groups
-
-    settings: tuple[str, ...] = ()
-    for _ in range(MOST_CHANGES):
-        current = parse(recipe.document(), settings, allow_imports=allow_imports)
-        stage = max(found.stages, key=lambda name: found.stages[name].peak)
-        held = max((labels for _, labels in found.stages[stage].peaks.values()), key=lambda each: each.total())
-        for change in changes(current, stage, held=held, world=world or recipe.ranks or 1):
-            changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
-            after = tried(changed)
-            if after is None:
-                continue
-            if fits(after, machine):
-                for each in changed[:-1]:
-                    fewer = tuple(kept for kept in changed if kept != each)
-                    found_fewer = tried(fewer)
-                    if found_fewer is not None and fits(found_fewer, machine):
-                        changed, after = fewer, found_fewer
-                return changed, after.peak
-            if after.stages[stage].peak <= (1 - LEAST_GAIN) * found.stages[stage].peak:
-                settings, found = changed, after
-                break
-        else:
-            return None
-    return None
-
-
 # ``retouch doctor RECIPE --rehearse``
 
 
@@ -283,19 +144,11 @@ def explained(error: Exception) -> tuple[str, str]:
     )
 
 
-def error_line(error: BaseException) -> str:
-    """Return the message of a dry run's error, and its location: the innermost line of Retouch or of the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    placed = [frame for frame in frames if frame.filename[0] == "/" and "/site-packages/" not in frame.filename]
-    frame = ([frame for frame in placed if not frame.filename.startswith(PLAN)] or frames)[-1]
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\n  at {frame.filename}:{frame.lineno}, in {frame.name}"
-
-
 # Time, cost and forecast
 
 
-def time_of(found: DryRun, machine: Machine) -> Finding:
-    """The modelled time of a step of each phase, and of the run."""
+def time_of(recipe: Recipe, found: DryRun, machine: Machine) -> Finding:
+    """The modelled time of a step of each phase, and of the run; for a longer run, the settings with which it ends within a day."""
     each = []
     for index, phase in enumerate(found.phases):
         of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
@@ -303,7 +156,10 @@ def time_of(found: DryRun, machine: Machine) -> Finding:
         each.append(f"a step{of_phase} takes {duration(spent / 3600)}, and there are {phase.steps}")
     ranks = f"{found.world} x {machine.name}" if found.world > 1 else machine.name
     total = f"the run takes {duration(hours(found, machine))} with {found.evaluations} evaluations, on {ranks}"
-    return note("time", f"{'; '.join(each)}; {total} ({machine.measured}). The time of rewards is not included")
+    text = f"{'; '.join(each)}; {total} ({machine.measured}). The time of rewards is not included"
+    if fewer := within_a_day(recipe, found, machine):
+        text += f"\nit would end within a day with {' '.join(f'--set {key}={value}' for key, value in fewer.items())}"
+    return note("time", text)
 
 
 def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence[Calls]) -> Finding:
@@ -457,7 +313,7 @@ def _check(
         gpus = found.world * gpus_per_rank(recipe.devices or Devices())
         last = seconds(step_work(found, len(found.phases) - 1), machine) / 3600
         ranks = f"{found.world} x {machine.name}" if found.world > 1 else machine.name
-        findings.append(time_of(found, machine))
+        findings.append(time_of(recipe, found, machine))
         findings.append(cost_of(hours(found, machine), gpus=gpus, price=price, calls=calls))
         findings.append(forecast_of(recipe, last, ranks))
     return findings, found.checkpoint

@@ -19,11 +19,22 @@ from retouch.models.base import DiffusersModel, PretrainedLanguageModel
 from retouch.models.parts import build_meta, repeated_blocks
 from retouch.recipe.document import value_of
 from retouch.recipe.keys import Devices
-from retouch.recipe.policy import DenoisingPolicyKeys
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json
-from retouch_plan.dry_run import dry_run, in_own_process
-from retouch_plan.estimate import ERRORS, error_line, holders, largest, smallest_changes
+from retouch_plan.dry_run import (
+    ERRORS,
+    DryRun,
+    dry_run,
+    error_line,
+    fits,
+    holders,
+    hours,
+    in_own_process,
+    largest,
+    seconds,
+    step_work,
+)
 from retouch_plan.machines import FREE_SHARE, Machine
 from retouch_plan.models import UnknownConfiguration
 from retouch_plan.system import check_device, machine_of
@@ -59,13 +70,10 @@ def fit_device(recipe: Recipe, device: str, *, allow_imports: Sequence[str] = ()
         return {}
     sys.stderr.write(f"choosing what fits into {target.name}, by dry runs of a step\n")
     sys.stderr.flush()
-    rows = recipe.tasks_per_step * recipe.group_size
-    chunk = min(MOST_CHUNK, rows)
-    sizes = {"microbatch": min(MOST_MICROBATCH, rows), "rollout.chunk": chunk, "eval.batch": chunk}
-    sizes |= {"renderer.batch": chunk} if hasattr(recipe.renderer, "batch") else {}
+    sizes = most_rows(recipe)
     most = parse(recipe.document(), [f"{key}={value}" for key, value in sizes.items()], allow_imports=allow_imports)
     try:
-        return {**sizes, **in_own_process(fit, most, machine_of(target, device), allow_imports)}
+        return {**sizes, **in_own_process(fit, most, machine_of(target, device), allow_imports)[0]}
     except ERRORS as error:
         if is_user_error(error) and not isinstance(error, UnknownConfiguration):
             raise
@@ -73,26 +81,34 @@ def fit_device(recipe: Recipe, device: str, *, allow_imports: Sequence[str] = ()
         return {}
 
 
-def fit(recipe: Recipe, machine: Machine, allow_imports: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys (dotted) and values with which one GPU has enough memory for the recipe; none if it fits as it is.
+def most_rows(recipe: Recipe) -> dict[str, int]:
+    """Return the keys of how many rows are computed at once, with the most with which a GPU gets faster."""
+    rows = recipe.tasks_per_step * recipe.group_size
+    chunk = min(MOST_CHUNK, rows)
+    sizes = {"microbatch": min(MOST_MICROBATCH, rows), "rollout.chunk": chunk, "eval.batch": chunk}
+    return sizes | ({"renderer.batch": chunk} if hasattr(recipe.renderer, "batch") else {})
 
-    ``allow_imports``: see ``parse``. Raises ValueError if it does not fit with any of them, and the errors that a dry run raises.
+
+def fit(
+    recipe: Recipe, machine: Machine, allow_imports: Sequence[str] = (), *, found: DryRun | None = None
+) -> tuple[dict[str, Any], DryRun]:
+    """Return the keys (dotted) and values with which one GPU has enough memory for the recipe, none if it fits as it is, and the
+    dry run with them.
+
+    ``allow_imports``: see ``parse``. ``found``: a dry run of the recipe, if there is one. Raises ValueError if it does not fit with
+    any of them, and the errors that a dry run raises.
     """
-    limit, chosen = (1 - FREE_SHARE) * machine.memory, dict[str, Any]()
+    limit, chosen, changed = (1 - FREE_SHARE) * machine.memory, dict[str, Any](), recipe
+    found = found or dry_run(recipe, machine, world=1, processes=available_cpus())
     for _ in range(_ROUNDS):
-        settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        changed = parse(recipe.document(), settings, allow_imports=allow_imports)
-        found = dry_run(changed, machine, world=1, processes=available_cpus())
         name, place, size = largest(found)
         if size <= limit:
-            return chosen
-        if not isinstance(recipe.policy, DenoisingPolicyKeys) or not isinstance(recipe.policy.model, DiffusersModel):
-            searched = smallest_changes(recipe, machine, found, world=1, allow_imports=allow_imports)
-            if searched is None:
-                break
-            return {key: value_of(value) for key, value in (each.split("=", 1) for each in searched[0])}
+            return chosen, found
         more: dict[str, Any] = {}
-        for stage in found.stages:
+        if not _has_rungs(recipe):
+            searched = smallest_changes(recipe, machine, found, world=1, allow_imports=allow_imports)
+            more = {key: value_of(value) for key, value in (each.split("=", 1) for each in searched[0])} if searched else {}
+        for stage in found.stages if _has_rungs(recipe) else ():
             held = Counter(dict(holders(found, stage, place)))
             for overrides in _rungs(changed, stage.rpartition(": ")[2], held, limit) if held.total() > limit else ():
                 for key, value in overrides.items():  # two stages may need the same key
@@ -103,11 +119,20 @@ def fit(recipe: Recipe, machine: Machine, allow_imports: Sequence[str] = ()) -> 
         if not more:
             break
         chosen |= more
+        settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
+        changed = parse(recipe.document(), settings, allow_imports=allow_imports)
+        found = dry_run(changed, machine, world=1, processes=available_cpus())
     held_by = ", ".join(f"{each / 1e9:.1f} GB {holder}" for holder, each in holders(found, name, place)[:3])
     raise ValueError(
         f"{recipe.name} needs {size / 1e9:.1f} GB in {name} ({held_by}), and a tenth of the {machine.memory / 1e9:.1f} GB of "
         f"{machine.name} must stay free: use a GPU with more memory, smaller images or a smaller model"
     )
+
+
+def _has_rungs(recipe: Recipe) -> bool:
+    """Whether ``_rungs`` knows what to do for the recipe: for a diffusion model, and without phases of their own settings."""
+    model = recipe.policy.model
+    return isinstance(recipe.policy, DenoisingPolicyKeys) and isinstance(model, DiffusersModel) and recipe.phases is None
 
 
 def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Iterator[dict[str, Any]]:
@@ -131,7 +156,7 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
 
     if kind == "build" and policy.prompt_embeddings == "cached":  # only the text encoders are on the device then
         bits = None if policy.base is None else policy.base.text_encoders
-        if policy.train.kind != "full" and bits != "4bit" and keep(0.55, "weights: text_encoder"):
+        if policy.train.kind != "full" and bits != "4bit" and keep(0.55, "weights: text_encoder", "other"):
             yield {"policy.base.text_encoders": "8bit" if bits is None else "4bit"}
         return
 
@@ -190,3 +215,143 @@ def block_bytes(model: DiffusersModel) -> list[int]:
         return []
     itemsize = getattr(torch, model.dtype).itemsize
     return [itemsize * sum(weight.numel() for weight in block.parameters()) for block in repeated_blocks(build_meta(described))]
+
+
+# Changes for a GPU of any number of ranks, found one at a time
+
+LEAST_GAIN = 0.01
+"""A change is kept if it lowers the peak of its stage by at least this fraction."""
+MOST_CHANGES = 6
+_FEWEST_LOGITS = 32
+
+
+def changes(recipe: Recipe, stage: str, *, held: Mapping[str, int], world: int) -> Iterator[str]:
+    """Yield ``--set`` changes that may lower the peak of a stage and that the recipe allows, the cheapest in speed first.
+
+    ``held``: the bytes of each holder at the peak. Parts that hold less than ``LEAST_GAIN`` of it are left where they are.
+    ``world``: the number of ranks.
+    """
+    kind = stage.rpartition(": ")[2]
+    policy, renderer, image_model = recipe.policy, recipe.renderer, recipe.image_model
+    least = LEAST_GAIN * sum(held.values())
+    moments, encoders, autoencoder = (
+        sum(size for name, size in held.items() if name.startswith(part))
+        for part in ("AdamW's moments", "weights: text_encoder", "weights: vae")
+    )
+    updates = kind not in ("encode", "rollout", "render", "evaluation")
+    decodes = not updates or kind == "preflight"  # a preflight has a rollout and an update
+    smaller_chunk = [f"rollout.chunk={recipe.rollout.chunk // 2}"] if recipe.phases is None and recipe.rollout.chunk > 1 else []
+    # Fewer images at once while images are sampled, encoded or decoded
+    if decodes and isinstance(image_model, DiffusersModel) and not image_model.vae_slicing:
+        yield f"{recipe.image_model_key}.vae_slicing=true"
+    if kind in ("render", "evaluation"):
+        sizes = {key: getattr(renderer, key, 1) for key in ("batch", "encoder_batch")}
+        yield from (f"renderer.{key}={size // 2}" for key, size in sizes.items() if size > 1)
+    if kind in ("rollout", "render"):
+        yield from smaller_chunk
+    if kind == "evaluation" and recipe.eval.batch > 1:
+        yield f"eval.batch={recipe.eval.batch // 2}"
+    if moments >= least and recipe.optimizer.moments is None and recipe.sharding is None:
+        yield "optimizer.moments=8bit"
+    # Fewer activations at once in an update
+    if updates and not policy.gradient_checkpointing:
+        yield "policy.gradient_checkpointing=true"
+    if recipe.microbatch > 1:
+        yield f"microbatch={recipe.microbatch // 2}"
+    if updates and isinstance(policy, AutoregressivePolicyKeys) and policy.logits_at_once > _FEWEST_LOGITS:
+        yield f"policy.logits_at_once={policy.logits_at_once // 2}"
+    if kind == "preflight":
+        yield from smaller_chunk
+    # Parts in CPU memory while they are not used, and decoding in tiles
+    own = policy if isinstance(policy, DenoisingPolicyKeys) and isinstance(policy.model, DiffusersModel) else None
+    if own is not None and own.prompt_embeddings == "live" and encoders >= least:
+        yield "policy.prompt_embeddings=cached"
+    if moments >= least and recipe.optimizer.moments != "cpu" and recipe.sharding in (None, "fsdp2"):
+        yield "optimizer.moments=cpu"
+    if decodes and isinstance(image_model, DiffusersModel) and not image_model.vae_tiling:
+        yield f"{recipe.image_model_key}.vae_tiling=true"
+    behind_writer = renderer is not None and renderer.image_model is not None
+    frozen = own is not None and encoders + autoencoder >= least
+    if (behind_writer or frozen) and not (recipe.devices and recipe.devices.offload):
+        yield "devices.offload=true"
+    if world > 1 and recipe.sharding != "fsdp2" and isinstance(policy, DenoisingPolicyKeys):
+        yield "sharding=fsdp2"
+    if world > 1 and recipe.sharding == "fsdp2" and (recipe.devices is None or recipe.devices.weights is None):
+        yield "devices.weights=cpu"
+
+
+def smallest_changes(
+    recipe: Recipe, machine: Machine, found: DryRun, *, world: int | None, allow_imports: Sequence[str] = ()
+) -> tuple[tuple[str, ...], int] | None:
+    """Return ``--set`` changes with which the recipe fits, and its peak with them in bytes; None if no changes were found.
+
+    For a diffusion model on one GPU, ``fit`` chooses them. Otherwise changes are added one at a time: the first change whose dry
+    run lowers the peak of the stage with the largest peak. Changes that are not needed after later ones are dropped.
+    ``allow_imports``: see ``parse``.
+    """
+    if (world or recipe.ranks or 1) == 1 and _has_rungs(recipe):
+        try:
+            keys, fitted = fit(recipe, machine, allow_imports, found=found)
+        except ERRORS:
+            return None
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+        return tuple(f"{key}={word}" for key, word in words.items()), fitted.peak
+
+    def tried(options: Sequence[str]) -> DryRun | None:
+        try:
+            changed = parse(recipe.document(), options, allow_imports=allow_imports)
+            return dry_run(changed, machine, world=world, processes=available_cpus())
+        except ERRORS:
+            return None  # for example, the smaller chunk does not divide the groups
+
+    settings: tuple[str, ...] = ()
+    for _ in range(MOST_CHANGES):
+        current = parse(recipe.document(), settings, allow_imports=allow_imports)
+        stage = max(found.stages, key=lambda name: found.stages[name].peak)
+        held = max((labels for _, labels in found.stages[stage].peaks.values()), key=lambda each: each.total())
+        for change in changes(current, stage, held=held, world=world or recipe.ranks or 1):
+            changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
+            after = tried(changed)
+            if after is None:
+                continue
+            if fits(after, machine):
+                for each in changed[:-1]:
+                    fewer = tuple(kept for kept in changed if kept != each)
+                    found_fewer = tried(fewer)
+                    if found_fewer is not None and fits(found_fewer, machine):
+                        changed, after = fewer, found_fewer
+                return changed, after.peak
+            if after.stages[stage].peak <= (1 - LEAST_GAIN) * found.stages[stage].peak:
+                settings, found = changed, after
+                break
+        else:
+            return None
+    return None
+
+
+# Fewer images
+
+_DAY, _LEAST_GROUP = 24.0, 8
+
+
+def within_a_day(recipe: Recipe, found: DryRun, machine: Machine) -> dict[str, int]:
+    """Return fewer tasks of smaller groups, and fewer steps if that is not enough, with which the run is forecast to end within a
+    day; nothing if it does as it is, or if it has phases of their own.
+
+    Groups keep at least 8 samples, because the advantage of a sample is its distance from the mean of its group.
+    """
+    total = hours(found, machine)
+    if total <= _DAY or recipe.phases is not None or recipe.steps is None:
+        return {}
+    evaluations = total - recipe.steps * seconds(step_work(found, 0), machine) / 3600
+    rows = recipe.tasks_per_step * recipe.group_size / found.world
+    most = max(0.0, rows * (_DAY - evaluations) / (total - evaluations))  # on each rank
+    group, tasks = recipe.group_size, recipe.minibatches * found.world
+    while group % 2 == 0 and group >= 2 * _LEAST_GROUP and group * 4 > most * found.world:
+        group //= 2
+    tasks *= max(1, int(most * found.world / (group * tasks)))
+    fewer = {"tasks_per_step": tasks, "group_size": group}
+    after = total - (total - evaluations) * (1 - tasks * group / (rows * found.world))
+    if after > _DAY:
+        fewer["steps"] = max(1, int(recipe.steps * _DAY / after))
+    return {key: value for key, value in fewer.items() if getattr(recipe, key) != value}

@@ -211,7 +211,7 @@ def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(name, 
     ("typed", "meant"),
     [
         ("quikstart", ["quickstart"]), ("recipes/quickstat.jsonnet", ["quickstart"]),
-        ("ocr-grpo", ["flux2/ocr-grpo", "sd3/ocr-grpo"]), ("zzz", []),
+        ("ocr-grpo", ["flux2-klein/ocr-grpo", "sd3/ocr-grpo"]), ("zzz", []),
     ],
 )  # fmt: skip
 def test_fault_13_near_names_are_suggested(typed, meant, capsys):

@@ -503,7 +503,7 @@ def test_lora_targets_are_all_linear_layers_of_the_blocks_that_can_have_an_adapt
         assert [path for path in linear if not path.endswith(targets)] == left_out
 
 
-RECIPES = {"flux2": "recipes/flux2/ocr-grpo.jsonnet", "qwen-image-2": "recipes/qwen-image-2/flow-grpo.jsonnet"}
+RECIPES = {"flux2": "recipes/flux2-klein/ocr-grpo.jsonnet", "qwen-image-2": "recipes/qwen-image-2/flow-grpo.jsonnet"}
 
 
 @pytest.mark.parametrize("name", RECIPES)

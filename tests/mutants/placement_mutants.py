@@ -66,7 +66,7 @@ PLACING = (
     ),
     Mutant(
         "the doctor leaves out the weights of reward models",
-        "retouch_plan/estimate.py",
+        "retouch_plan/dry_run.py",
         "size + rewards.get(each, 0)",
         "size",
         f"{MEMORY}::test_weights_of_reward_models_are_added_on_their_device",

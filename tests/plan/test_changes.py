@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from retouch.recipe.recipe import load, parse
-from retouch_plan.estimate import changes
+from retouch_plan.fitting import changes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HELD = {"weights: transformer": 40, "weights: text_encoder_2": 20, "weights: vae": 20, "AdamW's moments": 20}

@@ -305,7 +305,7 @@ def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path,
 # Recipes
 
 
-_FLUX2, _WRITER = "flux2/ocr-grpo", "sd3/prompt-enhancer"
+_FLUX2, _WRITER = "flux2-klein/ocr-grpo", "sd3/prompt-enhancer"
 _REPEATED = ["25% of the rows of the update's forward passes", "of 4 does not divide the 9 steps", "; 3 does"]
 _HALVES = ("tasks_per_step=8", "group_size=8", "minibatches=2")
 

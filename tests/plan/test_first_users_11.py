@@ -17,8 +17,8 @@ from retouch.records.folder import RunFolder
 from retouch_judge.calls import Calls
 from retouch_plan.checks import check_data, check_scoring, future_weights
 from retouch_plan.doctor import DoctorOptions, _with_known_size, next_steps
-from retouch_plan.dry_run import DryPhase
-from retouch_plan.estimate import cost_of, hours, time_of
+from retouch_plan.dry_run import DryPhase, hours
+from retouch_plan.estimate import cost_of, time_of
 from retouch_plan.findings import failed
 from retouch_plan.machines import find_machine
 from retouch_plan.meter import Stage, Work
@@ -178,7 +178,7 @@ def dry_run():
 def test_fault_11_time_and_cost_are_estimated():
     machine = find_machine("h100")
     found = dry_run()
-    spent = time_of(found, machine)
+    spent = time_of(load("sd3/ocr-grpo"), found, machine)
     assert spent.text.startswith("a step takes 36.00 s, and there are 1000; the run takes 10.1 h with 3 evaluations, on 8 x h100 (")
     calls = [Calls("reward", "m", 10, 2, 100, 10, dollars) for dollars in (12.5, 7.5, None)]
     cost = cost_of(hours(found, machine), gpus=8, price=2.5, calls=calls)

@@ -1,9 +1,18 @@
 """The forecast of `retouch doctor --estimate`: which target applies to a recipe, and the calculation of its hours."""
 
-from retouch.recipe.recipe import load
-from retouch_plan.estimate import TARGETS, forecast_of
+from collections import Counter
+from types import SimpleNamespace
 
-OTHERS = ("playground/nft", "flux2/ocr-grpo", "sd3/prompt-enhancer")
+import pytest
+
+from retouch.recipe.recipe import load
+from retouch_plan.dry_run import DryPhase, hours
+from retouch_plan.estimate import TARGETS, forecast_of
+from retouch_plan.fitting import within_a_day
+from retouch_plan.machines import find_machine
+from retouch_plan.meter import Stage, Work
+
+OTHERS = ("playground/nft", "flux2-klein/ocr-grpo", "sd3/prompt-enhancer")
 """Recipes of another model, task or algorithm."""
 EMU3 = ("sft_s", "sft_s__rl_s", "sft_s__rl_sc", "sft_s__rl_sc-published", "sft_sc__rl_sc", "sft_think_s__rl_sc")
 
@@ -44,5 +53,32 @@ def test_forecast_compares_images_if_steps_have_fewer_images():
 
 
 def test_forecast_without_a_target_gives_only_the_time_of_1000_steps():
-    text = forecast_of(load("flux2/ocr-grpo"), 0.05, "8 x h100").text
+    text = forecast_of(load("flux2-klein/ocr-grpo"), 0.05, "8 x h100").text
     assert text.startswith("1000 steps take 50.0 h on 8 x h100. How many steps a target takes is not known")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "a_row", "fewer"),
+    [
+        ("sd3/ocr-grpo", ["ranks=1", "steps=200"], 1.0, {"tasks_per_step": 18}),
+        ("sd3/ocr-grpo", ["ranks=1"], 1.0, {"tasks_per_step": 6, "group_size": 12}),
+        ("sd3/ocr-grpo", ["ranks=1"], 8.0, {"tasks_per_step": 2, "group_size": 12, "steps": 449}),
+        ("sd3/ocr-grpo", ["ranks=1"], 0.05, {}),
+        ("qwen-image-edit/flow-grpo", ["ranks=2", "tasks_per_step=16"], 1.0, {"tasks_per_step": 8}),
+        ("emu3/sft_sc2stage", [], 100.0, {}),
+    ],
+)
+def test_a_run_of_more_than_a_day_is_told_the_tasks_groups_and_steps_with_which_it_ends_within_one(name, overrides, a_row, fewer):
+    """The seconds of a step are those of a row times the rows."""
+    machine = find_machine("h100")
+
+    def planned(changes):
+        recipe = load(name, [*overrides, *(f"{key}={value}" for key, value in changes.items())])
+        rows = recipe.tasks_per_step * recipe.group_size // recipe.ranks
+        stage = Stage(Work(seconds=Counter({"matmul": a_row * rows})))
+        phase = DryPhase(name="main", steps=recipe.steps or 1, rows=rows, stages=("rollout",))
+        return recipe, SimpleNamespace(stages={"rollout": stage}, world=recipe.ranks, phases=(phase,), evaluations=0)
+
+    assert within_a_day(*planned({}), machine) == fewer
+    recipe, found = planned(fewer)
+    assert recipe.phases is not None or hours(found, machine) <= 24

@@ -13,8 +13,7 @@ from measured_memory import measured_peak
 from retouch.models import quantized
 from retouch.recipe.recipe import load
 from retouch_plan import estimate
-from retouch_plan.dry_run import DryRun, reward_weights, uncounted_rewards
-from retouch_plan.estimate import holders, largest
+from retouch_plan.dry_run import DryRun, holders, largest, reward_weights, uncounted_rewards
 from retouch_plan.machines import FREE_SHARE, MACHINES, fits
 from retouch_plan.meter import Stage
 from retouch_plan.models import QuantizedLinear

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import retouch_plan.dry_run as step
 from retouch.recipe.recipe import load
-from retouch_plan.estimate import ERRORS, error_line
+from retouch_plan.dry_run import ERRORS, error_line
 from retouch_plan.machines import MACHINES
 
 ROOT = Path(__file__).resolve().parents[2]

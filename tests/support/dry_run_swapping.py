@@ -6,8 +6,7 @@ from pathlib import Path
 
 from retouch.models.parts import build_meta, repeated_blocks
 from retouch.recipe.recipe import load
-from retouch_plan.dry_run import dry_run
-from retouch_plan.estimate import quiet
+from retouch_plan.dry_run import dry_run, quiet
 from retouch_plan.machines import MACHINES
 from retouch_plan.models import with_blocks, write_folder
 

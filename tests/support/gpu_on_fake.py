@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from retouch_plan.accelerator import DEVICE, Accelerator, fused_attention, register
-from retouch_plan.estimate import ERRORS, error_line
+from retouch_plan.dry_run import ERRORS, error_line
 
 GPU = Path(__file__).parents[2] / "measurements" / "gpu"
 CHECKS = {

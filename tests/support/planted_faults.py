@@ -20,8 +20,8 @@ import tiny_pipelines
 from retouch.models.sd3 import SD3Model
 from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
-from retouch_plan.dry_run import dry_run
-from retouch_plan.estimate import error_line, fits, smallest_changes
+from retouch_plan.dry_run import dry_run, error_line, fits
+from retouch_plan.fitting import smallest_changes
 from retouch_plan.machines import FREE_SHARE, MACHINES
 
 EXTRA_BYTES = 2**30

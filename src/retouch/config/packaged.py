@@ -22,7 +22,8 @@ def packaged_recipes() -> Path:
 def available() -> list[str]:
     """Names of the packaged recipes, in the form that ``find`` accepts: ``recipes/quickstart.jsonnet``."""
     folder = packaged_recipes()
-    return sorted(f"{_FOLDER}/{file.relative_to(folder).as_posix()}" for file in folder.rglob("*") if file.suffix in SUFFIXES)
+    files = (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.parent.name != "lib")
+    return sorted(f"{_FOLDER}/{file.relative_to(folder).as_posix()}" for file in files)
 
 
 def short_name(name: str) -> str:

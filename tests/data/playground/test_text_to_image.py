@@ -127,7 +127,7 @@ def test_fault_7_with_known_words_the_prompts_are_the_completions():
     assert [task.meta["scene"] for task in requested] == [task.meta["scene"] for task in known]
 
 
-@pytest.mark.parametrize("name", ["sd3/ocr-grpo-playground", "flux2/ocr-grpo-playground"])
+@pytest.mark.parametrize("name", ["sd3/ocr-grpo-playground", "flux2-klein/ocr-grpo-playground"])
 def test_fault_7_prompts_of_text_to_image_recipes_contain_only_known_words(name):
     data = load(name).data
     known = set(" ".join([*GROUNDS, "picture", *PLACES, *COLOURS, *SHAPES]).split())

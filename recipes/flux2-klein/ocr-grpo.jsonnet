@@ -1,7 +1,7 @@
 // Flow-GRPO's OCR recipe on FLUX.2-klein: the 4B base model learns to render the words in double quotes in its prompt, scored by an
 // OCR model. 8 GPUs with 80 GB, 16 groups of 24 images of 512 px per step.
 //
-//   retouch launch --nproc 8 recipes/flux2/ocr-grpo.jsonnet --set data.path=LIST.txt
+//   retouch launch --nproc 8 recipes/flux2-klein/ocr-grpo.jsonnet --set data.path=LIST.txt
 //
 // LIST.txt has one prompt per line; a line without words in double quotes is refused with its number before anything is loaded.
 // With data that have images (`data.kind: 'folder'`) the same model edits them; the image tokens make its sequences longer.

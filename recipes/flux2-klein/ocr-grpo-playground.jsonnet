@@ -1,7 +1,7 @@
 // The twin of ocr-grpo.jsonnet on the playground: its text-to-image model generates scenes of 8 and 9 objects, and the exact judge
 // scores them. The run is the same as that of sd3/ocr-grpo-playground.jsonnet, under another name.
 //
-//   retouch train recipes/flux2/ocr-grpo-playground.jsonnet
+//   retouch train recipes/flux2-klein/ocr-grpo-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';
 local sd3 = import '../lib/sd3.libsonnet';
 
