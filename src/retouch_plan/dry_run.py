@@ -32,7 +32,7 @@ from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Steppe
 from retouch.distributed.ranks import Ranks, plan_placement
 from retouch.models.base import MEGAPIXEL, PretrainedLanguageModel, TaskInputs, packaged_config, read_description
 from retouch.models.offloading import SwappedBlocks
-from retouch.models.parts import stored_count
+from retouch.models.parts import bits_hash, stored_count
 from retouch.models.pretrained import MODEL, find_weights
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import CachedDecoding
@@ -369,7 +369,9 @@ class _Step:
             self._decode_few(run.policy)
             name = f"{resolved.name}: " if recipe.phases is not None else ""
             rows = len(phase.batch(steps.start))
-            with self._few_parts(run.policy), meter.stage(f"{name}preflight"):
+            hashed = self.repeats.calls(bits_hash, lambda tensor: (type(tensor), tensor.shape, tensor.dtype, tensor.device))
+            once = patch("retouch.run.preflight.bits_hash", hashed)
+            with self._few_parts(run.policy), once, meter.stage(f"{name}preflight"):
                 preflight(run, phase, step=steps.start, rows=min(ROWS, rows))
             before = list(meter.stages)
             self._step(run, phase, name)

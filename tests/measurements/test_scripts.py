@@ -32,6 +32,7 @@ SLOW = {
     "playground/references.py": "flux-fill/ip-adapter-grpo-playground",
     "quantized/learning.py": "runs --steps 1 --seeds 0",
     "rehearsal/before_after.py": "sd3/ocr-grpo",
+    "rehearsal/cards.py": "sd3 --cards 80gb",
     "rehearsal/speedup.py": "guidance",
     "rehearsal/table.py": "sd3/ocr-grpo",
     "robustness/archives.py": "--every 20",
@@ -72,9 +73,9 @@ NOT_RUN_HERE = {
 def tree(tmp_path_factory):
     """The project with copies of the folders into which scripts write their results."""
     made = tmp_path_factory.mktemp("project")
-    for name in ("measurements", "docs"):
+    for name in ("measurements", "docs", "recipes"):
         shutil.copytree(ROOT / name, made / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("src", "tests", "recipes", "examples", "README.md", "pyproject.toml"):
+    for name in ("src", "tests", "examples", "README.md", "pyproject.toml"):
         (made / name).symlink_to(ROOT / name)
     return made
 

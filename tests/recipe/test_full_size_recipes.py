@@ -172,6 +172,8 @@ def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch, tmp_path
     [
         (WRITERS[0], f"{EDITOR}writer-grpo-playground.jsonnet"), (WRITERS[1], f"{EDITOR}writer-grpo-frozen-playground.jsonnet"),
         (ENHANCER, "recipes/sd3/prompt-enhancer-playground.jsonnet"), (OCR, "recipes/sd3/ocr-grpo-playground.jsonnet"),
+        ("recipes/sd3/one-gpu.jsonnet", "recipes/sd3/one-gpu-playground.jsonnet"),
+        (f"{EDITOR}one-gpu.jsonnet", f"{EDITOR}one-gpu-playground.jsonnet"),
     ],
 )  # fmt: skip
 def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full, twin):

@@ -1,0 +1,32 @@
+"""The recipes for one GPU: on each card for which they have settings, a step fits, and the run ends within a day."""
+
+import pytest
+
+from retouch.config.packaged import available, short_name
+from retouch.recipe.document import evaluate
+from retouch.config.packaged import find
+from retouch.recipe.recipe import load
+from retouch_plan.dry_run import dry_run, fits, hours, in_own_process
+from retouch_plan.machines import MACHINES
+
+CARDS = [
+    (name, card) for name in map(short_name, available()) if name.endswith("/one-gpu") for card in evaluate(find(name))["cards"]
+]
+
+
+def test_every_recipe_for_one_gpu_has_settings_for_four_of_the_five_cards():
+    assert len({name for name, _ in CARDS}) == 7
+    assert {name for name, card in CARDS if card == "24gb"} == {name for name, _ in CARDS}
+    for name, card in CARDS:
+        recipe = load(name, [f"card={card}"])
+        assert recipe.steps == 200
+        assert recipe.group_size >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "card"), CARDS)
+def test_a_step_fits_into_the_card_and_the_run_ends_within_a_day(name, card):
+    machine = MACHINES[card]
+    found = in_own_process(dry_run, load(name, [f"card={card}"]), machine)
+    assert fits(found, machine)
+    assert hours(found, machine) <= 24
