@@ -3,9 +3,8 @@
     python measurements/quantized/learning.py FOLDER > measurements/quantized/learning.jsonl
     python measurements/quantized/learning.py FOLDER --recipes playground/grpo --steps 30 --seeds 0 1 2
 
-Prints a line of JSON for each recipe, base and seed: the headline before and after, and the share of the gap to the ceiling that the
-run closes. Interrupted runs go on. `measurements/results/results.py --only none` puts the lines of learning.jsonl into
-docs/results.md.
+Prints a line of JSON for each recipe, base and seed: the headline before and after, and the share of the gap that the run closes.
+Interrupted runs go on. `measurements/results/results.py --only none` puts the lines of learning.jsonl into docs/results.md.
 """
 
 import argparse

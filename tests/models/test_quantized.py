@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 import retouch
@@ -23,6 +24,10 @@ pytest.importorskip("torchao")
 pytest.importorskip("bitsandbytes")
 CPU = torch.device("cpu")
 BITS = ("8bit", "4bit")
+BRIEF = {
+    **{"device": "cpu", "tasks_per_step": 2, "group_size": 4, "microbatch": 4, "checkpoints.every": 1, "trackers": []},
+    **{"eval.tasks": 4, "eval.best_of_k": 0, "eval.every": 0, "samples.every": 0},
+}
 TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree")]
 
 
@@ -30,38 +35,90 @@ TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Stable Diffusion 3, with blocks that are wide enough for 4 bits."""
     pipe, to = tiny_pipelines.sd3(), tmp_path_factory.mktemp("sd3")
-    config = {**pipe.transformer.config, "num_attention_heads": 4, "caption_projection_dim": 64}
+    config = {"num_attention_heads": 4, "caption_projection_dim": 64, "joint_attention_dim": 128, "pooled_projection_dim": 128}
     torch.manual_seed(0)
-    pipe.register_modules(transformer=type(pipe.transformer).from_config(config))
+    pipe.register_modules(
+        transformer=type(pipe.transformer).from_config({**pipe.transformer.config, **config}),
+        **{
+            "text_encoder": tiny_models.clip(64, 1),
+            "text_encoder_2": tiny_models.clip(64, 2),
+            "text_encoder_3": tiny_models.t5(128, 3),
+        },
+    )
     pipe.save_pretrained(to)
     return to
 
 
-def trained(folder: Path, out: Path, name: str, bits: str | None, *, steps: int = 2, **more: Any) -> retouch.Trainer:
-    more = {"quantization_config": bits, "output_dir": out, "run_name": name, "steps": steps, **more}
-    trainer = retouch.Trainer(
-        str(folder) if isinstance(folder, Path) else folder, redness, TASKS, **{**SMALL, **more}, checkpoints={"every": 1}
-    )
+def trained(folder: Any, out: Path, name: str, base: Any, *, steps: int = 2, **more: Any) -> retouch.Trainer:
+    more = {**SMALL, "quantization_config": base, "output_dir": out, "run_name": name, "steps": steps, **more}
+    trainer = retouch.Trainer(str(folder) if isinstance(folder, Path) else folder, redness, TASKS, **more, checkpoints={"every": 1})
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_and_is_exported_and_loaded(
-    folder: Path, tmp_path: Path, bits: str
+def checks(trainer: retouch.Trainer) -> dict[str, Any]:
+    """The checks of a run's preflight."""
+    return {check["name"]: check for check in json.loads((trainer.folder / "preflight.json").read_text())}
+
+
+def lora_file(trainer: retouch.Trainer, to: Path) -> Path:
+    """Export the LoRA of a run, and return the file with its weights."""
+    names = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+    return next(Path(file) for file in trainer.save_pretrained(to) if Path(file).name in names)
+
+
+def adapter(module: Any) -> dict[str, torch.Tensor]:
+    return dict(get_peft_model_state_dict(module, adapter_name=next(iter(module.peft_config))))
+
+
+@pytest.mark.parametrize("base", [{part: bits} for part in ("quantize", "text_encoders") for bits in BITS], ids=str)
+def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_and_its_export_loads_on_the_full_base(
+    folder: Path, tmp_path: Path, base: dict[str, str]
 ) -> None:
-    whole = trained(folder, tmp_path, "whole", bits)
-    trained(folder, tmp_path, "parts", bits, steps=1)
-    resumed = trained(folder, tmp_path, "parts", bits)
+    import diffusers
+
+    whole = trained(folder, tmp_path, "whole", base)
+    trained(folder, tmp_path, "parts", base, steps=1)
+    resumed = trained(folder, tmp_path, "parts", base)
     assert_same(run_results(whole.folder), run_results(resumed.folder))
-    exports = [trainer.save_pretrained(tmp_path / name) for trainer, name in ((whole, "a"), (resumed, "b"))]
-    loras = [next(file for file in files if Path(file).name.startswith("pytorch_lora")) for files in exports]
-    assert Path(loras[0]).read_bytes() == Path(loras[1]).read_bytes()
-    checks = {check["name"]: check for check in json.loads((whole.folder / "preflight.json").read_text())}
-    assert checks["ratio_before"]["value"] == 0
-    assert checks["frozen_gradient"]["ok"]
-    loaded = retouch.load_run(whole.folder)
-    assert any(is_quantized(weight) for weight in loaded._parts[0].model.module.parameters())
+    files = [lora_file(trainer, tmp_path / name) for trainer, name in ((whole, "a"), (resumed, "b"))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert checks(whole)["ratio_before"]["value"] == 0
+    assert checks(whole)["frozen_gradient"]["ok"]
+    model: Any = retouch.load_run(whole.folder)._parts[0].model
+    assert any(is_quantized(weight) for weight in model.module.parameters()) == ("quantize" in base)
+    assert all(any(map(is_quantized, encoder.parameters())) for encoder in model.text.encoders) == ("text_encoders" in base)
+    full = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
+    full.load_lora_weights(files[0].parent)
+    held, loaded = adapter(model.module), adapter(full.transformer)
+    assert held.keys() == loaded.keys()
+    assert [name for name in held if not torch.equal(held[name], loaded[name])] == []
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_language_model_writes_prompts_over_a_quantised_base(tmp_path: Path, bits: str) -> None:
+    """Its ratio is 1 up to rounding also in full: tokens are drawn with a cache, and evaluated without."""
+
+    def wrote(name: str, steps: int) -> retouch.Trainer:
+        words = {"name": name, "out": str(tmp_path), "policy.base": {"quantize": bits}, "steps": steps, **BRIEF}
+        recipe = load("sd3/prompt-enhancer-playground", [f"{key}={json.dumps(value)}" for key, value in words.items()])
+        trainer = retouch.Trainer.from_recipe(recipe, progress=False)
+        trainer.train()
+        return trainer
+
+    whole = wrote("whole", 2)
+    wrote("parts", 1)
+    assert_same(run_results(whole.folder), run_results(wrote("parts", 2).folder))
+    assert checks(whole)["ratio_before"]["ok"]
+    assert checks(whole)["frozen_gradient"]["ok"]
+    file = lora_file(whole, tmp_path / "lora")
+    held: Any = retouch.load_run(whole.folder)._parts[0].model.module
+    section: Any = whole.recipe.policy.model
+    full = section.build(device=CPU, gradient_checkpointing=False).module
+    assert any(map(is_quantized, held.parameters()))
+    assert not any(map(is_quantized, full.parameters()))
+    full.load_adapter(str(file.parent))
+    assert [name for name, tensor in adapter(held).items() if not torch.equal(tensor, adapter(full)[name])] == []
 
 
 def test_the_preflight_names_a_frozen_layer_without_a_gradient() -> None:
@@ -149,6 +206,20 @@ def configurations() -> list[tuple[Any, str | dict[str, str]]]:
         (transformers.BitsAndBytesConfig(load_in_8bit=True), "picks outliers over all rows of a batch"),
         (diffusers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig()), "only Int8WeightOnlyConfig; give '8bit'"),
         (diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16), "from_single_file"),
+        ({"quantize": "4bit", "text_encoders": "8bit"}, {"quantize": "4bit", "text_encoders": "8bit"}),
+        (
+            diffusers.PipelineQuantizationConfig(
+                quant_mapping={
+                    "transformer": diffusers.TorchAoConfig(Int8WeightOnlyConfig()),
+                    "text_encoder_2": transformers.BitsAndBytesConfig(**nf4),
+                }
+            ),
+            {"quantize": "8bit", "text_encoders": "4bit"},
+        ),
+        (
+            diffusers.PipelineQuantizationConfig(quant_mapping={"vae": diffusers.BitsAndBytesConfig(**nf4)}),
+            "only the transformer and all text encoders",
+        ),
         ("2bit", "give '8bit', '4bit', a BitsAndBytesConfig or a TorchAoConfig"),
     ]
 
