@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,21 +237,103 @@ def test_objects_of_diffusers_and_transformers_are_taken_if_they_mean_the_same_a
             assert expected in str(refused.value)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_loaded_pipeline_that_is_quantised_trains(tmp_path: Path, folder: Path, bits: str) -> None:
+def by_loader(folder: Path, config: Any) -> Any:
+    """The transformer, quantised by diffusers' own loader."""
+    kind: Any = type(tiny_models.sd3_transformer())
+    return kind.from_pretrained(folder, subfolder="transformer", quantization_config=config)
+
+
+def by_torchao(config: str, folder: Path) -> Any:
     import diffusers
+    from torchao import quantization
 
-    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
-    quantized.quantize(pipe.transformer, bits, device=CPU)
-    trained(pipe, tmp_path, "loaded", None, steps=1)  # type: ignore[arg-type]
+    return by_loader(folder, diffusers.TorchAoConfig(getattr(quantization, config)()))
 
 
-def test_a_pipeline_whose_quantisation_cannot_train_is_refused_with_what_to_use(folder: Path) -> None:
+def by_hand(replacement: Any, folder: Path) -> Any:
+    """The transformer with the linear layers of its blocks replaced: diffusers' loader of bitsandbytes finds no GPU here."""
+    module = by_loader(folder, None)
+    for name, layer in list(module.transformer_blocks.named_modules()):
+        if type(layer) is nn.Linear:
+            made = replacement(layer.in_features, layer.out_features).requires_grad_(False)
+            made.load_state_dict(layer.state_dict())
+            parent, _, last = name.rpartition(".")
+            setattr(module.transformer_blocks.get_submodule(parent), last, made.to("cpu"))
+    return module
+
+
+def by_bitsandbytes(layer: str, folder: Path, **settings: Any) -> Any:
     import bitsandbytes
+
+    return by_hand(partial(getattr(bitsandbytes.nn, layer), **settings), folder)
+
+
+def by_quanto(weights: str, folder: Path) -> Any:
+    quanto = pytest.importorskip("optimum.quanto")
+    module = by_loader(folder, None)
+    quanto.quantize(module.transformer_blocks, weights=getattr(quanto, weights))
+    quanto.freeze(module.transformer_blocks)
+    return module
+
+
+def by_gguf(kind: str, folder: Path) -> Any:
+    """The transformer from a GGUF file, by diffusers' ``from_single_file``."""
     import diffusers
 
-    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
-    block = pipe.transformer.transformer_blocks[0].attn
-    block.to_q = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
-    with pytest.raises(ValueError, match=r'bitsandbytes in 8 bits.*quantization_config="8bit"'):
-        retouch.Trainer(pipe, redness, TASKS, **SMALL)
+    gguf = pytest.importorskip("gguf")
+    whole, stored, file = by_loader(folder, None), gguf.GGMLQuantizationType[kind], folder / f"{kind}.gguf"
+    writer = gguf.GGUFWriter(file, "sd3")
+    for name, tensor in whole.state_dict().items():
+        if "blocks" in name and tensor.dim() == 2:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+    kinds = {"quantization_config": config, "torch_dtype": torch.float32}
+    return type(whole).from_single_file(str(file), config=str(folder), subfolder="transformer", **kinds)
+
+
+class SDNQLinear(nn.Linear):
+    """The name under which SDNQ's layers are known: their forward pass has no gradient."""
+
+    __module__ = "sdnq.layers"
+
+
+LOADED: list[tuple[str, Any, str | None]] = [
+    ("torchao int8", partial(by_torchao, "Int8WeightOnlyConfig"), None),
+    ("torchao fp8", partial(by_torchao, "Float8WeightOnlyConfig"), None),
+    ("bitsandbytes NF4, by hand", partial(by_bitsandbytes, "LinearNF4"), None),
+    ("bitsandbytes FP4, by hand", partial(by_bitsandbytes, "LinearFP4"), None),
+    ("quanto int8", partial(by_quanto, "qint8"), None),
+    ("quanto int4", partial(by_quanto, "qint4"), None),
+    ("GGUF Q8_0", partial(by_gguf, "Q8_0"), None),
+    ("GGUF Q4_0", partial(by_gguf, "Q4_0"), None),
+    ("torchao int8 with activations", partial(by_torchao, "Int8DynamicActivationInt8WeightConfig"), "set policy.base.quantize"),
+    (
+        "bitsandbytes int8, by hand",
+        partial(by_bitsandbytes, "Linear8bitLt", has_fp16_weights=False),
+        'by bitsandbytes in 8 bits.*quantization_config="8bit"',
+    ),
+    ("SDNQ", partial(by_hand, SDNQLinear), 'by SDNQ.*quantization_config="8bit"'),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), [row[1:] for row in LOADED], ids=[row[0] for row in LOADED])
+def test_a_loaded_pipeline_that_is_quantised_trains_or_is_refused_with_what_to_use(
+    tmp_path: Path, folder: Path, make: Any, message: str | None
+) -> None:
+    import diffusers
+
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, transformer=make(folder))
+    if message is None:
+        run = trained(pipe, tmp_path, "loaded", None, steps=1)
+        assert any(map(is_quantized, pipe.transformer.parameters()))
+        assert checks(run)["ratio_before"]["value"] == 0
+        assert checks(run)["frozen_gradient"]["ok"]
+        return
+    with pytest.raises(ValueError, match=message):
+        trained(pipe, tmp_path, "loaded", None, steps=1)
