@@ -247,7 +247,7 @@ def by_torchao(config: str, folder: Path) -> Any:
     import diffusers
     from torchao import quantization
 
-    return by_loader(folder, diffusers.TorchAoConfig(getattr(quantization, config)()))
+    return by_loader(folder, diffusers.TorchAoConfig(getattr(quantization, config)(set_inductor_config=False)))
 
 
 def by_hand(replacement: Any, folder: Path) -> Any:
