@@ -1,7 +1,12 @@
 """The content of docs/results.md: the recipes that are compared, and the tables of their runs."""
 
+import json
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+QUANTIZED = Path(__file__).parents[1] / "quantized"
 
 
 @dataclass(frozen=True)
@@ -363,11 +368,57 @@ def page(found: dict[Entry, list[dict]]) -> str:
             if section.plot is not None:
                 lines += [f"![{section.title}: held-out reward over CPU seconds, seed 0](pictures/{section.plot})", ""]
             lines += [*edits(section, rows), ""] if section.kinds else []
+    lines += [*quantized(), ""]
     lines += [*IMAGE_TOKEN_LIMITS.splitlines(), "", *PHOTOGRAPHS.splitlines(), ""]
     about = "These twins of full-size recipes step, but were not shown to learn. CPU times are of steps alone, without evaluations."
     lines += ["## Recipes without a result", "", about, ""]
     lines += ["| recipe | what is known |", "| --- | --- |", *(f"| {recipe} | {known} |" for recipe, known in WITHOUT_RESULT), ""]
     return "\n".join(lines[:-1]) + "\n"
+
+
+def quantized() -> list[str]:
+    """The section about frozen weights in 8 and 4 bits, from the lines that the scripts of measurements/quantized have printed."""
+    learned, peaks = (
+        [json.loads(line) for line in (QUANTIZED / f"{name}.jsonl").read_text().splitlines()] for name in ("learning", "peak")
+    )
+    last = learned[-1]
+    lines = [
+        "## A quantised base",
+        "",
+        f"A LoRA of rank 32 over the editor's weights in fp32, and over the same weights in 8 and 4 bits (`policy.base`): {last['steps']} "
+        f"steps, learning rate 1e-3, 73 compound held-out tasks, measured until {last['date']}. Share of full: the share of the gap that "
+        "the run closes, over that of the full base with the same seed. "
+        "`python measurements/quantized/learning.py FOLDER > measurements/quantized/learning.jsonl`",
+        "",
+        "| recipe | base | seed | before | after | share of gap | share of full |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    full = {(run["recipe"], run["seed"]): run["gap_closed"] for run in learned if run["base"] is None}
+    runs: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
+    for run in learned:
+        runs.setdefault((run["recipe"], run["base"]), []).append(run)
+    for (recipe, base), group in sorted(runs.items(), key=lambda item: item[0][0]):
+        for run in group:
+            share = run["gap_closed"] / full[recipe, run["seed"]]
+            row = f"| `{recipe}` | {base or 'fp32'} | {run['seed']} | {run['before']:.2f} | {run['after']:.2f} "
+            lines.append(f"{row}| {run['gap_closed']:.2f} | {share:.0%} |")
+        mean = statistics.mean(run["gap_closed"] for run in group)
+        share = mean / statistics.mean(full[recipe, run["seed"]] for run in group)
+        lines.append(f"| **`{recipe}`, {base or 'fp32'}** | | mean of {len(group)} | | | **{mean:.2f}** | **{share:.0%}** |")
+    lines += [
+        "",
+        "The peak of a training step through quantised transformers with random weights, as a dry run counts it and as the CPU's "
+        "allocator measures it with the real libraries. Attention on a GPU has other workspaces, with which the dry run counts; this "
+        "difference does not depend on the base. `python measurements/quantized/peak.py > measurements/quantized/peak.jsonl`",
+        "",
+        "| transformer | base | MB counted | MB measured | counted / measured |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {each['model']} | {each['base'] or 'fp32'} | {each['counted'] / 1e6:.0f} | {each['measured'] / 1e6:.0f} | {each['ratio']:.3f} |"
+        for each in peaks
+    ]
+    return lines
 
 
 def headline(found: dict[str, list[dict]]) -> list[str]:
