@@ -97,6 +97,15 @@ def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_a
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_quantised_blocks_that_wait_in_cpu_memory_compute_the_same_bits(folder: Path, tmp_path: Path, bits: str) -> None:
+    runs = [
+        trained(folder, tmp_path, name, bits, gradient_checkpointing=True, devices={"swap_blocks": blocks})
+        for name, blocks in (("stay", 0), ("wait", 2))
+    ]
+    assert_same(*(run_results(run.folder) for run in runs))
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_a_language_model_writes_prompts_over_a_quantised_base(tmp_path: Path, bits: str) -> None:
     """Its ratio is 1 up to rounding also in full: tokens are drawn with a cache, and evaluated without."""
 
