@@ -2,9 +2,9 @@
 
     python measurements/quantized/peak.py > measurements/quantized/peak.jsonl
 
-Prints a line of JSON for each model and base, with the bytes of both: weights, activations and gradients of a LoRA over a few blocks
-with random weights. Attention has other kernels on a GPU, with other workspaces: this difference is the same for all bases. Fails if
-what quantised weights change is not counted within 3 % of the peak. ``--width``: attention heads of 64 channels.
+Prints a line of JSON for each model and base, with the bytes of both: weights, activations and gradients of a LoRA over a few
+blocks with random weights. Attention has other kernels on a GPU, with other workspaces: this difference is the same for all bases.
+Fails if what quantised weights change is not counted within 3 % of the peak. ``--width``: attention heads of 64 channels.
 """
 
 import argparse

@@ -4,7 +4,6 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 QUANTIZED = Path(__file__).parents[1] / "quantized"
 
@@ -385,39 +384,36 @@ def quantized() -> list[str]:
     lines = [
         "## A quantised base",
         "",
-        f"A LoRA of rank 32 over the editor's weights in fp32, and over the same weights in 8 and 4 bits (`policy.base`): {last['steps']} "
-        f"steps, learning rate 1e-3, 73 compound held-out tasks, measured until {last['date']}. Share of full: the share of the gap that "
-        "the run closes, over that of the full base with the same seed. "
+        "A LoRA of rank 32 over the editor's weights in fp32, and over the same weights in 8 and 4 bits (`policy.base`): "
+        f"{last['steps']} steps, learning rate 1e-3, the compound ones of 110 held-out tasks, measured until {last['date']}. "
+        "Share of full: the share of the gap that the run closes, over that of the full base with the same seed. "
         "`python measurements/quantized/learning.py FOLDER > measurements/quantized/learning.jsonl`",
         "",
         "| recipe | base | seed | before | after | share of gap | share of full |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     full = {(run["recipe"], run["seed"]): run["gap_closed"] for run in learned if run["base"] is None}
-    runs: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
-    for run in learned:
-        runs.setdefault((run["recipe"], run["base"]), []).append(run)
-    for (recipe, base), group in sorted(runs.items(), key=lambda item: item[0][0]):
-        for run in group:
-            share = run["gap_closed"] / full[recipe, run["seed"]]
-            row = f"| `{recipe}` | {base or 'fp32'} | {run['seed']} | {run['before']:.2f} | {run['after']:.2f} "
-            lines.append(f"{row}| {run['gap_closed']:.2f} | {share:.0%} |")
-        mean = statistics.mean(run["gap_closed"] for run in group)
-        share = mean / statistics.mean(full[recipe, run["seed"]] for run in group)
-        lines.append(f"| **`{recipe}`, {base or 'fp32'}** | | mean of {len(group)} | | | **{mean:.2f}** | **{share:.0%}** |")
+    for recipe, base in dict.fromkeys((run["recipe"], run["base"]) for run in sorted(learned, key=lambda run: run["recipe"])):
+        runs = [run for run in learned if (run["recipe"], run["base"]) == (recipe, base)]
+        name = f"`{recipe}` | {base or 'fp32'}"
+        for run in runs:
+            closed, scores = run["gap_closed"], f"{run['before']:.2f} | {run['after']:.2f}"
+            lines.append(f"| {name} | {run['seed']} | {scores} | {closed:.2f} | {closed / full[recipe, run['seed']]:.0%} |")
+        mean = statistics.mean(run["gap_closed"] for run in runs)
+        share = mean / statistics.mean(full[recipe, run["seed"]] for run in runs)
+        lines.append(f"| {name} | **mean of {len(runs)}** |  |  | **{mean:.2f}** | **{share:.0%}** |")
     lines += [
         "",
         "The peak of a training step through quantised transformers with random weights, as a dry run counts it and as the CPU's "
-        "allocator measures it with the real libraries. Attention on a GPU has other workspaces, with which the dry run counts; this "
+        "allocator measures it with the real libraries. Attention on a GPU has other workspaces, which the dry run counts; this "
         "difference does not depend on the base. `python measurements/quantized/peak.py > measurements/quantized/peak.jsonl`",
         "",
         "| transformer | base | MB counted | MB measured | counted / measured |",
         "| --- | --- | --- | --- | --- |",
     ]
-    lines += [
-        f"| {each['model']} | {each['base'] or 'fp32'} | {each['counted'] / 1e6:.0f} | {each['measured'] / 1e6:.0f} | {each['ratio']:.3f} |"
-        for each in peaks
-    ]
+    for each in peaks:
+        sizes = f"{each['counted'] / 1e6:.0f} | {each['measured'] / 1e6:.0f}"
+        lines.append(f"| {each['model']} | {each['base'] or 'fp32'} | {sizes} | {each['ratio']:.3f} |")
     return lines
 
 

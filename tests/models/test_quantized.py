@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from retouch.models.parts import bits_hash
 from retouch.models.quantized import is_quantized, plain_tensors
 from retouch.recipe.recipe import load
 from retouch.run import preflight
+from retouch_plan.system import check_device, check_kernels
 from small_trainer import SMALL, assert_same, redness, run_results
 
 pytest.importorskip("torchao")
@@ -180,11 +182,30 @@ def test_quantised_weights_are_smaller_and_embedders_norms_and_projections_are_k
         quantized.quantize(nn.Sequential(nn.Linear(64, 64)), "8bit", device=CPU)
 
 
-def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
+def missing(layer: Any, *_: Any, **__: Any) -> nn.Module:
+    raise ImportError("No module named 'torchao'")
+
+
+def without_kernel(layer: Any, *_: Any, **__: Any) -> nn.Module:
+    raise RuntimeError("no kernel image is available for execution on the device\nCompile with ...")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (missing, r"8bit needs torchao \(No module .*\); install it: pip install 'retouch\[quantized\]'"),
+        (without_kernel, "torchao cannot compute 8bit layers on cpu: no kernel image is available .*; use 4bit, or null"),
+    ],
+)
+def test_train_and_doctor_name_a_missing_library_or_kernel_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, message: str
+) -> None:
+    monkeypatch.setattr(quantized, "quantized_layer", layer)
     recipe = load("playground/grpo", ['policy.train={"kind":"lora","rank":4}', 'policy.base={"quantize":"8bit"}', "device=cpu"])
-    with pytest.raises(ValueError, match=r"policy\.base\.quantize: 8bit needs torchao .* pip install 'retouch\[quantized\]'"):
+    with pytest.raises(ValueError, match=rf"policy\.base\.quantize: {message}"):
         recipe.policy.require_kernels(CPU)
+    target, _ = check_device("cpu", device=None, weights_here=True)
+    assert re.match(rf"policy\.base\.quantize: {message}", next(check_kernels(recipe, target)).text)
 
 
 @pytest.mark.parametrize(
