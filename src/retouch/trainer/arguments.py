@@ -99,8 +99,10 @@ def base_document(config: Any) -> dict[str, Any] | None:
 
     The layers compute in the dtype of the model, whatever the object says.
     """
-    if config is None or isinstance(config, Mapping):
-        return config and dict(config)
+    if config is None:
+        return None
+    if isinstance(config, Mapping):
+        return dict(config)
     if config in get_args(Bits):
         return {"quantize": config}
     name, problem = type(config).__name__, None
