@@ -166,9 +166,9 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
     if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
         held.clear()
         yield {"policy.gradient_checkpointing": "cpu"}
-    stored = {"8bit": 0.52, "4bit": 0.29}.get(getattr(policy.base, "quantize", None) or "", 1.0)  # of the bytes in 16 bits
-    sizes = [int(stored * size) for size in block_bytes(policy.model)]
-    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None
+    bits = policy.base and policy.base.quantize
+    sizes = [size // (2 if bits else 1) for size in block_bytes(policy.model)]
+    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None and bits != "4bit"
     if swappable and "weights: transformer" in held and devices.swap_blocks < len(sizes):
         # ``held`` no longer contains what is swapped already. Two blocks are on the device while they compute.
         excess = held.total() - limit + (0 if devices.swap_blocks else 2 * max(sizes))
