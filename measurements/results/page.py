@@ -1,7 +1,11 @@
 """The content of docs/results.md: the recipes that are compared, and the tables of their runs."""
 
+import json
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
+
+QUANTIZED = Path(__file__).parents[1] / "quantized"
 
 
 @dataclass(frozen=True)
@@ -364,11 +368,54 @@ def page(found: dict[Entry, list[dict]]) -> str:
             if section.plot is not None:
                 lines += [f"![{section.title}: held-out reward over CPU seconds, seed 0](pictures/{section.plot})", ""]
             lines += [*edits(section, rows), ""] if section.kinds else []
+    lines += [*quantized(), ""]
     lines += [*IMAGE_TOKEN_LIMITS.splitlines(), "", *PHOTOGRAPHS.splitlines(), ""]
     about = "These twins of full-size recipes step, but were not shown to learn. CPU times are of steps alone, without evaluations."
     lines += ["## Recipes without a result", "", about, ""]
     lines += ["| recipe | what is known |", "| --- | --- |", *(f"| {recipe} | {known} |" for recipe, known in WITHOUT_RESULT), ""]
     return "\n".join(lines[:-1]) + "\n"
+
+
+def quantized() -> list[str]:
+    """The section about frozen weights in 8 and 4 bits, from the lines that the scripts of measurements/quantized have printed."""
+    learned, peaks = (
+        [json.loads(line) for line in (QUANTIZED / f"{name}.jsonl").read_text().splitlines()] for name in ("learning", "peak")
+    )
+    last = learned[-1]
+    lines = [
+        "## A quantised base",
+        "",
+        "A LoRA of rank 32 over the editor's weights in fp32, and over the same weights in 8 and 4 bits (`policy.base`): "
+        f"{last['steps']} steps, learning rate 1e-3, the compound ones of 110 held-out tasks, measured until {last['date']}. "
+        "Share of full: the share of the gap that the run closes, over that of the full base with the same seed. "
+        "`python measurements/quantized/learning.py FOLDER > measurements/quantized/learning.jsonl`",
+        "",
+        "| recipe | base | seed | before | after | share of gap | share of full |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    full = {(run["recipe"], run["seed"]): run["gap_closed"] for run in learned if run["base"] is None}
+    for recipe, base in dict.fromkeys((run["recipe"], run["base"]) for run in sorted(learned, key=lambda run: run["recipe"])):
+        runs = [run for run in learned if (run["recipe"], run["base"]) == (recipe, base)]
+        name = f"`{recipe}` | {base or 'fp32'}"
+        for run in runs:
+            closed, scores = run["gap_closed"], f"{run['before']:.2f} | {run['after']:.2f}"
+            lines.append(f"| {name} | {run['seed']} | {scores} | {closed:.2f} | {closed / full[recipe, run['seed']]:.0%} |")
+        mean = statistics.mean(run["gap_closed"] for run in runs)
+        share = mean / statistics.mean(full[recipe, run["seed"]] for run in runs)
+        lines.append(f"| {name} | **mean of {len(runs)}** |  |  | **{mean:.2f}** | **{share:.0%}** |")
+    lines += [
+        "",
+        "The peak of a training step through quantised transformers with random weights, as a dry run counts it and as the CPU's "
+        "allocator measures it with the real libraries. Attention on a GPU has other workspaces, which the dry run counts; this "
+        "difference does not depend on the base. `python measurements/quantized/peak.py > measurements/quantized/peak.jsonl`",
+        "",
+        "| transformer | base | MB counted | MB measured | counted / measured |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for each in peaks:
+        sizes = f"{each['counted'] / 1e6:.0f} | {each['measured'] / 1e6:.0f}"
+        lines.append(f"| {each['model']} | {each['base'] or 'fp32'} | {sizes} | {each['ratio']:.3f} |")
+    return lines
 
 
 def headline(found: dict[str, list[dict]]) -> list[str]:

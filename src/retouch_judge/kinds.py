@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
 from retouch.config.section import Count, Kinds
+from retouch.models.base import Bits
 from retouch.rewards.base import Device, LoadedModel, PathText
 from retouch_judge.models import EndpointSettings, JudgeModel
 from retouch_judge.questions import JudgeClient
@@ -41,6 +43,9 @@ class InProcess(JudgeModel):
     """Where the model runs; null takes the run's device."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the weights."""
+    quantize: Bits | None = Field(default=None, exclude_if=operator.not_)
+    """Quantise the linear layers of the blocks, as ``policy.base.quantize`` does. It is another judge than that of the whole
+    weights: `retouch judge` measures it."""
     batch: Count = Field(default=1, exclude_if=lambda batch: batch == 1)
     """Maximum number of questions in one forward pass. Larger batches are faster and need more memory; answers differ by
     rounding."""
@@ -56,11 +61,12 @@ class InProcess(JudgeModel):
 
         from retouch_judge.local_model import LocalJudge
 
-        return LocalJudge(self.path, device=self.device or device, dtype=getattr(torch, self.dtype), batch=self.batch)
+        kind = getattr(torch, self.dtype)
+        return LocalJudge(self.path, device=self.device or device, dtype=kind, batch=self.batch, bits=self.quantize)
 
     def loaded_models(self) -> Iterator[LoadedModel]:
         """Yield the model."""
-        yield LoadedModel(self.path, self.dtype, self.device)
+        yield LoadedModel(self.path, self.dtype, self.device, {"8bit": 0.6, "4bit": 0.4}.get(self.quantize or "", 1.0))
 
 
 JUDGE_MODELS = Kinds("judge", {}, with_wings=True)

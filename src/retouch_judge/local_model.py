@@ -25,6 +25,8 @@ from transformers import (
 )
 
 from retouch.core.random import generator
+from retouch.models.base import Bits
+from retouch.models.quantized import quantize, require_quantizer
 from retouch.records.files import read_json
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.rewards.worker import SideStream
@@ -43,22 +45,37 @@ _LIKELIEST = 50
 class LocalJudge:
     """Answers questions with the model in ``path``, frozen; the same question, seed and temperature give the same answer.
 
-    ``batch``: the maximum number of questions in one forward pass; more than one changes answers by rounding. On a GPU, the model
-    runs on its own CUDA stream. Use thinking models only for forms that ask for scores: with a form that reads the first token,
-    this token would begin the reasoning instead of the answer.
-    Raises ValueError if the weights are not on this machine, or are of another type of model.
+    ``bits``: quantise the weights of its blocks. ``batch``: the maximum number of questions in one forward pass; more than one
+    changes answers by rounding. On a GPU, the model runs on its own CUDA stream. Use thinking models only for forms that ask for
+    scores: with a form that reads the first token, this token would begin the reasoning instead of the answer.
+    Raises ValueError if the weights are not on this machine, are of another type of model, or cannot be quantised.
     """
 
-    def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32, batch: int = 1) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 1,
+        bits: Bits | None = None,
+    ) -> None:
         folder = weights_folder(path)
         kind = read_json(folder / "config.json").get("model_type")
         if kind not in _CLASSES:
             raise ValueError(f"{path} is a model of type {kind!r}; choose one of type {', '.join(_CLASSES)}")
+        place = torch.device(device)
+        if bits is not None:
+            require_quantizer(bits, device=place, dtype=str(dtype).removeprefix("torch."), key="judge.quantize")
         model = _CLASSES[kind].from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
+        if bits is not None:
+            quantize(model, bits, device=place, key="judge.quantize")
         self.model = model.requires_grad_(False).eval().to(device)
         self.tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        self.identity = f"a {_NAMES[kind]} in this process, weights {weights_digest(folder)}, {dtype}"
+        self.identity = f"a {_NAMES[kind]} in this process, weights {weights_digest(folder)}, {dtype}" + (
+            f", {bits}" if bits else ""
+        )
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._end = int(end)
         self.batch = batch

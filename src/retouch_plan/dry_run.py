@@ -170,7 +170,7 @@ def reward_weights(recipe: Recipe) -> dict[int, Counter[str]]:
     for model in _reward_models(recipe):
         device, described = model.device or default, _described(model.path)
         if device != "cpu" and described is not None:
-            size = stored_count(described) * getattr(torch, model.dtype).itemsize
+            size = int(stored_count(described) * getattr(torch, model.dtype).itemsize * model.stored)
             found.setdefault(int(device.partition(":")[2] or 0), Counter())[f"weights: reward {model.path}"] = size
     return found
 

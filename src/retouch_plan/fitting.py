@@ -6,6 +6,7 @@ once, and the next dry run checks them: usually two or three dry runs are enough
 
 import json
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ _MATTERS = 0.03
 
 MOST_MICROBATCH, MOST_CHUNK = 16, 64
 """Larger batches fill a GPU no better."""
+_FEW_ROWS = 4
+"""So many rows compute about as long as the waiting blocks are copied, so blocks wait before there are fewer."""
 
 
 def fit_device(recipe: Recipe, device: str, *, allow_imports: Sequence[str] = ()) -> dict[str, Any]:
@@ -145,6 +148,7 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
     counts = {"microbatch": recipe.microbatch, "rollout.chunk": recipe.rollout.chunk, "eval.batch": recipe.eval.batch}
     key = _ROWS.get(kind, "")
     rows = counts.get(key, 1)
+    few = max(count for count in range(1, _FEW_ROWS + 1) if rows % count == 0)
 
     def keep(share: float, *names: str) -> bool:
         """Predict that this share of the holders remains. Returns whether they hold anything that matters."""
@@ -164,7 +168,8 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
         """The most rows with which the stage fits, if it does with any number of them."""
         active = sum(size for name, size in held.items() if name.startswith("activations"))
         room = limit - held.total() + active
-        found = [count for count in range(1, rows) if rows % count == 0 and active * count / rows <= room]
+        least = few if devices.swap_blocks else 1
+        found = [count for count in range(least, rows) if rows % count == 0 and active * count / rows <= room]
         if found and held.total() > limit:
             keep(found[-1] / rows, "activations")
             yield {key: found[-1]}
@@ -186,22 +191,24 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
     if not devices.offload and keep(0, "weights: text_encoder", "weights: vae"):
         yield {"devices.offload": True}
         yield from fewer_rows()
-    if rows > 1 and keep(1 / rows, "activations"):
-        yield {key: 1}
-    if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
-        held.clear()
-        yield {"policy.gradient_checkpointing": "cpu"}
-    sizes = block_bytes(policy.model)
-    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None
-    swappable = swappable and (policy.base is None or policy.base.quantize is None)
+    if few < rows and keep(few / rows, "activations"):
+        yield {key: few}
+    quantized = policy.base and policy.base.quantize
+    sizes = [size // (2 if quantized else 1) for size in block_bytes(policy.model)]
+    swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None and quantized != "4bit"
     if swappable and "weights: transformer" in held and devices.swap_blocks < len(sizes):
         # ``held`` no longer contains what is swapped already. Two blocks are on the device while they compute.
         excess = held.total() - limit + (0 if devices.swap_blocks else 2 * max(sizes))
         waiting = sizes[: len(sizes) - devices.swap_blocks]
         more = next((count for count in range(1, len(waiting)) if sum(waiting[-count:]) >= excess), len(waiting))
-        held["weights: transformer"] -= int(held.total() - limit)
+        held["weights: transformer"] -= math.ceil(held.total() - limit)
         checkpointed = {} if policy.gradient_checkpointing else {"policy.gradient_checkpointing": True}
         yield {"devices.swap_blocks": devices.swap_blocks + more, **checkpointed}
+    if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
+        held.clear()
+        yield {"policy.gradient_checkpointing": "cpu"}
+    if few > 1 and keep(1 / few, "activations"):
+        yield {key: 1}
 
 
 def block_bytes(model: DiffusersModel) -> list[int]:

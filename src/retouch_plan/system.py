@@ -91,10 +91,11 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
 
 
 def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Finding]:
-    """Check whether the attention backend of the recipe can train on the device, and whether the blocks can be compiled there."""
+    """Check whether the attention backend and quantised layers can train on the device, and blocks can be compiled there."""
     policy = recipe.policy
     chosen = {"policy.model.attention": getattr(policy.model, "attention", "sdpa")} if policy.is_autoregressive else {}
     chosen |= {f"policy.{key}": getattr(policy, key, None) for key in ("attention", "compile")}
+    chosen |= {f"policy.base.{part}": bits for part, bits in policy.base or ()}
     named = ", ".join(f"{key} {value}" for key, value in chosen.items() if value not in (None, "sdpa"))
     if target is None:
         return

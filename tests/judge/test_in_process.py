@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import tiny_writers
 from judge_double import on_panel
+from retouch.models.quantized import is_quantized
 from retouch.types import Sample, Task
 from retouch_judge.base import Panel
 from retouch_judge.local_model import LocalJudge
@@ -106,6 +107,17 @@ def test_unusable_answers_are_missing_and_the_contract_checks_pass(judge):
     samples = [Sample(Task(str(k), "blue", images=(PICTURE,)), Image.new("RGB", (24, 24), (40 * k, 9, 9))) for k in range(3)]
     check_reward(on_panel(YesReward, Panel(judge), min_mass=1e-9), samples)
     assert on_panel(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
+
+
+def test_a_quantised_judge_answers_nearly_as_the_whole_one_and_has_another_identity(judge, tmp_path):
+    pytest.importorskip("torchao")
+    for part in (judge.model, judge.tokenizer, judge.processor):
+        part.save_pretrained(tmp_path)
+    small = LocalJudge(tmp_path, device="cpu", bits="8bit")
+    assert any(is_quantized(weight) for weight in small.model.parameters())
+    answers = [each.ask([question(LETTERS)])[0].scores["x"] for each in (judge, small)]
+    assert answers[0] == pytest.approx(answers[1], abs=0.05)
+    assert small.identity.endswith("torch.float32, 8bit")
 
 
 def test_absent_or_unsupported_weights_raise(tmp_path):

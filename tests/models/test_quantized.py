@@ -2,11 +2,14 @@
 
 import json
 import math
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 import retouch
@@ -17,12 +20,17 @@ from retouch.models.parts import bits_hash
 from retouch.models.quantized import is_quantized, plain_tensors
 from retouch.recipe.recipe import load
 from retouch.run import preflight
+from retouch_plan.system import check_device, check_kernels
 from small_trainer import SMALL, assert_same, redness, run_results
 
 pytest.importorskip("torchao")
 pytest.importorskip("bitsandbytes")
 CPU = torch.device("cpu")
 BITS = ("8bit", "4bit")
+BRIEF = {
+    **{"device": "cpu", "tasks_per_step": 2, "group_size": 4, "microbatch": 4, "checkpoints.every": 1, "trackers": []},
+    **{"eval.tasks": 4, "eval.best_of_k": 0, "eval.every": 0, "samples.every": 0},
+}
 TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree")]
 
 
@@ -30,38 +38,98 @@ TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Stable Diffusion 3, with blocks that are wide enough for 4 bits."""
     pipe, to = tiny_pipelines.sd3(), tmp_path_factory.mktemp("sd3")
-    config = {**pipe.transformer.config, "num_attention_heads": 4, "caption_projection_dim": 64}
+    config = {"num_attention_heads": 4, "caption_projection_dim": 64, "joint_attention_dim": 128, "pooled_projection_dim": 128}
     torch.manual_seed(0)
-    pipe.register_modules(transformer=type(pipe.transformer).from_config(config))
+    pipe.register_modules(
+        transformer=type(pipe.transformer).from_config({**pipe.transformer.config, **config}),
+        **{
+            "text_encoder": tiny_models.clip(64, 1),
+            "text_encoder_2": tiny_models.clip(64, 2),
+            "text_encoder_3": tiny_models.t5(128, 3),
+        },
+    )
     pipe.save_pretrained(to)
     return to
 
 
-def trained(folder: Path, out: Path, name: str, bits: str | None, *, steps: int = 2, **more: Any) -> retouch.Trainer:
-    more = {"quantization_config": bits, "output_dir": out, "run_name": name, "steps": steps, **more}
-    trainer = retouch.Trainer(
-        str(folder) if isinstance(folder, Path) else folder, redness, TASKS, **{**SMALL, **more}, checkpoints={"every": 1}
-    )
+def trained(folder: Any, out: Path, name: str, base: Any, *, steps: int = 2, **more: Any) -> retouch.Trainer:
+    more = {**SMALL, "quantization_config": base, "output_dir": out, "run_name": name, "steps": steps, **more}
+    trainer = retouch.Trainer(str(folder) if isinstance(folder, Path) else folder, redness, TASKS, **more, checkpoints={"every": 1})
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_and_is_exported_and_loaded(
-    folder: Path, tmp_path: Path, bits: str
+def checks(trainer: retouch.Trainer) -> dict[str, Any]:
+    """The checks of a run's preflight."""
+    return {check["name"]: check for check in json.loads((trainer.folder / "preflight.json").read_text())}
+
+
+def lora_file(trainer: retouch.Trainer, to: Path) -> Path:
+    """Export the LoRA of a run, and return the file with its weights."""
+    names = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+    return next(Path(file) for file in trainer.save_pretrained(to) if Path(file).name in names)
+
+
+def adapter(module: Any) -> dict[str, torch.Tensor]:
+    return dict(get_peft_model_state_dict(module, adapter_name=next(iter(module.peft_config))))
+
+
+@pytest.mark.parametrize("base", [{part: bits} for part in ("quantize", "text_encoders") for bits in BITS], ids=str)
+def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_and_its_export_loads_on_the_full_base(
+    folder: Path, tmp_path: Path, base: dict[str, str]
 ) -> None:
-    whole = trained(folder, tmp_path, "whole", bits)
-    trained(folder, tmp_path, "parts", bits, steps=1)
-    resumed = trained(folder, tmp_path, "parts", bits)
+    import diffusers
+
+    whole = trained(folder, tmp_path, "whole", base)
+    trained(folder, tmp_path, "parts", base, steps=1)
+    resumed = trained(folder, tmp_path, "parts", base)
     assert_same(run_results(whole.folder), run_results(resumed.folder))
-    exports = [trainer.save_pretrained(tmp_path / name) for trainer, name in ((whole, "a"), (resumed, "b"))]
-    loras = [next(file for file in files if Path(file).name.startswith("pytorch_lora")) for files in exports]
-    assert Path(loras[0]).read_bytes() == Path(loras[1]).read_bytes()
-    checks = {check["name"]: check for check in json.loads((whole.folder / "preflight.json").read_text())}
-    assert checks["ratio_before"]["value"] == 0
-    assert checks["frozen_gradient"]["ok"]
-    loaded = retouch.load_run(whole.folder)
-    assert any(is_quantized(weight) for weight in loaded._parts[0].model.module.parameters())
+    files = [lora_file(trainer, tmp_path / name) for trainer, name in ((whole, "a"), (resumed, "b"))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert checks(whole)["ratio_before"]["value"] == 0
+    assert checks(whole)["frozen_gradient"]["ok"]
+    model: Any = retouch.load_run(whole.folder)._parts[0].model
+    assert any(is_quantized(weight) for weight in model.module.parameters()) == ("quantize" in base)
+    assert all(any(map(is_quantized, encoder.parameters())) for encoder in model.text.encoders) == ("text_encoders" in base)
+    full = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
+    full.load_lora_weights(files[0].parent)
+    held, loaded = adapter(model.module), adapter(full.transformer)
+    assert held.keys() == loaded.keys()
+    assert [name for name in held if not torch.equal(held[name], loaded[name])] == []
+
+
+def test_quantised_blocks_that_wait_in_cpu_memory_compute_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    runs = [
+        trained(folder, tmp_path, name, "8bit", gradient_checkpointing=True, devices={"swap_blocks": blocks})
+        for name, blocks in (("stay", 0), ("wait", 2))
+    ]
+    assert_same(*(run_results(run.folder) for run in runs))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_language_model_writes_prompts_over_a_quantised_base(tmp_path: Path, bits: str) -> None:
+    """Its ratio is 1 up to rounding also in full: tokens are drawn with a cache, and evaluated without."""
+
+    def wrote(name: str, steps: int) -> retouch.Trainer:
+        words = {"name": name, "out": str(tmp_path), "policy.base": {"quantize": bits}, "steps": steps, **BRIEF}
+        recipe = load("sd3/prompt-enhancer-playground", [f"{key}={json.dumps(value)}" for key, value in words.items()])
+        trainer = retouch.Trainer.from_recipe(recipe, progress=False)
+        trainer.train()
+        return trainer
+
+    whole = wrote("whole", 2)
+    wrote("parts", 1)
+    assert_same(run_results(whole.folder), run_results(wrote("parts", 2).folder))
+    assert checks(whole)["ratio_before"]["ok"]
+    assert checks(whole)["frozen_gradient"]["ok"]
+    file = lora_file(whole, tmp_path / "lora")
+    held: Any = retouch.load_run(whole.folder)._parts[0].model.module
+    section: Any = whole.recipe.policy.model
+    full = section.build(device=CPU, gradient_checkpointing=False).module
+    assert any(map(is_quantized, held.parameters()))
+    assert not any(map(is_quantized, full.parameters()))
+    full.load_adapter(str(file.parent))
+    assert [name for name, tensor in adapter(held).items() if not torch.equal(tensor, adapter(full)[name])] == []
 
 
 def test_the_preflight_names_a_frozen_layer_without_a_gradient() -> None:
@@ -113,11 +181,30 @@ def test_quantised_weights_are_smaller_and_embedders_norms_and_projections_are_k
         quantized.quantize(nn.Sequential(nn.Linear(64, 64)), "8bit", device=CPU)
 
 
-def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
+def missing(layer: Any, *_: Any, **__: Any) -> nn.Module:
+    raise ImportError("No module named 'torchao'")
+
+
+def without_kernel(layer: Any, *_: Any, **__: Any) -> nn.Module:
+    raise RuntimeError("no kernel image is available for execution on the device\nCompile with ...")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (missing, r"8bit needs torchao \(No module .*\); install it: pip install 'retouch\[quantized\]'"),
+        (without_kernel, "torchao cannot compute 8bit layers on cpu: no kernel image is available .*; use 4bit, or null"),
+    ],
+)
+def test_train_and_doctor_name_a_missing_library_or_kernel_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, message: str
+) -> None:
+    monkeypatch.setattr(quantized, "quantized_layer", layer)
     recipe = load("playground/grpo", ['policy.train={"kind":"lora","rank":4}', 'policy.base={"quantize":"8bit"}', "device=cpu"])
-    with pytest.raises(ValueError, match=r"policy\.base\.quantize: 8bit needs torchao .* pip install 'retouch\[quantized\]'"):
+    with pytest.raises(ValueError, match=rf"policy\.base\.quantize: {message}"):
         recipe.policy.require_kernels(CPU)
+    target, _ = check_device("cpu", device=None, weights_here=True)
+    assert re.match(rf"policy\.base\.quantize: {message}", next(check_kernels(recipe, target)).text)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +212,15 @@ def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytes
     [
         ({}, "quantised weights cannot train"),
         ({"sharding": "fsdp2"}, "fsdp2 cannot shard quantised weights"),
+        ({"sharding": "zero3"}, "zero3"),
+        ({"devices": '{"swap_blocks":1}'}, "blocks in 4bit do not wait in CPU memory; use 8bit"),
         ({"policy.compile": "regional"}, "quantised layers are not compiled"),
+        ({"policy.model": '{"kind":"import","class":"tiny_models:Anything"}'}, "only for models in the layout of a diffusers"),
     ],
 )
 def test_settings_that_cannot_have_a_quantised_base_are_refused(words: dict[str, str], message: str) -> None:
     given = ['policy.base={"quantize":"4bit"}', *(f"{key}={value}" for key, value in words.items())]
-    with pytest.raises(ValueError, match=rf"policy\.base: {message}"):
+    with pytest.raises(ValueError, match=message):
         load("playground/grpo", given)
 
 
@@ -149,6 +239,20 @@ def configurations() -> list[tuple[Any, str | dict[str, str]]]:
         (transformers.BitsAndBytesConfig(load_in_8bit=True), "picks outliers over all rows of a batch"),
         (diffusers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig()), "only Int8WeightOnlyConfig; give '8bit'"),
         (diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16), "from_single_file"),
+        ({"quantize": "4bit", "text_encoders": "8bit"}, {"quantize": "4bit", "text_encoders": "8bit"}),
+        (
+            diffusers.PipelineQuantizationConfig(
+                quant_mapping={
+                    "transformer": diffusers.TorchAoConfig(Int8WeightOnlyConfig()),
+                    "text_encoder_2": transformers.BitsAndBytesConfig(**nf4),
+                }
+            ),
+            {"quantize": "8bit", "text_encoders": "4bit"},
+        ),
+        (
+            diffusers.PipelineQuantizationConfig(quant_mapping={"vae": diffusers.BitsAndBytesConfig(**nf4)}),
+            "only the transformer and all text encoders",
+        ),
         ("2bit", "give '8bit', '4bit', a BitsAndBytesConfig or a TorchAoConfig"),
     ]
 
@@ -165,21 +269,103 @@ def test_objects_of_diffusers_and_transformers_are_taken_if_they_mean_the_same_a
             assert expected in str(refused.value)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_loaded_pipeline_that_is_quantised_trains(tmp_path: Path, folder: Path, bits: str) -> None:
+def by_loader(folder: Path, config: Any) -> Any:
+    """The transformer, quantised by diffusers' own loader."""
+    kind: Any = type(tiny_models.sd3_transformer())
+    return kind.from_pretrained(folder, subfolder="transformer", quantization_config=config)
+
+
+def by_torchao(config: str, folder: Path) -> Any:
     import diffusers
+    from torchao import quantization
 
-    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
-    quantized.quantize(pipe.transformer, bits, device=CPU)
-    trained(pipe, tmp_path, "loaded", None, steps=1)  # type: ignore[arg-type]
+    return by_loader(folder, diffusers.TorchAoConfig(getattr(quantization, config)(set_inductor_config=False)))
 
 
-def test_a_pipeline_whose_quantisation_cannot_train_is_refused_with_what_to_use(folder: Path) -> None:
+def by_hand(replacement: Any, folder: Path) -> Any:
+    """The transformer with the linear layers of its blocks replaced: diffusers' loader of bitsandbytes finds no GPU here."""
+    module = by_loader(folder, None)
+    for name, layer in list(module.transformer_blocks.named_modules()):
+        if type(layer) is nn.Linear:
+            made = replacement(layer.in_features, layer.out_features).requires_grad_(False)
+            made.load_state_dict(layer.state_dict())
+            parent, _, last = name.rpartition(".")
+            setattr(module.transformer_blocks.get_submodule(parent), last, made.to("cpu"))
+    return module
+
+
+def by_bitsandbytes(layer: str, folder: Path, **settings: Any) -> Any:
     import bitsandbytes
+
+    return by_hand(partial(getattr(bitsandbytes.nn, layer), **settings), folder)
+
+
+def by_quanto(weights: str, folder: Path) -> Any:
+    quanto = pytest.importorskip("optimum.quanto")
+    module = by_loader(folder, None)
+    quanto.quantize(module.transformer_blocks, weights=getattr(quanto, weights))
+    quanto.freeze(module.transformer_blocks)
+    return module
+
+
+def by_gguf(kind: str, folder: Path) -> Any:
+    """The transformer from a GGUF file, by diffusers' ``from_single_file``."""
     import diffusers
 
-    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
-    block = pipe.transformer.transformer_blocks[0].attn
-    block.to_q = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
-    with pytest.raises(ValueError, match=r'bitsandbytes in 8 bits.*quantization_config="8bit"'):
-        retouch.Trainer(pipe, redness, TASKS, **SMALL)
+    gguf = pytest.importorskip("gguf")
+    whole, stored, file = by_loader(folder, None), gguf.GGMLQuantizationType[kind], folder / f"{kind}.gguf"
+    writer = gguf.GGUFWriter(file, "sd3")
+    for name, tensor in whole.state_dict().items():
+        if "blocks" in name and tensor.dim() == 2:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+    kinds = {"quantization_config": config, "torch_dtype": torch.float32}
+    return type(whole).from_single_file(str(file), config=str(folder), subfolder="transformer", **kinds)
+
+
+class SDNQLinear(nn.Linear):
+    """The name under which SDNQ's layers are known: their forward pass has no gradient."""
+
+    __module__ = "sdnq.layers"
+
+
+LOADED: list[tuple[str, Any, str | None]] = [
+    ("torchao int8", partial(by_torchao, "Int8WeightOnlyConfig"), None),
+    ("torchao fp8", partial(by_torchao, "Float8WeightOnlyConfig"), None),
+    ("bitsandbytes NF4, by hand", partial(by_bitsandbytes, "LinearNF4"), None),
+    ("bitsandbytes FP4, by hand", partial(by_bitsandbytes, "LinearFP4"), None),
+    ("quanto int8", partial(by_quanto, "qint8"), None),
+    ("quanto int4", partial(by_quanto, "qint4"), None),
+    ("GGUF Q8_0", partial(by_gguf, "Q8_0"), None),
+    ("GGUF Q4_0", partial(by_gguf, "Q4_0"), None),
+    ("torchao int8 with activations", partial(by_torchao, "Int8DynamicActivationInt8WeightConfig"), "set policy.base.quantize"),
+    (
+        "bitsandbytes int8, by hand",
+        partial(by_bitsandbytes, "Linear8bitLt", has_fp16_weights=False),
+        'by bitsandbytes in 8 bits.*quantization_config="8bit"',
+    ),
+    ("SDNQ", partial(by_hand, SDNQLinear), 'by SDNQ.*quantization_config="8bit"'),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), [row[1:] for row in LOADED], ids=[row[0] for row in LOADED])
+def test_a_loaded_pipeline_that_is_quantised_trains_or_is_refused_with_what_to_use(
+    tmp_path: Path, folder: Path, make: Any, message: str | None
+) -> None:
+    import diffusers
+
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, transformer=make(folder))
+    if message is None:
+        run = trained(pipe, tmp_path, "loaded", None, steps=1)
+        assert any(map(is_quantized, pipe.transformer.parameters()))
+        assert checks(run)["ratio_before"]["value"] == 0
+        assert checks(run)["frozen_gradient"]["ok"]
+        return
+    with pytest.raises(ValueError, match=message):
+        trained(pipe, tmp_path, "loaded", None, steps=1)

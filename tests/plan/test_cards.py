@@ -2,9 +2,8 @@
 
 import pytest
 
-from retouch.config.packaged import available, short_name
+from retouch.config.packaged import available, find, short_name
 from retouch.recipe.document import evaluate
-from retouch.config.packaged import find
 from retouch.recipe.recipe import load
 from retouch_plan.dry_run import dry_run, fits, hours, in_own_process
 from retouch_plan.machines import MACHINES

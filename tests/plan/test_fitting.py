@@ -20,10 +20,11 @@ def made_up(recipe, machine, **_):
     policy, devices = recipe.policy, recipe.devices
     swapped = 0 if devices is None else devices.swap_blocks
     weights = {"weights: transformer": sum(BLOCKS) - (swapped - 2) * GB if swapped else sum(BLOCKS)}
-    encoder = {} if policy.prompt_embeddings == "cached" else {"weights: text_encoder": 10 * GB}
+    encoders = {"weights: text_encoder": {None: 10, "8bit": 6, "4bit": 3}[policy.base and policy.base.text_encoders] * GB}
+    encoder = {} if policy.prompt_embeddings == "cached" else encoders
     row = {False: 5, True: 1, "cpu": 0.6}[policy.gradient_checkpointing]
     held = {
-        "build": {"weights: text_encoder": 10 * GB},
+        "build": encoders,
         "rollout": {**weights, **encoder, "activations": recipe.rollout.chunk * GB // 10},
         "update": {**weights, **encoder, "activations": int(recipe.microbatch * row * GB)},
     }
@@ -47,8 +48,8 @@ def _made_up(monkeypatch):
         (
             "16gb",
             {
-                **{"policy.gradient_checkpointing": True, "policy.prompt_embeddings": "cached", "microbatch": 1},
-                **{"devices.swap_blocks": 8},
+                **{"policy.gradient_checkpointing": True, "policy.prompt_embeddings": "cached", "microbatch": 4},
+                **{"devices.swap_blocks": 11},
             },
         ),
     ],
@@ -58,9 +59,18 @@ def test_the_cheapest_keys_with_which_a_recipe_fits(card, keys):
     assert fitting.fit(recipe, MACHINES[card])[0] == keys
 
 
+@pytest.mark.parametrize(("memory", "bits"), [(12, None), (11, "8bit"), (6, "4bit")])
+def test_text_encoders_that_do_not_fit_alone_are_quantised_in_as_many_bits_as_fit(memory, bits):
+    """Encoded prompts are cached, so the encoders are on the device before the transformer is."""
+    recipe = load("recipes/sd3/ocr-grpo.jsonnet", ["ranks=1", "policy.compile=null", "rollout.chunk=1"])
+    keys, _ = fitting.fit(recipe, replace(MACHINES["12gb"], memory=memory * GB))
+    assert keys["policy.prompt_embeddings"] == "cached"
+    assert keys.get("policy.base.text_encoders") == bits
+
+
 def test_a_recipe_that_fits_with_no_key_is_refused_with_what_holds_the_memory():
     recipe = load("recipes/sd3/ocr-grpo.jsonnet", ["ranks=1", "policy.compile=null"])
     with pytest.raises(
-        ValueError, match=r"sd3-ocr-grpo needs 10.0 GB in build \(10.0 GB weights: text_encoder\), and a tenth of the"
+        ValueError, match=r"sd3-ocr-grpo needs 3.0 GB in build \(3.0 GB weights: text_encoder\), and a tenth of the"
     ):
-        fitting.fit(recipe, replace(MACHINES["12gb"], memory=10 * GB))
+        fitting.fit(recipe, replace(MACHINES["12gb"], memory=3 * GB))

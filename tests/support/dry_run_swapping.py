@@ -15,6 +15,8 @@ SETTINGS = {
     "live": ("policy.prompt_embeddings=live",),
     "none": (),
     "swapped": ("devices.swap_blocks=6",),
+    "8bit": ('policy.base={"quantize":"8bit"}',),
+    "8bit swapped": ('policy.base={"quantize":"8bit"}', "devices.swap_blocks=6"),
     "activations": ("policy.gradient_checkpointing=cpu",),
 }
 

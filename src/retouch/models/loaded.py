@@ -39,6 +39,7 @@ HARMLESS = frozenset(
     | {*("name_or_path", "_name_or_path", "_class_name", "_diffusers_version", "dtype", "_is_hf_initialized")}
     | {
         *(
+            "hf_device_map",
             "hf_quantizer",
             "is_quantized",
             "quantization_config",

@@ -40,6 +40,7 @@ from retouch.types import Conditioning, Task
 
 BUFFER_BYTES = 2**30
 _ALIGNMENT = 256
+_CPU = torch.device("cpu")
 FOLDER_VARIABLE = "RETOUCH_PROMPT_CACHE"
 LIMIT_VARIABLE = "RETOUCH_PROMPT_CACHE_GB"
 DEFAULT_LIMIT_GB = 100.0
@@ -75,13 +76,25 @@ def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None
 
 
 def _copied(tensor: Any, device: torch.device) -> Tensor:
-    if getattr(tensor, "quant_state", None) is not None:  # bitsandbytes moves the scales of a parameter in place
+    if getattr(tensor, "quant_state", None) is not None:  # bitsandbytes moves the scales of a parameter in place, and waits
         copied: Any = copy.copy(tensor)
-        copied.data, copied.quant_state = to_device(tensor.data, device), copy.deepcopy(tensor.quant_state)
-        copied.quant_state.to(device)
+        copied.data, copied.quant_state = to_device(tensor.data, device), _copied_state(tensor.quant_state, device)
         return copied
-    moved = to_device(tensor.detach(), device)
+    if type(tensor).__module__.startswith("torchao"):  # its own copies wait
+        names, settings = tensor.__tensor_flatten__()
+        parts = {name: to_device(getattr(tensor, name), device) for name in names}
+        moved = type(tensor).__tensor_unflatten__(parts, settings, tensor.size(), tensor.stride())
+    else:
+        moved = to_device(tensor.detach(), device)
     return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+
+
+def _copied_state(state: Any, device: torch.device) -> Any:
+    made = copy.copy(state)
+    made.absmax, made.code = to_device(state.absmax, device), to_device(state.code, device)
+    if state.state2 is not None:
+        made.offset, made.state2 = to_device(state.offset, device), _copied_state(state.state2, device)
+    return made
 
 
 def page_lock(parts: Sequence[nn.Module], device: torch.device) -> None:
@@ -143,7 +156,8 @@ class SwappedBlocks:
         self.ahead = {following: self.fetch(following)} if 0 <= following < len(self.frozen) else {}
         try:
             for (table, name, tensor), copy in zip(self.frozen[place], copies, strict=True):
-                table[name] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+                whole = isinstance(copy, nn.Parameter) or not isinstance(tensor, nn.Parameter)
+                table[name] = copy if whole else nn.Parameter(copy, requires_grad=False)
             return forward(*args, **kwargs)
         finally:
             for table, name, tensor in self.frozen[place]:
@@ -153,13 +167,18 @@ class SwappedBlocks:
         """Begin to copy the frozen weights of a block to the device."""
         # A race without this order: the memory belongs to the stream that computes, and kernels that still wait there may read what
         # it held before. So the copies begin after everything that was started until now, and ``wait`` is called before their use.
-        copies = [torch.empty_like(tensor, device=self.device) for _, _, tensor in self.frozen[place]]
+        # Codes and scales are in the memory of this stream; it reuses their memory here only, after the same wait.
+        copies = [
+            None if len([*plain_tensors(tensor)]) > 1 else torch.empty_like(tensor, device=self.device)
+            for _, _, tensor in self.frozen[place]
+        ]
         if self.stream is not None:
             self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
         with nullcontext() if self.stream is None else torch.get_device_module(self.device).stream(self.stream):
-            for copy, (_, _, tensor) in zip(copies, self.frozen[place], strict=True):
-                copy.copy_(tensor.detach(), non_blocking=self.stream is not None)
-        return copies
+            return [
+                _copied(tensor, self.device) if made is None else made.copy_(tensor.detach(), non_blocking=self.stream is not None)
+                for made, (_, _, tensor) in zip(copies, self.frozen[place], strict=True)
+            ]
 
     def wait(self) -> None:
         """Let later computations wait for all copies."""
@@ -465,8 +484,7 @@ def build_offloaded(
     encoders = model.text.encoders
     if base is not None and base.text_encoders is not None:
         for encoder in encoders:
-            quantize(encoder, base.text_encoders, device=device, key="policy.base.text_encoders")
-            encoder.to("cpu")
+            quantize(encoder, base.text_encoders, device=device, home=_CPU, key="policy.base.text_encoders")
     page_lock(frozen if offload else encoders if cache_prompts else [], device)
     autoencoder = [part for part in frozen if all(part is not encoder for encoder in encoders)]
     if cache_prompts:
@@ -476,7 +494,7 @@ def build_offloaded(
             with on_device(device, frozen):
                 prepare(model)
     if base is not None and base.quantize is not None:
-        quantize(transformer, base.quantize, device=device)
+        quantize(transformer, base.quantize, device=device, home=_CPU if swap_blocks else device)
     place_blocks(transformer, count=swap_blocks, device=device)
     if offload:
         return OffloadedModel(model, device=device, encoders=[] if cache_prompts else encoders, autoencoder=autoencoder)

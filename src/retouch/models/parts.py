@@ -123,7 +123,8 @@ def bits_hash(tensor: Tensor) -> Tensor:
 
 
 def _bits_hash(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    with torch._C.DisableTorchFunctionSubclass():  # a piece of diffusers' GGUF parameter would be such a parameter
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if len(flat) % 4 or flat.storage_offset() % 4:
         flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4)).clone()
     words = flat.view(torch.int32)

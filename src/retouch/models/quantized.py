@@ -46,8 +46,12 @@ def compute_dtype(module: nn.Module) -> torch.dtype:
     return next(weight.dtype for name, weight in module.named_parameters() if weight.is_floating_point() and "lora_" not in name)
 
 
-def quantize(module: nn.Module, bits: Bits, *, device: torch.device, key: str = "policy.base.quantize") -> None:
+def quantize(
+    module: nn.Module, bits: Bits, *, device: torch.device, home: torch.device | None = None, key: str = "policy.base.quantize"
+) -> None:
     """Quantise the linear layers of a module's blocks, one layer at a time on ``device``; the rest of the module stays where it is.
+
+    ``home``: where the quantised layers are afterwards; by default on ``device``.
 
     Layers outside of its stacks of blocks are kept (embedders, the last norm and projection), and those that its class keeps in
     fp32. Raises ValueError, which names ``key``, if the module has no such layers.
@@ -64,7 +68,7 @@ def quantize(module: nn.Module, bits: Bits, *, device: torch.device, key: str = 
         raise ValueError(f"{key}: a {type(module).__name__} has no blocks of linear layers that could be quantised; remove it")
     for path, layer in chosen.items():
         parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, quantized_layer(layer, bits, device=device))
+        setattr(module.get_submodule(parent), name, quantized_layer(layer, bits, device=device).to(home or device))
 
 
 def quantized_layer(layer: nn.Linear, bits: Bits, *, device: torch.device) -> nn.Module:

@@ -160,8 +160,9 @@ def base_problems(recipe: RecipeKeys) -> Iterator[str]:
         yield f"{key}: is only for models in the layout of a diffusers pipeline or of transformers; remove it"
     if str(getattr(policy.model, "path", "")).startswith(LIVE):
         yield f"{key}: a loaded model keeps its weights; load it quantised, or pass its folder or Hugging Face id"
-    if recipe.devices is not None and recipe.devices.swap_blocks and getattr(policy.base, "quantize", None):
-        yield f"{key}.quantize: quantised blocks do not wait in CPU memory; remove it, or devices.swap_blocks"
+    if recipe.devices is not None and recipe.devices.swap_blocks and getattr(policy.base, "quantize", None) == "4bit":
+        # Its products keep their codes until the backward pass, past gradient checkpointing, so all blocks would be on the device.
+        yield f"{key}.quantize: blocks in 4bit do not wait in CPU memory; use 8bit, or devices.swap_blocks 0"
     if recipe.sharding == "fsdp2":
         yield f"{key}: fsdp2 cannot shard quantised weights; use sharding null, as they are small, or remove it"
     if policy.compile is not None:

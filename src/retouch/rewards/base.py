@@ -88,11 +88,12 @@ class TaskFacts:
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model that a reward loads into the process of the run. ``path``: its folder or Hugging Face id. ``device``: None for the
-    run's device for rewards."""
+    run's device for rewards. ``stored``: share of the bytes in this dtype that its weights take."""
 
     path: str
     dtype: str
     device: str | None
+    stored: float = 1.0
 
 
 def whole_group_problems(run: RunFacts, *, column: str, reward: str) -> Iterator[str]:

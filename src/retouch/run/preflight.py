@@ -63,7 +63,12 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
-        checks = [*_frozen_gradient(run), *_take_step(run, phase, step, minibatch, before)]
+        checks = [*_frozen_gradient(run)]
+        try:
+            checks += _take_step(run, phase, step, minibatch, before)
+        except RuntimeError:
+            require_passed(checks)  # layers without a gradient raise an error that does not name them
+            raise
         changed = sum(not torch.equal(old, new) for old, new in zip(frozen, _hashes(run), strict=True))
         return [*checks, Check("frozen", changed == 0, changed, 0, f"{changed} of {len(frozen)} frozen tensors changed")]
     finally:

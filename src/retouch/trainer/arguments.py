@@ -94,13 +94,24 @@ def train_document(peft_config: Any) -> dict[str, Any]:
 
 
 def base_document(config: Any) -> dict[str, Any] | None:
-    """The document of ``policy.base`` for None, "8bit", "4bit", or an object of diffusers or transformers that means the same.
+    """The document of ``policy.base`` for None, "8bit", "4bit", such a document, or an object of diffusers or transformers that
+    means the same.
 
     The layers compute in the dtype of the model, whatever the object says.
     """
-    if config is None or config in get_args(Bits):
-        return config and {"quantize": config}
+    if config is None:
+        return None
+    if isinstance(config, Mapping):
+        return dict(config)
+    if config in get_args(Bits):
+        return {"quantize": config}
     name, problem = type(config).__name__, None
+    if name == "PipelineQuantizationConfig" and config.quant_mapping:
+        found = {part: each["quantize"] for part, given in config.quant_mapping.items() if (each := base_document(given))}
+        encoders = {bits for part, bits in found.items() if part.startswith("text_encoder")}
+        if len(encoders) > 1 or not all(part.startswith(("transformer", "text_encoder")) for part in found):
+            raise ValueError("quantization_config: only the transformer and all text encoders, in one way, can be quantised")
+        return {"quantize": found.get("transformer"), "text_encoders": next(iter(encoders), None)}
     skipped = getattr(config, "modules_to_not_convert", None) or getattr(config, "llm_int8_skip_modules", None)
     if name == "BitsAndBytesConfig" and config.load_in_4bit:
         given = (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
