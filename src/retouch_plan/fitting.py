@@ -166,7 +166,7 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
     if updates and policy.gradient_checkpointing is True and keep(1, "activations"):
         held.clear()
         yield {"policy.gradient_checkpointing": "cpu"}
-    bits = policy.base and policy.base.quantize
+    bits = getattr(policy.base, "quantize", None)
     sizes = [size // (2 if bits else 1) for size in block_bytes(policy.model)]
     swappable = policy.train.kind != "full" and policy.compile is None and recipe.sharding is None and bits != "4bit"
     if swappable and "weights: transformer" in held and devices.swap_blocks < len(sizes):
