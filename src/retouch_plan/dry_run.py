@@ -327,8 +327,8 @@ def _run(recipe: Recipe, machine: Machine, world: int | None, compiled: bool, de
         stack.enter_context(fake_deepspeed(meter))
         stack.enter_context(patch.object(SwappedBlocks, "fetch", meter.on_other_stream(SwappedBlocks.fetch)))
         stack.enter_context(patch.object(SwappedBlocks, "wait", lambda blocks: meter.wait_for_other_stream()))
-        # Layers are quantised while they are moved to the device, which never holds the weights before it.
-        loads = ranks.device if recipe.policy.base is None else CPU
+        # The device never holds weights that are quantised while they are moved to it, or blocks that wait.
+        loads = ranks.device if recipe.policy.base is None and not swap_blocks else CPU
         stack.enter_context(without_weights(loads, blocks=blocks, on_module=step.label_module))
         return step.run(compiled=compiled)
 
