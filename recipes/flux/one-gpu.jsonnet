@@ -1,4 +1,4 @@
-// FLUX.1-dev learns what people prefer on one GPU with 12 GB or more: images of 512 px, scored by PickScore.
+// FLUX.1-dev learns what people prefer on one GPU with 16 GB or more: images of 512 px, scored by PickScore.
 //
 //   retouch train flux/one-gpu --set card=24gb
 //

@@ -38,7 +38,7 @@ local sampling = import 'sampling.libsonnet';
   },
 
   // A full-size recipe with the keys of each card. `recipe`: its name, such as 'sd3/one-gpu'.
-  full_size(recipe, world, num_steps, eval_steps, noise_level=0.7, learning_rate=3e-4)::
+  full_size(recipe, world, num_steps, eval_steps, noise_level=0.7, learning_rate=3e-4, card='24gb')::
     $.flow_grpo(world, {
       name: std.strReplace(recipe, '/', '-'),
       steps: 200,
@@ -51,7 +51,7 @@ local sampling = import 'sampling.libsonnet';
       eval_steps: eval_steps,
     }) + {
       policy+: { prompt_embeddings: 'cached', gradient_checkpointing: true },
-      card: '24gb',
+      card: card,
       local cards = std.get(chosen, recipe, {}),
       cards: { [card]: cards[card].keys for card in std.objectFields(cards) if std.objectHas(cards[card], 'keys') },
     },

@@ -1,6 +1,6 @@
-// Qwen-Image-Edit, with 20 billion weights, learns to edit photographs on one GPU, at 512 px. On small cards its weights have 4 bits.
+// Qwen-Image-Edit, with 20 billion weights, learns to edit photographs on one GPU, at 512 px.
 //
-//   retouch train qwen-image-edit/one-gpu --set card=24gb --set data.path=DIR
+//   retouch train qwen-image-edit/one-gpu --set card=80gb --set data.path=DIR
 //
 // DIR contains photographs and a metadata.jsonl with an instruction for each; docs/guides/photos.md has all steps. The reward is
 // PickScore plus preservation of the source, on the CPU. docs/machines.md has the memory and the hours on each card.
@@ -20,4 +20,5 @@ one_gpu.full_size(
   eval_steps=28,
   noise_level=1.2,
   learning_rate=1e-4,
+  card='80gb',
 )

@@ -1,5 +1,5 @@
-// Qwen-Image, with 20 billion weights, learns to render words on one GPU: images of 512 px, scored by an OCR model. On small cards
-// its weights have 4 bits.
+// Qwen-Image, with 20 billion weights, learns to render words on one GPU: images of 512 px, scored by an OCR model. On cards with
+// 24 and 48 GB, blocks of it wait in CPU memory.
 //
 //   retouch train qwen-image/one-gpu --set card=24gb
 //

@@ -160,7 +160,10 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
 
     if kind == "build" and policy.prompt_embeddings == "cached":  # only the text encoders are on the device then
         bits = None if policy.base is None else policy.base.text_encoders
-        names = ("weights: text_encoder", *(["other"] if "activations: text encoders" in held else []))  # before they get their label
+        names = (
+            "weights: text_encoder",
+            *(["other"] if "activations: text encoders" in held else []),
+        )  # before they get their label
         if policy.train.kind != "full" and bits != "4bit" and keep(0.55, *names):
             yield {"policy.base.text_encoders": "8bit" if bits is None else "4bit"}
         return
