@@ -1,4 +1,4 @@
-// Stable Diffusion 3.5 Medium learns to render words on one GPU with 16 GB or more: images of 512 px, scored by an OCR model.
+// Stable Diffusion 3.5 Medium learns to render words on one GPU with 12 GB or more: images of 512 px, scored by an OCR model.
 //
 //   retouch train sd3/one-gpu --set card=24gb
 //
