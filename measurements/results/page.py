@@ -304,7 +304,8 @@ WITHOUT_RESULT = (
         "`sd3/one-gpu-playground`, `qwen-image-edit/one-gpu-playground`",
         "Run to the end with seed 0. On 128 held-out scenes of eight and nine objects the score rises from 8.36 to 8.61 in 40 "
         "steps (exact 0.09 to 0.13; the autoencoder limits it to 9.15), about as with all steps trained "
-        "(`sd3/ocr-grpo-playground`). On 128 held-out edits of two and three objects it rises from 6.92 to 8.18 in 60 steps (exact 0.18 to 0.33). `retouch train "
+        "(`sd3/ocr-grpo-playground`). On 128 held-out edits of two and three objects it rises from 6.92 to 8.18 in "
+        "60 steps (exact 0.18 to 0.33). `retouch train "
         "sd3/one-gpu-playground`, `retouch train qwen-image-edit/one-gpu-playground`",
     ),
     (
