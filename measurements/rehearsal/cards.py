@@ -17,7 +17,8 @@ from table import PAGE, ROOT, in_own_process, insert
 CHOSEN = ROOT / "recipes" / "lib" / "one_gpu.json"
 MARK = "<!-- cards -->"
 CARDS = ("12gb", "16gb", "24gb", "48gb", "80gb")
-RECIPES = ("sd3", "flux2-klein", "z-image", "flux", "qwen-image", "photos", "qwen-image-edit")
+MODELS = ("sd3", "flux2-klein", "z-image", "flux", "qwen-image", "photos", "qwen-image-edit")
+RECIPES = [f"{model}/one-gpu" for model in MODELS]
 ROWS = ("microbatch", "rollout.chunk", "eval.batch")
 SIZES = (*ROWS, "tasks_per_step", "group_size", "steps")
 HEADER = (
@@ -36,9 +37,8 @@ def choose(name: str, card: str, larger: dict[str, Any]) -> dict[str, Any]:
     from retouch_plan.machines import MACHINES
 
     machine, keys = MACHINES[card], larger
-    document = {
-        key: value for key, value in evaluate(ROOT / f"recipes/{name}/one-gpu.jsonnet").items() if key not in ("card", "cards")
-    }
+    document = evaluate(ROOT / f"recipes/{name}.jsonnet")
+    document = {key: value for key, value in document.items() if key not in ("card", "cards")}
 
     def changed(keys: dict[str, Any]) -> Any:
         return parse(document, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
@@ -64,16 +64,12 @@ def choose(name: str, card: str, larger: dict[str, Any]) -> dict[str, Any]:
 def row(name: str, card: str, found: dict[str, Any]) -> str:
     """A row of the table."""
     if "keys" not in found:
-        return f"| `{name}/one-gpu` | {card} | does not fit | | | | | | |"
+        return f"| `{name}` | {card} | does not fit | | | | | | |"
     keys = found["keys"]
     others = [f"`{key}={json.dumps(value)}`" for key, value in keys.items() if key not in SIZES]
-    cells = [f"`{name}/one-gpu`", card, str(found["images"]), f"{found['peak'] / 1e9:.1f}", f"{found['host'] / 1e9:.1f}"]
-    cells += [
-        f"{found['hours']:.1f}",
-        f"{found['seconds']:.1f}",
-        f"{keys['microbatch']}, {keys['rollout.chunk']}",
-        " ".join(others),
-    ]
+    cells = [f"`{name}`", card, str(found["images"]), f"{found['peak'] / 1e9:.1f}", f"{found['host'] / 1e9:.1f}"]
+    cells += [f"{found['hours']:.1f}", f"{found['seconds']:.1f}", f"{keys['microbatch']}, {keys['rollout.chunk']}"]
+    cells.append(" ".join(others))
     return f"| {' | '.join(cells)} |"
 
 
@@ -87,18 +83,18 @@ def main() -> None:
     for name in given.recipes or RECIPES:
         for card in sorted(given.cards, key=CARDS.index, reverse=True):
             chosen = json.loads(CHOSEN.read_text(encoding="utf-8"))
-            of_recipe = chosen.get(f"{name}/one-gpu", {})
+            of_recipe = chosen.get(name, {})
             larger = next((of_recipe[each] for each in CARDS[CARDS.index(card) + 1 :] if each in of_recipe), {})
             try:
                 found = in_own_process(choose, name, card, larger.get("keys", {}))
             except ValueError as error:  # it does not fit with any keys
                 found = {"why": str(error)}
             of_recipe |= {card: found}
-            chosen[f"{name}/one-gpu"] = {each: of_recipe[each] for each in CARDS if each in of_recipe}
-            chosen = {f"{each}/one-gpu": chosen[f"{each}/one-gpu"] for each in RECIPES if f"{each}/one-gpu" in chosen}
+            chosen[name] = {each: of_recipe[each] for each in CARDS if each in of_recipe}
+            chosen = {each: chosen[each] for each in RECIPES if each in chosen}
             CHOSEN.write_text(json.dumps(chosen, indent=1) + "\n", encoding="utf-8")
             print(row(name, card, found), flush=True)
-    rows = [row(name.partition("/")[0], card, found) for name, cards in chosen.items() for card, found in cards.items()]
+    rows = [row(name, card, found) for name, cards in chosen.items() for card, found in cards.items()]
     insert(PAGE, MARK, "\n".join([HEADER, *rows]))
 
 

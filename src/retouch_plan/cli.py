@@ -58,11 +58,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         if arguments.overrides:
             raise ValueError(f"--set: {arguments.recipe} makes its own Trainer; change its arguments there")
-        of_recipes = ["distributed", "rehearse", "full_depth", "ranks", "base", "no_rehearsal", "estimate"]
-        for name in [*of_recipes, "price_per_hour", "allow_import"]:
+        of_recipes = ["distributed", "rehearse", "full_depth", "ranks", "base", "no_rehearsal", "estimate", "price_per_hour"]
+        for name in [*of_recipes, "allow_import"]:
             if getattr(arguments, name):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: a script takes only --device; the other options are for recipes")
+                raise ValueError(f"--{name.replace('_', '-')}: a script takes only --device; the other options are for recipes")
         return 0 if check_script(arguments.recipe, device=arguments.device) else 1
     from retouch.recipe.recipe import load
 

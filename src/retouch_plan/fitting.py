@@ -51,10 +51,9 @@ _TILED, _EIGHT_BITS = 0.4, 0.27
 """Predicted shares of the autoencoder's activations with tiling, and of moments in 8 bits; the next dry run measures them."""
 _MATTERS = 0.03
 """A key is not set for what holds less than this share of a stage's peak."""
-
-
 MOST_MICROBATCH, MOST_CHUNK = 16, 64
 """Larger batches fill a GPU no better."""
+_DAY, _LEAST_GROUP = 24.0, 8
 _FEW_ROWS = 4
 """So many rows compute about as long as the waiting blocks are copied, so blocks wait before there are fewer."""
 
@@ -107,18 +106,11 @@ def fit(
         name, place, size = largest(found)
         if size <= limit:
             return chosen, found
-        more: dict[str, Any] = {}
-        if not _has_rungs(recipe):
+        if _has_rungs(recipe):
+            more = _needed(changed, found, place, limit)
+        else:
             searched = smallest_changes(recipe, machine, found, world=1, allow_imports=allow_imports)
             more = {key: value_of(value) for key, value in (each.split("=", 1) for each in searched[0])} if searched else {}
-        for stage in found.stages if _has_rungs(recipe) else ():
-            held = Counter(dict(holders(found, stage, place)))
-            for overrides in _rungs(changed, stage.rpartition(": ")[2], held, limit) if held.total() > limit else ():
-                for key, value in overrides.items():  # two stages may need the same key
-                    both = max if key == "devices.swap_blocks" else min
-                    more[key] = both(more.get(key, value), value)
-                if held.total() <= limit:
-                    break
         if not more:
             break
         chosen |= more
@@ -133,9 +125,23 @@ def fit(
 
 
 def _has_rungs(recipe: Recipe) -> bool:
-    """Whether ``_rungs`` knows what to do for the recipe: for a diffusion model, and without phases of their own settings."""
+    """Whether ``_rungs`` knows the keys of the recipe: it has a diffusion model, and no phases with settings of their own."""
     model = recipe.policy.model
     return isinstance(recipe.policy, DenoisingPolicyKeys) and isinstance(model, DiffusersModel) and recipe.phases is None
+
+
+def _needed(recipe: Recipe, found: DryRun, place: int, limit: float) -> dict[str, Any]:
+    """Return the keys that all stages need in order to fit on a device, as far as their effects can be predicted."""
+    needed: dict[str, Any] = {}
+    for stage in found.stages:
+        held = Counter(dict(holders(found, stage, place)))
+        for overrides in _rungs(recipe, stage.rpartition(": ")[2], held, limit) if held.total() > limit else ():
+            for key, value in overrides.items():  # two stages may need the same key
+                both = max if key == "devices.swap_blocks" else min
+                needed[key] = both(needed.get(key, value), value)
+            if held.total() <= limit:
+                break
+    return needed
 
 
 def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Iterator[dict[str, Any]]:
@@ -160,10 +166,8 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
 
     if kind == "build" and policy.prompt_embeddings == "cached":  # only the text encoders are on the device then
         bits = None if policy.base is None else policy.base.text_encoders
-        names = (
-            "weights: text_encoder",
-            *(["other"] if "activations: text encoders" in held else []),
-        )  # before they get their label
+        # Their copies on the device have no label while they encode.
+        names = ("weights: text_encoder", *(["other"] if "activations: text encoders" in held else []))
         if policy.train.kind != "full" and bits != "4bit" and keep(0.55, *names):
             yield {"policy.base.text_encoders": "8bit" if bits is None else "4bit"}
         return
@@ -340,14 +344,9 @@ def smallest_changes(
     return None
 
 
-# Fewer images
-
-_DAY, _LEAST_GROUP = 24.0, 8
-
-
 def within_a_day(recipe: Recipe, found: DryRun, machine: Machine) -> dict[str, int]:
     """Return fewer tasks of smaller groups, and fewer steps if that is not enough, with which the run is forecast to end within a
-    day; nothing if it does as it is, or if it has phases of their own.
+    day; nothing if it does as it is, or if it has phases.
 
     Groups keep at least 8 samples, because the advantage of a sample is its distance from the mean of its group.
     """
@@ -355,14 +354,14 @@ def within_a_day(recipe: Recipe, found: DryRun, machine: Machine) -> dict[str, i
     if total <= _DAY or recipe.phases is not None or recipe.steps is None:
         return {}
     evaluations = total - recipe.steps * seconds(step_work(found, 0), machine) / 3600
-    rows = recipe.tasks_per_step * recipe.group_size / found.world
-    most = max(0.0, rows * (_DAY - evaluations) / (total - evaluations))  # on each rank
+    rows = recipe.tasks_per_step * recipe.group_size
+    most = rows * max(0.0, (_DAY - evaluations) / (total - evaluations))
     group, tasks = recipe.group_size, recipe.minibatches * found.world
-    while group % 2 == 0 and group >= 2 * _LEAST_GROUP and group * 4 > most * found.world:
+    while group % 2 == 0 and group >= 2 * _LEAST_GROUP and group * 4 > most:
         group //= 2
-    tasks *= max(1, int(most * found.world / (group * tasks)))
+    tasks *= max(1, int(most / (group * tasks)))
     fewer = {"tasks_per_step": tasks, "group_size": group}
-    after = total - (total - evaluations) * (1 - tasks * group / (rows * found.world))
+    after = total - (total - evaluations) * (1 - tasks * group / rows)
     if after > _DAY:
         fewer["steps"] = max(1, int(recipe.steps * _DAY / after))
     return {key: value for key, value in fewer.items() if getattr(recipe, key) != value}

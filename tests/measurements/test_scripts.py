@@ -33,7 +33,7 @@ SLOW = {
     "quantized/learning.py": "runs --recipes playground/grpo --steps 1 --seeds 0",
     "quantized/peak.py": "--width 8",
     "rehearsal/before_after.py": "sd3/ocr-grpo",
-    "rehearsal/cards.py": "sd3 --cards 80gb",
+    "rehearsal/cards.py": "sd3/one-gpu --cards 80gb",
     "rehearsal/speedup.py": "guidance",
     "rehearsal/table.py": "sd3/ocr-grpo",
     "robustness/archives.py": "--every 20",
