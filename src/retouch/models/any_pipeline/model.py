@@ -1,9 +1,9 @@
 """Any diffusers pipeline as a flow-matching model: its own ``__call__``, suspended inside its denoising loop, is the velocity.
 
-A pipeline encodes prompts and images, packs latents and combines the branches of guidance in code of its own. ``PipelineCall`` runs
-this code in a greenlet, which stops where the pipeline prepares its latents, where its loop asks for the next timestep, and in
-``scheduler.step``, which receives the model's output and returns the next latents. So one call gives any number of velocities, with
-gradient, at any latents and noise levels, and encodes the prompt and the images once.
+A pipeline encodes prompts and images, packs latents and combines the branches of guidance in code of its own. ``suspended`` makes a
+generator of this code, which stops where the latents are prepared, and at ``scheduler.step``, which receives the model's output and
+returns the next latents. So one call gives any number of velocities, with gradient, at any latents and noise levels, and encodes
+the prompt and the images once.
 
 Models of variance-preserving noise (epsilon, v and x0 predictions: Stable Diffusion, SDXL, PixArt) are rectified flows in other
 coordinates. With sample = a x0 + s e: x = sample / (a + s), sigma = s / (a + s), and the velocity is e - x0. An Euler step in x is
@@ -13,25 +13,28 @@ A call has rows of one task only, so that a row's embeddings never depend on the
 group fit into one forward pass.
 """
 
+import __future__
+import ast
 import copy
 import functools
 import hashlib
 import inspect
-import types
+import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DDIMScheduler, DiffusionPipeline
+from diffusers import DDIMScheduler, DiffusionPipeline, DPMSolverMultistepScheduler
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
-from greenlet import getcurrent, greenlet
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from retouch.models.offloading import on_device
 from retouch.models.parts import LOCAL, Source, compute_device, diffusers_folder
 from retouch.models.pipeline import Size, common_size
 from retouch.models.quantized import compute_dtype
@@ -51,7 +54,8 @@ class PipelineCall:
     """One call of the pipeline for ``rows`` images of ``task`` with a schedule of ``steps``.
 
     ``x`` is the fp32 state of the rectified flow in the layout that ``scheduler.step`` sees. ``generators``: for the noise; else
-    they are keyed by the task, because some pipelines draw from them while they encode a source image.
+    they are keyed by the task, because some pipelines draw from them while they encode a source image. ``prepared``: the latents
+    that the pipeline prepared.
     """
 
     def __init__(
@@ -67,69 +71,75 @@ class PipelineCall:
         self.model = model
         self.sigmas: Tensor = torch.empty(0)
         self._times: Tensor = torch.empty(0)
-        self._shown: Tensor | None = None
-        pipe = copy.copy(model.pipe)  # what the call writes on the pipeline belongs to this call
-        self.pipe: Any = pipe
-        attributes = vars(pipe)
-        attributes["scheduler"] = self._capturing(model.scheduler)
-        attributes["prepare_latents"] = self._prepare(pipe.prepare_latents)
+        self._levels: Sequence[float] | None = None
+        self.pipe: Any = copy.copy(model.pipe)  # what the call writes on the pipeline belongs to this call
+        attributes = vars(self.pipe)
+        attributes["scheduler"] = self._watched(model.scheduler)
         attributes["progress_bar"] = _no_progress
         memo = model.memo(task, rows)
         for name in _ENCODERS:
-            if hasattr(pipe, name):
-                attributes[name] = _remember(memo, name, getattr(pipe, name))
-        if (vae := getattr(pipe, "vae", None)) is not None:
+            if hasattr(self.pipe, name):
+                attributes[name] = model.remember(memo, name, getattr(self.pipe, name))
+        if (vae := getattr(self.pipe, "vae", None)) is not None:
             attributes["vae"] = vae = copy.copy(vae)  # shares the weights
-            vars(vae)["encode"] = _remember(memo, "vae", vae.encode)
+            vars(vae)["encode"] = model.remember(memo, "vae", vae.encode)
         given = {**model.arguments(task, rows), "num_inference_steps": steps, "output_type": output, "return_dict": False}
         given["generator"] = _seeded(task, rows) if generators is None else list(generators)
-        body = types.FunctionType(
-            (function := _body(type(pipe))).__code__,
-            {**function.__globals__, "enumerate": _numbered},
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        body.__kwdefaults__ = function.__kwdefaults__
-        self._work = greenlet(lambda _: ("end", body(pipe, **given)))
-        self._event: tuple[Any, ...] = self._resume(None)
-        self.prepared: Tensor = self._expect("prepare")
-
-    def _resume(self, reply: Any) -> tuple[Any, ...]:
-        self._work.parent = getcurrent()
-        event: tuple[Any, ...] = self._work.switch(reply)
-        return event
-
-    def _expect(self, kind: str) -> Any:
-        if self._event[0] != kind:
-            raise ValueError(
-                f"model: {type(self.pipe).__name__} {_SEEN[self._event[0]]} where it was expected to {_EXPECTED[kind]}, so its "
-                "denoising loop cannot be trained; a model class of your own can (docs/your-own.md)"
-            )
-        return self._event[1]
-
-    def open(self, x: Tensor | None = None, sigma: Tensor | None = None) -> None:
-        """Run up to the denoising loop, with ``x`` in place of the noise."""
-        sample = self.prepared if x is None else self.model.widened(self.model.sample(x, sigma), self.prepared)
-        self._event = self._resume(sample)
-        self._expect("time")
+        self._run: Generator[Any, Any, Any] = suspended(type(model.pipe).__mro__[1])(self.pipe, **given)
+        self._latents = next(self._run)
+        self.prepared: Tensor = self._latents[0] if isinstance(self._latents, tuple) else self._latents
 
     def velocity(self, module: nn.Module, x: Tensor, sigma: Float[Tensor, " r"], levels: Sequence[float]) -> Float[Tensor, "r ..."]:
         """The velocity at ``x`` and ``sigma``; ``levels`` are the values of ``sigma`` on the host."""
         sample = self.model.sample(x, sigma)
-        if self._event[0] == "prepare":
-            self.open(x, sigma)
-        else:
-            self._event = self._resume(sample.to(self.prepared.dtype))
-            self._expect("time")
-        vars(self.pipe)[self.model.name] = module
-        self._event = self._resume(self._time(levels))
-        output = self._expect("step")
-        self._shown = self._event[2]
+        output, _ = self.step(module, sample, levels)
         return self.model.as_velocity(output.float(), sample, sigma)
 
-    def _time(self, levels: Sequence[float]) -> tuple[int, Any]:
+    def step(self, module: nn.Module, sample: Tensor | None, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """What the pipeline gives to its scheduler at these levels: the model's output, and the sample. None: its own noise."""
+        vars(self.pipe)[self.model.name] = module
+        self._levels = levels
+        if self._latents is None:
+            assert sample is not None
+            after = sample.to(self.prepared.dtype)
+            made = self._run.send(SchedulerOutput(prev_sample=after) if self._as_output else (after,))
+        else:
+            made = self._start(sample)
+        output, sample, self._as_output = made
+        return output, sample
+
+    def _start(self, sample: Tensor | None) -> Any:
+        first = self.prepared if sample is None else self.model.widened(sample, self.prepared)
+        latents = (first, *self._latents[1:]) if isinstance(self._latents, tuple) else first
+        self._latents = None
+        return self._run.send(latents)
+
+    def schedule(self) -> Tensor:
+        """sigma before each step and after the last; ends the call."""
+        try:
+            self._start(None)
+        except (StopIteration, _NoLevel):
+            pass
+        return self.sigmas
+
+    def images(self, x: Tensor) -> Any:
+        """The pipeline's result for clean ``x``, in the form of ``output``; ends the call."""
+        self._levels = ()
+        vae = getattr(self.model.pipe, "vae", None)
+        try:
+            with on_device(x.device, [] if vae is None else [vae]):
+                self._start(self.model.sample(x, x.new_zeros(len(x))))
+        except StopIteration as end:
+            return end.value[0]
+        raise ValueError(f"model: {type(self.pipe).__name__} steps without asking its schedule for a time")
+
+    def _time(self) -> tuple[int, Any] | None:
         """The number of the step and its time: the pipeline's own where the level is in its schedule, interpolated elsewhere."""
+        levels = self._levels
+        if levels is None:
+            raise _NoLevel
+        if not levels:
+            return None
         number = min(int((self.sigmas[:-1] > max(levels)).sum()), len(self._times) - 1)
         if min(levels) == max(levels) == float(self.sigmas[number]):
             return number, self._times[number]
@@ -139,68 +149,79 @@ class PipelineCall:
         made = torch.tensor(found if min(levels) < max(levels) else found[:1], dtype=torch.float32, device=self._times.device)
         return number, RowTimes.of(made) if len(made) > 1 else made[0]
 
-    def images(self, x: Tensor) -> Any:
-        """The pipeline's result for clean ``x``, in the form of ``output``."""
-        self.open(x, x.new_zeros(len(x)))
-        self._event = self._resume(None)
-        return self._expect("end")[0]
-
-    def close(self) -> None:
-        """End the call."""
-        if not self._work.dead:
-            self._work.parent = getcurrent()
-            self._work.throw()
-
-    def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            made = original(*args, **kwargs)
-            first = made[0] if isinstance(made, tuple) else made
-            sample = self._work.parent.switch(("prepare", first))
-            return (sample, *made[1:]) if isinstance(made, tuple) else sample
-
-        return prepare
-
-    def _capturing(self, scheduler: Any) -> Any:
-        base, call = type(scheduler), self
-
-        class Capturing(base):  # type: ignore[misc, valid-type]
-            order = 1
-
-            @functools.wraps(base.set_timesteps)
-            def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
-                base.set_timesteps(self, *args, **kwargs)
-                call.sigmas, call._times = call.model.schedule(self)
-                self.timesteps = _Times(call, call._times)
-
-            @functools.wraps(base.step)
-            def step(self, model_output: Any, timestep: Any, sample: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
-                after = call._work.parent.switch(("step", model_output, sample))
-                return SchedulerOutput(prev_sample=after) if return_dict else (after,)
-
-        Capturing.__name__ = base.__name__
+    def _watched(self, scheduler: Any) -> Any:
+        # Methods of the object, because pipelines ask for the exact class of their scheduler.
         made = copy.deepcopy(scheduler)
-        made.__class__ = Capturing
+        own = made.set_timesteps
+
+        @functools.wraps(own)
+        def set_timesteps(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            self.sigmas, self._times = self.model.schedule(made)
+            made.timesteps = _Times(self, self._times)
+
+        @functools.wraps(made.step)
+        def step(model_output: Any, timestep: Any, sample: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
+            return model_output, sample, return_dict
+
+        vars(made).update(set_timesteps=set_timesteps, step=step, order=1)
         return made
 
-    def next_time(self) -> Iterator[tuple[int, Any]]:
-        """The numbers and times that the loop of the pipeline sees, until it is told to stop."""
-        while (asked := self._work.parent.switch(("time", None))) is not None:
+    def times(self) -> Iterator[tuple[int, Any]]:
+        """The numbers and times that the loop of the pipeline sees."""
+        while (asked := self._time()) is not None:
             yield asked
 
 
-_EXPECTED = {
-    "prepare": "call prepare_latents",
-    "time": "ask its schedule for the next timestep",
-    "step": "call scheduler.step",
-    "end": "end",
-}
-_SEEN = {
-    "prepare": "calls prepare_latents again",
-    "time": "asks for the next timestep",
-    "step": "calls scheduler.step",
-    "end": "ends",
-}
+class _NoLevel(Exception):
+    """The loop of a call asks for a time before there is one."""
+
+
+@functools.cache
+def suspended(kind: type) -> Callable[..., Generator[Any, Any, Any]]:
+    """``__call__`` of a pipeline class as a generator, without its decorators, which disable gradients.
+
+    It yields the prepared latents and takes others, and yields what ``scheduler.step`` returns and takes its result. Raises
+    ValueError for a method of another form.
+    """
+    function = inspect.unwrap(kind.__call__)
+    refusal = f"model: {kind.__name__}.__call__"
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise ValueError(f"{refusal} has no source that could be read; define the class in a file") from None
+    tree = ast.parse(source)
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or function.__closure__:
+        raise ValueError(f"{refusal} is no plain method, so its loop cannot be trained")
+    definition.decorator_list = []
+    visitor = _Yield(noise="prepare_latents" if "self.prepare_latents(" in source else "randn_tensor")
+    visitor.visit(tree)
+    for found, what in ((visitor.noises, "prepares no latents"), (visitor.steps, "calls no scheduler.step")):
+        if found != 1 and (found == 0 or what != "calls no scheduler.step"):
+            raise ValueError(f"{refusal} {what if found == 0 else 'prepares latents twice'} itself, so its loop cannot be trained")
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    names = {**function.__globals__, "enumerate": _numbered}
+    flags = __future__.annotations.compiler_flag
+    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "<pipeline>", "exec", flags, dont_inherit=True)
+    exec(code, names)
+    made: Callable[..., Generator[Any, Any, Any]] = names[definition.name]
+    return made
+
+
+class _Yield(ast.NodeTransformer):
+    """Puts a ``yield`` in front of the calls that prepare the latents, and of the calls of ``scheduler.step``."""
+
+    def __init__(self, *, noise: str) -> None:
+        self.noise, self.noises, self.steps = noise, 0, 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """A call, in a ``yield`` or as it is."""
+        self.generic_visit(node)
+        name = ast.unparse(node.func).removeprefix("self.")
+        self.noises += name == self.noise
+        self.steps += name == "scheduler.step"
+        return ast.Yield(node) if name in (self.noise, "scheduler.step") else node
 
 
 class _Times:
@@ -213,7 +234,8 @@ class _Times:
         return len(self.own)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.own[index]
+        found = self.own[index]
+        return self if isinstance(index, slice) and len(found) == len(self) > 1 else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -223,14 +245,14 @@ class _Times:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        for _, time in self.call.next_time():
+        for _, time in self.call.times():
             yield time
 
 
 def _numbered(values: Any, start: int = 0) -> Any:
     """``enumerate`` as the loop of a pipeline sees it: a step keeps its number in the schedule, whatever came before it. Pipelines
     end guidance, or skip layers, by this number."""
-    return values.call.next_time() if isinstance(values, _Times) else enumerate(values, start)
+    return values.call.times() if isinstance(values, _Times) else enumerate(values, start)
 
 
 class RowTimes(Tensor):
@@ -275,29 +297,6 @@ def _no_progress(iterable: Any = None, total: int | None = None) -> Any:
     return _NoProgress() if iterable is None else iterable
 
 
-def _body(kind: type) -> types.FunctionType:
-    """``__call__`` of a pipeline class without its ``torch.no_grad``. Raises ValueError if it has another form."""
-    found = getattr(kind.__call__, "__wrapped__", None)
-    if not isinstance(found, types.FunctionType):
-        raise ValueError(f"model: {kind.__name__}.__call__ is not decorated with torch.no_grad() alone, so no gradient can pass it")
-    return found
-
-
-def _remember(memo: dict[Any, Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original`` without gradient; its n-th result in a call is that of the first call."""
-    count = iter(range(10**9))
-
-    @functools.wraps(original)
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        key = (name, next(count))
-        if key not in memo:
-            with torch.no_grad():
-                memo[key] = original(*args, **kwargs)
-        return _fresh(memo[key])
-
-    return remembered
-
-
 def _fresh(value: Any) -> Any:
     """The same tensors in new lists, because pipelines append to lists that they were given."""
     return type(value)(map(_fresh, value)) if type(value) in (list, tuple) else value
@@ -332,7 +331,10 @@ class AnyPipeline:
     ) -> None:
         self.name = denoiser_name(pipe)
         self.module: nn.Module = getattr(pipe, self.name)
+        kind = type(pipe)
         self.pipe: Any = copy.copy(pipe)
+        where = property(lambda _: compute_device(self.module))  # the frozen parts may wait in CPU memory
+        self.pipe.__class__ = type(kind.__name__, (kind,), {"_execution_device": where, "device": where})
         self.parts = [self.module]
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name != self.name:
@@ -341,17 +343,21 @@ class AnyPipeline:
         self.inverted = bool(self.scheduler.config.get("invert_sigmas", False))
         self.size, self.steps = size, steps
         self.call = dict(call or {})
-        self.parameters = inspect.signature(_body(type(pipe))).parameters
-        if not hasattr(pipe, "prepare_latents") or "generator" not in self.parameters:
-            raise ValueError(f"model: {type(pipe).__name__} has no prepare_latents, so its noise cannot be replaced")
+        self.parameters = inspect.signature(suspended(kind)).parameters
         if unknown := [name for name in self.call if name not in self.parameters]:
             raise ValueError(f"model.call: {type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(self.parameters)}")
+        self.repeats = "num_images_per_prompt" in self.parameters
+        """Whether the pipeline repeats a prompt and an image for its rows."""
+        self.alone = False
+        """Whether the pipeline takes one row only."""
         self.row_times = True
+        """Whether the rows of a forward pass may have different times."""
         self.narrow: tuple[int, int] | None = None
+        """(axis, size) of x in the latents that the pipeline prepares, if those also hold a source image."""
+        self._probed = False
         self._tasks: OrderedDict[int, Task] = OrderedDict()
         self._memo: OrderedDict[tuple[int, int], dict[Any, Any]] = OrderedDict()
         self._calls: OrderedDict[tuple[int, int, int], PipelineCall] = OrderedDict()
-        self._schedules: dict[tuple[Any, ...], Tensor] = {}
 
     @classmethod
     def from_pretrained(
@@ -374,22 +380,43 @@ class AnyPipeline:
     def arguments(self, task: Task, rows: int) -> dict[str, Any]:
         """The arguments of a call for ``rows`` images of the task. Raises ValueError for images that the pipeline does not take."""
         given: dict[str, Any] = dict(self.call)
-        repeats = "num_images_per_prompt" in self.parameters
-        given |= {"prompt": task.instruction, "num_images_per_prompt": rows} if repeats else {"prompt": [task.instruction] * rows}
+        given |= {"prompt": task.instruction, "num_images_per_prompt": rows} if self.repeats else {"prompt": [task.instruction] * rows}
         if self.size is not None and "height" in self.parameters:
             given |= {"height": self.size[0], "width": self.size[1]}
-        for name, value in (("image", task.images), ("mask_image", task.mask)):
-            if not value:
-                continue
-            if name not in self.parameters:
-                raise ValueError(f"task {task.id!r}: {type(self.pipe).__name__} takes no {name}; give data without, or another model")
-            given[name] = value[0] if isinstance(value, tuple) and len(value) == 1 else list(value) if name == "image" else value
+        images = list(task.images)
+        if images:
+            each = images[0] if len(images) == 1 else images
+            given |= self._image("image", each if self.repeats else [each] * rows, task)
+        given |= self._image("mask_image", task.mask, task) if task.mask is not None else {}
         # Pipelines write into lists that they are given.
         return {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
+
+    def _image(self, name: str, value: Any, task: Task) -> dict[str, Any]:
+        if name == "image" and name not in self.parameters:
+            name, value = ("images" if "images" in self.parameters else "input_images"), value if isinstance(value, list) else [value]
+        if name not in self.parameters:
+            what = "mask" if name == "mask_image" else "source image"
+            raise ValueError(f"task {task.id!r} has a {what}, and {type(self.pipe).__name__} takes none; leave it out of the data")
+        return {name: value}
 
     def memo(self, task: Task, rows: int) -> dict[Any, Any]:
         """The encodings of earlier calls with this task and number of rows."""
         return _latest(self._memo, (_key(task), rows), dict, most=CALLS)
+
+    def remember(self, memo: dict[Any, Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original`` without gradient and with the frozen parts on the device; its n-th result in a call is that of the first
+        call."""
+        count = iter(range(10**9))
+
+        @functools.wraps(original)
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            key = (name, next(count))
+            if key not in memo:
+                with torch.no_grad(), on_device(compute_device(self.module), self.parts[1:]):
+                    memo[key] = original(*args, **kwargs)
+            return _fresh(memo[key])
+
+        return remembered
 
     # x and the pipeline's samples.
 
@@ -444,7 +471,96 @@ class AnyPipeline:
         keys = [_key(task) for task in tasks]
         for key, task in zip(keys, tasks, strict=True):
             _latest(self._tasks, key, lambda task=task: task, most=TASKS)
+        if not self._probed:
+            self._probe(tasks[0])
+            self._probed = True
         return Conditioning({"task": torch.tensor(keys, device=compute_device(self.module))}, frozenset(), {"steps": self.steps})
+
+    @torch.no_grad()
+    def _probe(self, task: Task) -> None:
+        """Find out how the pipeline takes rows, times and latents, by forward passes of its first two steps.
+
+        Raises ValueError if it cannot be trained.
+        """
+        name, called = type(self.pipe).__name__, list[bool]()
+        inner = [self.module, *self.module.children()]
+        handles = [module.register_forward_pre_hook(lambda *_: called.append(True)) for module in inner]
+        try:
+            levels = PipelineCall(self, task, 1, steps=4).schedule().tolist()
+            if called:
+                raise ValueError(f"model: {name} calls its {self.name} before its loop, with weights that a run changes; it cannot train")
+            sample = self._probe_rows(task, levels)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not called:
+            raise ValueError(f"model: the loop of {name} does not call its {self.name}; it cannot train")
+        sigma, x = torch.tensor(levels[:2], device=sample.device), sample.float()
+        call = PipelineCall(self, task, len(x), steps=4)
+        each = [call.velocity(self.module, x, sigma[k].expand(len(x)), [levels[k]] * len(x))[-1 if k else 0] for k in (0, 1)]
+        if self.alone:
+            return
+        try:
+            both = call.velocity(self.module, x, sigma, levels[:2])
+        except Exception:
+            self.row_times = False
+            return
+        if type(x) is Tensor:  # a dry run has no values
+            limit = 1e-5 if compute_dtype(self.module).itemsize > 2 else 2e-2
+            off = max(float((one - two).abs().max() / one.abs().max().clamp(min=1e-6)) for one, two in zip(each, both, strict=True))
+            self.row_times = off <= limit
+
+    def _probe_rows(self, task: Task, levels: Sequence[float]) -> Tensor:
+        """Find a way to give the pipeline two rows, or one; the sample of the first step."""
+        # Some pipelines do not repeat a source image for the rows of a prompt, and some take one row only.
+        ways = [(True, False), (False, False), (True, True)] if self.repeats else [(False, False), (False, True)]
+        for self.repeats, self.alone in ways:
+            self._memo.clear()
+            rows = 1 if self.alone else 2
+            try:
+                call = PipelineCall(self, task, rows, steps=4)
+                _, sample = call.step(self.module, None, list(levels[:1]) * rows)
+                if len(sample) == rows:
+                    break
+            except Exception:
+                if self.alone:
+                    raise
+        differing = [dim for dim in range(sample.dim()) if sample.shape[dim] != call.prepared.shape[dim]]
+        if sample.dim() != call.prepared.dim() or len(differing) > 1 or sample.numel() > call.prepared.numel():
+            raise ValueError(
+                f"model: {type(self.pipe).__name__} prepares latents of {tuple(call.prepared.shape)} and steps in "
+                f"{tuple(sample.shape)}; it cannot train"
+            )
+        self.narrow = (differing[0], sample.shape[differing[0]]) if differing else None
+        return sample
+
+    @torch.no_grad()
+    def compare(self, task: Task, num_steps: int) -> tuple[float, float]:
+        """The largest difference of a chain to the pipeline's own, and of its velocities to the same in another order.
+
+        Both relative to the largest value, on one row. The pipeline takes the steps of ``scheduler``, so that models of
+        variance-preserving noise are compared with DDIM. A pipeline that keeps something from step to step, such as guidance with
+        momentum, passes in order and not in another order.
+        """
+        conditioning = self.encode([task])
+        sigmas = self.sigmas(num_steps, conditioning).to(compute_device(self.module))
+        # The same generators: some pipelines draw from them while they encode a source image.
+        x, states, velocities = self.initial_noise(conditioning, _seeded(task, 1)), [], []
+        for k in range(num_steps):
+            states.append(x)
+            velocities.append(self.velocity(self.module, x, sigmas[k : k + 1], conditioning))
+            x = x + (sigmas[k + 1] - sigmas[k]) * velocities[-1]
+        ours = PipelineCall(self, task, 1, steps=num_steps).images(x)
+        pipe = copy.copy(self.pipe)
+        vars(pipe)["scheduler"], vars(pipe)["progress_bar"] = copy.deepcopy(self.scheduler), _no_progress
+        given = {**self.arguments(task, 1), "num_inference_steps": num_steps, "output_type": "latent", "return_dict": False}
+        with on_device(compute_device(self.module), self.parts[1:]):
+            theirs = pipe(**given, generator=_seeded(task, 1))[0]
+        self._calls.clear()  # a call of an update may begin at any step
+        mixed = [*range(num_steps - 1, -1, -2), *range(0, num_steps, 2)]
+        again = [self.velocity(self.module, states[k], sigmas[k : k + 1], conditioning) for k in mixed]
+        orders = [float((one - velocities[k]).abs().max() / velocities[k].abs().max()) for k, one in zip(mixed, again, strict=True)]
+        return float((ours - theirs).abs().max() / theirs.abs().max()), max(orders)
 
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
         raise ValueError(
@@ -458,25 +574,17 @@ class AnyPipeline:
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
         # The velocities of these rows belong to this schedule: pipelines read the number of a step.
         conditioning.shared["steps"] = num_steps  # type: ignore[index]
-        call = PipelineCall(self, self._task(conditioning.tensors["task"][:1].tolist()[0]), 1, steps=num_steps)
-        key = (num_steps, tuple(call.prepared.shape))
-        if key not in self._schedules:
-            call.open()
-            self._schedules[key] = call.sigmas
-        call.close()
-        return self._schedules[key]
+        task = self._task(conditioning.tensors["task"][:1].tolist()[0])
+        return PipelineCall(self, task, 1, steps=num_steps).schedule()
 
     def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
         parts = []
-        for key, rows in _by_task(conditioning):
+        for key, rows in self._groups(conditioning):
             some = [generators[row] for row in rows]
             call = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], generators=some)
             made = call.prepared if self.narrow is None else call.prepared.narrow(self.narrow[0], 0, self.narrow[1])
             if not self.flow:
-                call.open()
-                first = call.sigmas[:1].to(made.device)
-                made = made.float() * _norm(first, made)
-            call.close()
+                made = made.float() * _norm(call.schedule()[:1].to(made.device), made)
             parts.append((rows, made.float()))
         return _joined(parts)
 
@@ -484,9 +592,7 @@ class AnyPipeline:
         self, module: nn.Module, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r ..."]:
         steps, levels = conditioning.shared["steps"], sigma.tolist()
-        groups = _by_task(conditioning)
-        if not self.row_times:
-            groups = [(key, same) for key, rows in groups for same in _by_level(rows, levels)]
+        groups = self._groups(conditioning, None if self.row_times else levels)
         if len(groups) == 1:
             return self._call(groups[0][0], len(x), steps).velocity(module, x, sigma, levels)
         # In 16 bits, the rows of a forward pass change its results: the passes of a batch then have as many rows as the batch.
@@ -505,23 +611,23 @@ class AnyPipeline:
         x = J^T (z - D(0)) / J^T J 1. Raises ValueError if D of this x is not z.
         """
         vae: Any = self.pipe.vae
-        call = PipelineCall(self, next(reversed(self._tasks.values())), len(images), steps=self.steps, output="pt")
+        task = next(reversed(self._tasks.values()))
+        call = PipelineCall(self, task, len(images), steps=self.steps, output="pt")
         zero = torch.zeros_like(call.prepared, dtype=torch.float32)
         zero = zero if self.narrow is None else zero.narrow(self.narrow[0], 0, self.narrow[1])
-        call.close()
-        start, back = self._unpacked(zero, len(images))
-        factor = getattr(self.pipe, "vae_scale_factor", 8)
-        size = start.shape[-2] * factor, start.shape[-1] * factor
+        start, back = self._unpacked(task, zero)
         common_size([(image.height, image.width) for image in images])
-        pixels = self.pipe.image_processor.preprocess(list(images), *size).to(compute_device(vae), vae.dtype)
         with torch.no_grad():
+            size = PipelineCall(self, task, 1, steps=self.steps, output="pt").images(zero[:1]).shape[-2:]
+        pixels = VaeImageProcessor().preprocess(list(images), *size).to(start.device, vae.dtype)
+        with torch.no_grad(), on_device(start.device, [vae]):
             made = vae.encode(pixels.unsqueeze(2) if start.dim() == 5 else pixels)
-            z = (made.latent if hasattr(made, "latent") else made.latent_dist.mode()).float()
+            z = made.latent_dist.mode() if hasattr(made, "latent_dist") else made[0]
         if z.shape != start.shape:
             raise ValueError(f"model: the autoencoder gives {tuple(z.shape)}, and {type(self.pipe).__name__} decodes {tuple(start.shape)}")
         ones = torch.ones_like(zero)
-        x = back(z - start) / back(self._unpacked(ones, len(images))[0] - start)
-        error = float((self._unpacked(x, len(images))[0] - z).abs().max() / z.abs().max().clamp(min=1e-6))
+        x = back(z.float() - start) / back(self._unpacked(task, ones)[0] - start)
+        error = float((self._unpacked(task, x)[0] - z.float()).abs().max() / z.abs().max().clamp(min=1e-6))
         if error > 1e-3:
             raise ValueError(
                 f"model: {type(self.pipe).__name__} does not decode latents by scales and shifts alone (error {error:.1e}), so target "
@@ -529,9 +635,9 @@ class AnyPipeline:
             )
         return x
 
-    def _unpacked(self, x: Tensor, rows: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _unpacked(self, task: Task, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What the autoencoder would decode for ``x``, and the product of its Jacobian's transpose with a vector."""
-        call = PipelineCall(self, next(reversed(self._tasks.values())), rows, steps=self.steps, output="pt")
+        call = PipelineCall(self, task, len(x), steps=self.steps, output="pt")
         caught: list[Tensor] = []
 
         def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -555,7 +661,7 @@ class AnyPipeline:
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
         with torch.no_grad():
             found: list[Image | None] = [None] * len(x)
-            for key, rows in _by_task(conditioning):
+            for key, rows in self._groups(conditioning):
                 made = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], output="pil").images(x[rows])
                 for row, image in zip(rows, made, strict=True):
                     found[row] = image
@@ -564,10 +670,17 @@ class AnyPipeline:
     def decode_tensors(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> Float[Tensor, "r 3 h w"]:
         """``retouch.protocols.DecodesTensors``."""
         parts = []
-        for key, rows in _by_task(conditioning):
+        for key, rows in self._groups(conditioning):
             call = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], output="pt")
             parts.append((rows, call.images(x[rows]).float()))
         return _joined(parts)
+
+    def _groups(self, conditioning: Conditioning, levels: Sequence[float] | None = None) -> list[tuple[int, list[int]]]:
+        """The rows of each call, with the key of their task; ``levels``: the rows of a call have the same."""
+        groups: dict[Any, list[int]] = {}
+        for row, key in enumerate(conditioning.tensors["task"].tolist()):
+            groups.setdefault((key, levels and levels[row], row if self.alone else 0), []).append(row)
+        return [(key, rows) for (key, _, _), rows in groups.items()]
 
     def _task(self, key: int) -> Task:
         if key not in self._tasks:
@@ -589,24 +702,8 @@ def _latest(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any], *, m
         kept[key] = make()
     kept.move_to_end(key)
     while len(kept) > most:
-        _, old = kept.popitem(last=False)
-        if isinstance(old, PipelineCall):
-            old.close()
+        kept.popitem(last=False)
     return kept[key]
-
-
-def _by_task(conditioning: Conditioning) -> list[tuple[int, list[int]]]:
-    rows: dict[int, list[int]] = {}
-    for row, key in enumerate(conditioning.tensors["task"].tolist()):
-        rows.setdefault(key, []).append(row)
-    return list(rows.items())
-
-
-def _by_level(rows: Sequence[int], levels: Sequence[float]) -> list[list[int]]:
-    found: dict[float, list[int]] = {}
-    for row in rows:
-        found.setdefault(levels[row], []).append(row)
-    return list(found.values())
 
 
 def _joined(parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:
@@ -647,8 +744,10 @@ def trained_scheduler(scheduler: Any, *, of: str) -> tuple[Any, bool]:
     flow = "FlowMatch" in name or config.get("prediction_type") == "flow_prediction" or bool(config.get("use_flow_sigmas"))
     if config.get("stochastic_sampling"):
         raise ValueError(f"{refusal} with stochastic_sampling, which draws noise of its own; set it to False")
-    if flow:
+    if flow and "FlowMatch" in name:
         return scheduler, True
+    if flow:  # of order 1, a step is an Euler step
+        return DPMSolverMultistepScheduler.from_config(config, solver_order=1, algorithm_type="dpmsolver++"), True
     if not hasattr(scheduler, "alphas_cumprod") or config.get("prediction_type") not in ("epsilon", "v_prediction", "sample"):
         raise ValueError(f"{refusal}, whose noise levels are not known; give the pipeline a DDIMScheduler or a flow-matching scheduler")
     return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False, set_alpha_to_one=True), False
