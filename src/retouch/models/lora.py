@@ -90,6 +90,19 @@ def remove_lora(module: nn.Module, *, key: str) -> None:
             vars(module).pop(name, None)
 
 
+def attention_layers(module: nn.Module) -> tuple[str, ...]:
+    """The linear layers of all attention modules, as endings of their paths; of a module without any, all linear layers."""
+    attention = {name: part for name, part in module.named_modules() if "Attention" in type(part).__name__ and "." in name}
+    inner = {name: part for name, part in attention.items() if not any(other.startswith(f"{name}.") for other in attention)}
+    found = {
+        f"{name.rpartition('.')[2]}.{path}"
+        for name, part in inner.items()
+        for path, layer in part.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    return tuple(sorted(found or {path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)}))
+
+
 def own_layers(module: nn.Module, *, key: str) -> list[nn.Module]:
     """Return the layers with an adapter of ``add_lora``. Raises ValueError if the module has adapters of another origin."""
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -201,9 +214,11 @@ def write_lora(
     if format in ("all", "peft"):
         config.save_pretrained(to)
         save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
-    if pipeline is not None and format in ("all", "diffusers"):
-        pipeline_class: Any = getattr(diffusers, pipeline)
-        pipeline_class.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())
+    pipeline_class: Any = None if pipeline is None else getattr(diffusers, pipeline)
+    if hasattr(pipeline_class, "save_lora_weights") and format in ("all", "diffusers"):
+        part = "unet" if isinstance(module, diffusers.UNet2DConditionModel) else "transformer"
+        layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
+        pipeline_class.save_lora_weights(to, **layers)
         _sort_metadata(to / "pytorch_lora_weights.safetensors")
     if comfyui is not None and format in ("all", "comfyui"):
         try:

@@ -14,6 +14,7 @@ group fit into one forward pass.
 """
 
 import __future__
+
 import ast
 import copy
 import functools
@@ -57,6 +58,9 @@ class PipelineCall:
     they are keyed by the task, because some pipelines draw from them while they encode a source image. ``prepared``: the latents
     that the pipeline prepared.
     """
+
+    # Without a dictionary: the hashes of a model's frozen weights look into the objects that it holds.
+    __slots__ = ("_as_output", "_latents", "_levels", "_run", "_times", "model", "pipe", "prepared", "sigmas")
 
     def __init__(
         self,
@@ -203,7 +207,9 @@ def suspended(kind: type) -> Callable[..., Generator[Any, Any, Any]]:
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     names = {**function.__globals__, "enumerate": _numbered}
     flags = __future__.annotations.compiler_flag
-    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "<pipeline>", "exec", flags, dont_inherit=True)
+    code = compile(
+        ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "<pipeline>", "exec", flags, dont_inherit=True
+    )
     exec(code, names)
     made: Callable[..., Generator[Any, Any, Any]] = names[definition.name]
     return made
@@ -334,6 +340,7 @@ class AnyPipeline:
         kind = type(pipe)
         self.pipe: Any = copy.copy(pipe)
         where = property(lambda _: compute_device(self.module))  # the frozen parts may wait in CPU memory
+        vars(self.pipe).update(safety_checker=None)  # a reward would score black images
         self.pipe.__class__ = type(kind.__name__, (kind,), {"_execution_device": where, "device": where})
         self.parts = [self.module]
         for name, part in pipe.components.items():
@@ -345,7 +352,9 @@ class AnyPipeline:
         self.call = dict(call or {})
         self.parameters = inspect.signature(suspended(kind)).parameters
         if unknown := [name for name in self.call if name not in self.parameters]:
-            raise ValueError(f"model.call: {type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(self.parameters)}")
+            raise ValueError(
+                f"model.call: {type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(self.parameters)}"
+            )
         self.repeats = "num_images_per_prompt" in self.parameters
         """Whether the pipeline repeats a prompt and an image for its rows."""
         self.alone = False
@@ -375,12 +384,20 @@ class AnyPipeline:
             pipe = DiffusionPipeline.from_pretrained(diffusers_folder(source), torch_dtype=dtype, **LOCAL)
         return cls(pipe.to(device), size=size, call=call)
 
+    @property
+    def encoders(self) -> list[nn.Module]:
+        """The frozen modules that encode prompts."""
+        vae = getattr(self.pipe, "vae", None)
+        return [part for part in self.parts[1:] if part is not vae]
+
     # What the pipeline is given.
 
     def arguments(self, task: Task, rows: int) -> dict[str, Any]:
         """The arguments of a call for ``rows`` images of the task. Raises ValueError for images that the pipeline does not take."""
         given: dict[str, Any] = dict(self.call)
-        given |= {"prompt": task.instruction, "num_images_per_prompt": rows} if self.repeats else {"prompt": [task.instruction] * rows}
+        given |= (
+            {"prompt": task.instruction, "num_images_per_prompt": rows} if self.repeats else {"prompt": [task.instruction] * rows}
+        )
         if self.size is not None and "height" in self.parameters:
             given |= {"height": self.size[0], "width": self.size[1]}
         images = list(task.images)
@@ -393,7 +410,10 @@ class AnyPipeline:
 
     def _image(self, name: str, value: Any, task: Task) -> dict[str, Any]:
         if name == "image" and name not in self.parameters:
-            name, value = ("images" if "images" in self.parameters else "input_images"), value if isinstance(value, list) else [value]
+            name, value = (
+                ("images" if "images" in self.parameters else "input_images"),
+                value if isinstance(value, list) else [value],
+            )
         if name not in self.parameters:
             what = "mask" if name == "mask_image" else "source image"
             raise ValueError(f"task {task.id!r} has a {what}, and {type(self.pipe).__name__} takes none; leave it out of the data")
@@ -488,7 +508,9 @@ class AnyPipeline:
         try:
             levels = PipelineCall(self, task, 1, steps=4).schedule().tolist()
             if called:
-                raise ValueError(f"model: {name} calls its {self.name} before its loop, with weights that a run changes; it cannot train")
+                raise ValueError(
+                    f"model: {name} calls its {self.name} before its loop, with weights that a run changes; it cannot train"
+                )
             sample = self._probe_rows(task, levels)
         finally:
             for handle in handles:
@@ -550,6 +572,8 @@ class AnyPipeline:
             states.append(x)
             velocities.append(self.velocity(self.module, x, sigmas[k : k + 1], conditioning))
             x = x + (sigmas[k + 1] - sigmas[k]) * velocities[-1]
+        if type(x) is not Tensor:  # a dry run has no values
+            return 0.0, 0.0
         ours = PipelineCall(self, task, 1, steps=num_steps).images(x)
         pipe = copy.copy(self.pipe)
         vars(pipe)["scheduler"], vars(pipe)["progress_bar"] = copy.deepcopy(self.scheduler), _no_progress
@@ -624,7 +648,9 @@ class AnyPipeline:
             made = vae.encode(pixels.unsqueeze(2) if start.dim() == 5 else pixels)
             z = made.latent_dist.mode() if hasattr(made, "latent_dist") else made[0]
         if z.shape != start.shape:
-            raise ValueError(f"model: the autoencoder gives {tuple(z.shape)}, and {type(self.pipe).__name__} decodes {tuple(start.shape)}")
+            raise ValueError(
+                f"model: the autoencoder gives {tuple(z.shape)}, and {type(self.pipe).__name__} decodes {tuple(start.shape)}"
+            )
         ones = torch.ones_like(zero)
         x = back(z.float() - start) / back(self._unpacked(task, ones)[0] - start)
         error = float((self._unpacked(task, x)[0] - z.float()).abs().max() / z.abs().max().clamp(min=1e-6))
@@ -662,7 +688,9 @@ class AnyPipeline:
         with torch.no_grad():
             found: list[Image | None] = [None] * len(x)
             for key, rows in self._groups(conditioning):
-                made = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], output="pil").images(x[rows])
+                made = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], output="pil").images(
+                    x[rows]
+                )
                 for row, image in zip(rows, made, strict=True):
                     found[row] = image
         return [image for image in found if image is not None]
@@ -749,5 +777,7 @@ def trained_scheduler(scheduler: Any, *, of: str) -> tuple[Any, bool]:
     if flow:  # of order 1, a step is an Euler step
         return DPMSolverMultistepScheduler.from_config(config, solver_order=1, algorithm_type="dpmsolver++"), True
     if not hasattr(scheduler, "alphas_cumprod") or config.get("prediction_type") not in ("epsilon", "v_prediction", "sample"):
-        raise ValueError(f"{refusal}, whose noise levels are not known; give the pipeline a DDIMScheduler or a flow-matching scheduler")
+        raise ValueError(
+            f"{refusal}, whose noise levels are not known; give the pipeline a DDIMScheduler or a flow-matching scheduler"
+        )
     return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False, set_alpha_to_one=True), False
