@@ -18,7 +18,9 @@ import numpy as np
 import torch
 import transformers
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.joyimage import image_processor as joy_images
 from PIL.Image import Image, fromarray
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
@@ -27,6 +29,7 @@ import tiny_flux2
 import tiny_models
 import tiny_pipelines
 import tiny_qwen_image_2
+import tiny_towers
 
 Built = tuple[DiffusionPipeline, dict[str, Any]]
 SIZE = {"height": 32, "width": 32}
@@ -43,21 +46,28 @@ def photo(size: int = 32, seed: int = 0) -> Image:
 
 
 def _made(kind: Any, *args: Any, **options: Any) -> Any:
-    """Make a module with weights that depend on nothing but its configuration, none of them only zeros or unset."""
     torch.manual_seed(0)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # `torch.empty` then gives NaN, and `_awake` finds what a class leaves unset
     module = kind(*args, **options).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            # Zero-initialised gates would make the velocity constant and most gradients 0; `torch.empty` leaves anything.
-            if not parameter.isfinite().all() or parameter.abs().max() > 100 or not parameter.any():
-                parameter.normal_(std=0.2)
+    torch.use_deterministic_algorithms(before)
     return module
 
 
-def _pipeline(name: str, **parts: Any) -> Any:
-    pipeline = getattr(diffusers, name)(**parts)
+def _awake(pipeline: Any) -> Any:
+    """Give random values to parameters that are only zeros or unset: a zero gate makes most gradients 0."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for part in pipeline.components.values():
+            for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
+                if not parameter.any() or parameter.isnan().any():
+                    parameter.normal_(std=0.2)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _pipeline(name: str, **parts: Any) -> Any:
+    return _awake(getattr(diffusers, name)(**parts))
 
 
 def _flow(**options: Any) -> Any:
@@ -72,7 +82,7 @@ def _vae(channels: int = 4, *, blocks: int = 3, **options: Any) -> Any:
         diffusers.AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * blocks,
         up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(8 if blocks == 3 else 4,) * blocks,
+        block_out_channels=(8 if blocks < 6 else 4,) * blocks,
         norm_num_groups=4,
         latent_channels=channels,
         **{"scaling_factor": 1.0, **options},
@@ -146,7 +156,10 @@ def _decoder(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 3, 
 def _gemma_tokenizer(length: int = 64) -> Any:
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁"]
     vocab = {word: number for number, word in enumerate([*special, *LETTERS])}
-    return transformers.GemmaTokenizer(vocab=vocab, merges=[], model_max_length=length)
+    tokenizer = transformers.GemmaTokenizer(vocab=vocab, merges=[], model_max_length=length)
+    beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])])
+    tokenizer.backend_tokenizer.post_processor = beginning  # as the published ones: an empty prompt has one token
+    return tokenizer
 
 
 def _t5_parts(width: int = 32, suffix: str = "") -> dict[str, Any]:
@@ -249,7 +262,7 @@ def sdxl_pix2pix() -> Built:
 
 
 def sd3() -> Built:
-    return tiny_pipelines.sd3(), {**SIZE, "guidance_scale": 7.0, "max_sequence_length": 20}
+    return _awake(tiny_pipelines.sd3()), {**SIZE, "guidance_scale": 7.0, "max_sequence_length": 20}
 
 
 # Transformers that predict noise.
@@ -306,7 +319,7 @@ def hunyuan_dit() -> Built:
     pipeline = _pipeline(
         "HunyuanDiTPipeline",
         transformer=transformer,
-        vae=_vae(),
+        vae=_vae(blocks=4),
         text_encoder=_made(transformers.BertModel, config),
         tokenizer=transformers.BertTokenizer(vocab=vocab, model_max_length=77),
         scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", **NOISE),
@@ -315,7 +328,7 @@ def hunyuan_dit() -> Built:
         requires_safety_checker=False,
         **_t5_parts(suffix="_2"),
     )
-    return pipeline, {**SIZE, "guidance_scale": 5.0, "use_resolution_binning": False}
+    return pipeline, {"height": 64, "width": 64, "guidance_scale": 5.0, "use_resolution_binning": False}
 
 
 def cogview3() -> Built:
@@ -395,7 +408,7 @@ def _pixtral() -> Any:
 
 
 def flux2_klein() -> Built:
-    return tiny_flux2.pipeline(), {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 32}
+    return _awake(tiny_flux2.pipeline()), {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 32}
 
 
 def chroma() -> Built:
@@ -448,7 +461,7 @@ def longcat() -> Built:
 
 def longcat_edit() -> Built:
     # The pipeline edits at 1024 x 1024 px, whatever the source's size.
-    return _longcat("LongCatImageEditPipeline", _vae(16, blocks=7)), {"guidance_scale": 4.5}
+    return _longcat("LongCatImageEditPipeline", _vae(16, blocks=7, shift_factor=0.0)), {"guidance_scale": 4.5}
 
 
 def ovis() -> Built:
@@ -488,7 +501,7 @@ def bria() -> Built:
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
 
 
-def _fibo(name: str) -> Any:
+def fibo() -> Built:
     transformer = _made(
         diffusers.BriaFiboTransformer2DModel,
         in_channels=16,
@@ -501,23 +514,16 @@ def _fibo(name: str) -> Any:
         axes_dims_rope=[0, 4, 4],
     )
     tokenizer = tiny_models.qwen_tokenizer()
-    return _pipeline(
-        name,
+    pipeline = _pipeline(
+        "BriaFiboPipeline",
         transformer=transformer,
-        vae=_wan_vae(),
+        vae=_wan_vae(patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16),
         # An empty prompt is Llama's token 128000, whatever the tokenizer.
         text_encoder=_decoder("SmolLM3ForCausalLM", tokenizer, vocab_size=128_001),
         tokenizer=tokenizer,
         scheduler=_flow(),
     )
-
-
-def fibo() -> Built:
-    return _fibo("BriaFiboPipeline"), {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 64}
-
-
-def fibo_edit() -> Built:
-    return _fibo("BriaFiboEditPipeline"), {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 64, "_auto_resize": False}
+    return pipeline, {"height": 64, "width": 64, "guidance_scale": 5.0, "max_sequence_length": 64}
 
 
 def fibo2() -> Built:
@@ -557,7 +563,7 @@ def fibo2() -> Built:
 
 
 def qwen_image() -> Built:
-    return tiny_pipelines.qwen_image(), {**SIZE, "negative_prompt": "bad", "true_cfg_scale": 4.0}
+    return _awake(tiny_pipelines.qwen_image()), {**SIZE, "negative_prompt": "bad", "true_cfg_scale": 4.0}
 
 
 def _qwen_edit(name: str) -> Built:
@@ -578,7 +584,8 @@ def qwen_image_edit_plus() -> Built:
 
 
 def qwen_image_21() -> Built:
-    return tiny_qwen_image_2.pipeline(), {**SIZE, "negative_prompt": "bad", "true_cfg_scale": 4.0}
+    guidance = {"negative_prompt": "bad", "true_cfg_scale": 4.0}
+    return _awake(tiny_qwen_image_2.pipeline()), {**SIZE, **guidance, "output_resolution": 32}
 
 
 def hunyuan_image(*, guided: bool = False) -> Built:
@@ -677,7 +684,7 @@ def _kandinsky5(name: str, *, edits: bool) -> Built:
     pipeline = _pipeline(
         name,
         transformer=transformer,
-        vae=tiny_models.sd3_vae(),
+        vae=_vae(16, blocks=4),
         text_encoder=encoder,
         tokenizer=processor,
         text_encoder_2=tiny_models.clip_text(16, 1),
@@ -724,8 +731,7 @@ def nucleus() -> Built:
 
 def _joy(name: str, transformer: str) -> Built:
     encoder, processor = _qwen3vl()
-    image_processor = diffusers.pipelines.joyimage.image_processor
-    image_processor.BUCKETS[32] = [(32, 32)]  # the class knows sizes of about 1024 x 1024 px only
+    joy_images.BUCKETS[32] = [(32, 32)]  # the class knows sizes of about 1024 x 1024 px only
     pipeline = _pipeline(
         name,
         transformer=_made(
@@ -742,7 +748,7 @@ def _joy(name: str, transformer: str) -> Built:
         processor=processor,
         scheduler=_flow(shift=3.0),
     )
-    small = image_processor.JoyImageEditImageProcessor(vae_scale_factor=8, basesize=32)
+    small = joy_images.JoyImageEditImageProcessor(vae_scale_factor=8, basesize=32)
     pipeline.image_processor = pipeline.vae_image_processor = small
     return pipeline, {**SIZE, "guidance_scale": 4.0}
 
@@ -763,8 +769,7 @@ def _dreamlite(name: str) -> Any:
         layers_per_block=1,
         norm_num_groups=4,
         cross_attention_dim=32,
-        attention_head_dim=8,
-        num_attention_heads=(1, 2, 2),
+        attention_head_dim=(1, 2, 2),
     )
     encoder, processor = _qwen3vl()
     widths = (8, 8, 8)
@@ -853,12 +858,12 @@ def lumina() -> Built:
     pipeline = _pipeline(
         "LuminaPipeline",
         transformer=transformer,
-        vae=_vae(),
+        vae=_vae(blocks=4),
         text_encoder=_decoder("GemmaModel", tokenizer),
         tokenizer=tokenizer,
         scheduler=_flow(),
     )
-    return pipeline, {**SIZE, "guidance_scale": 4.0, "clean_caption": False, "max_sequence_length": 20}
+    return pipeline, {"height": 64, "width": 64, "guidance_scale": 4.0, "clean_caption": False, "max_sequence_length": 20}
 
 
 def lumina2() -> Built:
@@ -878,12 +883,12 @@ def lumina2() -> Built:
     pipeline = _pipeline(
         "Lumina2Pipeline",
         transformer=transformer,
-        vae=_vae(),
+        vae=_vae(blocks=4, shift_factor=0.0),
         text_encoder=_decoder("Gemma2Model", tokenizer),
         tokenizer=tokenizer,
         scheduler=_flow(shift=6.0),
     )
-    return pipeline, {**SIZE, "guidance_scale": 4.0, "system_prompt": "draw", "max_sequence_length": 40}
+    return pipeline, {"height": 64, "width": 64, "guidance_scale": 4.0, "system_prompt": "draw", "max_sequence_length": 40}
 
 
 def aura_flow() -> Built:
@@ -923,7 +928,7 @@ def cogview4() -> Built:
         time_embed_dim=8,
         condition_dim=4,
     )
-    tokenizer = tiny_models.qwen_tokenizer()
+    tokenizer = tiny_towers.tokenizer(64, pad="<pad>")
     shifts = {"base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256, "use_dynamic_shifting": True}
     pipeline = _pipeline(
         "CogView4Pipeline",
@@ -954,10 +959,6 @@ def hidream() -> Built:
         max_resolution=(16, 16),
         llama_layers=(0, 1),
     )
-    with torch.no_grad():
-        for name, parameter in transformer.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.normal_()  # the class leaves the router's weight unset
     tokenizer = tiny_models.qwen_tokenizer()
     tokenizer.model_max_length = 128
     pipeline = _pipeline(
@@ -1020,7 +1021,7 @@ def prx() -> Built:
     )
     tokenizer = _gemma_tokenizer(20)
     kind = transformers.models.t5gemma.modeling_t5gemma.T5GemmaEncoder
-    config = transformers.T5GemmaModuleConfig(
+    text = transformers.T5GemmaModuleConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
@@ -1032,8 +1033,8 @@ def prx() -> Built:
     pipeline = _pipeline(
         "PRXPipeline",
         transformer=transformer,
-        vae=_vae(),
-        text_encoder=_made(kind, config),
+        vae=_vae(shift_factor=0.0),
+        text_encoder=_made(kind, transformers.T5GemmaConfig(encoder=text, decoder=text).encoder),
         tokenizer=tokenizer,
         scheduler=_flow(shift=3.0),
     )
@@ -1089,7 +1090,6 @@ PIPELINES: dict[str, Callable[[], Built]] = {
     "AuraFlowPipeline": aura_flow,
     "BriaFibo2Pipeline": fibo2,
     "BriaFibo2Pipeline:edit": fibo2,
-    "BriaFiboEditPipeline": fibo_edit,
     "BriaFiboPipeline": fibo,
     "BriaPipeline": bria,
     "ChromaPipeline": chroma,
@@ -1144,7 +1144,6 @@ PIPELINES: dict[str, Callable[[], Built]] = {
 """Builders by the name of the class, with a variant after a colon: (pipeline, arguments of every call)."""
 
 SOURCES = {
-    "BriaFiboEditPipeline": "image",
     "FluxFillPipeline": "image",
     "FluxKontextPipeline": "image",
     "JoyImageEditPipeline": "image",
