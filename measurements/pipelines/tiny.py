@@ -7,11 +7,12 @@ Each has its own text encoders, tokenizers and processors, so that a call needs 
     pipeline(prompt="red cube", image=photo(), num_inference_steps=2, **call).images[0]
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -350,6 +351,33 @@ def cogview3() -> Built:
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
 
 
+def kandinsky3() -> Built:
+    unet = _made(
+        diffusers.Kandinsky3UNet,
+        time_embedding_dim=4,
+        groups=2,
+        attention_head_dim=4,
+        layers_per_block=2,
+        block_out_channels=(16, 16),
+        cross_attention_dim=8,
+        encoder_hid_dim=32,
+    )
+    movq = _made(
+        diffusers.VQModel,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8,) * 4,
+        latent_channels=4,
+        num_vq_embeddings=12,
+        norm_num_groups=4,
+        norm_type="spatial",
+        vq_embed_dim=4,
+    )
+    scheduler = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", clip_sample=False)
+    pipeline = _pipeline("Kandinsky3Pipeline", unet=unet, movq=movq, scheduler=scheduler, **_t5_parts())
+    return pipeline, {"height": 64, "width": 64, "guidance_scale": 3.0}
+
+
 # FLUX.1, FLUX.2 and their descendants.
 
 
@@ -424,9 +452,7 @@ def chroma() -> Built:
         approximator_layers=1,
         approximator_num_channels=16,
     )
-    pipeline = _pipeline(
-        "ChromaPipeline", transformer=transformer, vae=tiny_models.sd3_vae(), scheduler=_flow(), **_t5_parts()
-    )
+    pipeline = _pipeline("ChromaPipeline", transformer=transformer, vae=tiny_models.sd3_vae(), scheduler=_flow(), **_t5_parts())
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
 
 
@@ -629,7 +655,7 @@ def hunyuan_image(*, guided: bool = False) -> Built:
         guider=diffusers.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=2) if guided else None,
     )
     pipeline.tokenizer_max_length = 256
-    return pipeline, dict(SIZE) if guided else {**SIZE, "distilled_guidance_scale": 3.25}
+    return pipeline, {"height": 64, "width": 64, "distilled_guidance_scale": 3.25}
 
 
 def krea2() -> Built:
@@ -817,9 +843,7 @@ def _sana(name: str, **options: Any) -> Any:
         **options,
     )
     tokenizer = _gemma_tokenizer()
-    scheduler = diffusers.DPMSolverMultistepScheduler(
-        use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0
-    )
+    scheduler = diffusers.DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
     return _pipeline(
         name,
         transformer=transformer,
@@ -1112,6 +1136,7 @@ PIPELINES: dict[str, Callable[[], Built]] = {
     "HunyuanImagePipeline:guider": lambda: hunyuan_image(guided=True),
     "JoyImageEditPipeline": joy_edit,
     "JoyImageEditPlusPipeline": joy_edit_plus,
+    "Kandinsky3Pipeline": kandinsky3,
     "Kandinsky5I2IPipeline": kandinsky5_i2i,
     "Kandinsky5T2IPipeline": kandinsky5_t2i,
     "Krea2Pipeline": krea2,
@@ -1157,3 +1182,64 @@ SOURCES = {
     **{name: "image" for name in PIPELINES if name.endswith(":edit")},
 }
 """The argument that takes the source image, of the builders that need one; ``images`` takes a list."""
+
+REFUSED = {
+    "AmusedPipeline": "predicts discrete tokens of an image",
+    "BriaFiboEditPipeline": "its prompts are JSON objects with an edit_instruction, not sentences",
+    "Cosmos2TextToImagePipeline": "cannot be made without the weights of its guardrail",
+    "DiffusionGemmaPipeline": "writes text",
+    "Flux2KleinKVPipeline": "keeps keys and values of the first step for the later ones",
+    "GlmImagePipeline": "a language model draws tokens of the image, without the generator, before the denoising loop",
+    "HunyuanImageRefinerPipeline": "refines an image that another pipeline made",
+    "IFPipeline": "the first of three stages in pixel space, with a learned variance",
+    "Ideogram4Pipeline": "two denoisers, one of them for the negative prompt",
+    "KandinskyPipeline": "the second of two stages; its prompt is an embedding of the prior",
+    "LDMTextToImagePipeline": "its text encoder is a class without published configurations that transformers loads",
+    "LLaDA2Pipeline": "writes text",
+    "LatentConsistencyModelPipeline": "distilled to few steps of a scheduler that adds its own noise",
+    "OmniGenPipeline": "its processor needs torchvision",
+    "PRXPixelPipeline": "its prompts pass through ftfy, which is not a dependency",
+    "QwenImageLayeredPipeline": "gives the layers of a source image, not an image",
+    "SanaSprintPipeline": "distilled to few steps of a scheduler (SCM) that is neither a flow nor variance-preserving",
+    "StableDiffusionLDM3DPipeline": "gives an image with a depth map",
+    "StableUnCLIPPipeline": "two denoisers: a prior for image embeddings, and the decoder",
+}
+"""Why a class for text to image or editing has no builder, by its name."""
+
+VARIANTS = {
+    "Onnx": "runs ONNX files, which have no gradients",
+    "^Kolors": "needs sentencepiece",
+    "Audio|Spectrogram": "makes sound",
+    "SuperResolution|Upscale": "enlarges an image",
+    "Combined|Prior|Decoder": "one stage of several, or all of them with several denoisers",
+    "Control|Adapter": "adds a control image to a listed class",
+    "Inpaint": "fills a mask with the model of a listed class",
+    "Img2Img|Depth2Img": "a listed class that begins at a noised source image, with a part of the steps",
+    "PAG": "a listed class with another guidance, which changes the attention of its model",
+}
+"""The same for all classes whose name matches; the first match holds."""
+
+
+def image_pipelines() -> list[str]:
+    """Return the names of the classes that diffusers exports for text to image or editing.
+
+    These are pipelines that take ``prompt``, and no argument about frames, videos or sound, without the modular and the
+    deprecated ones. A class whose optional dependency is missing has no signature; it is in the list.
+    """
+    names = []
+    for name in dir(diffusers):
+        kind = getattr(diffusers, name) if name.endswith("Pipeline") else None
+        if not isinstance(kind, type) or name == "DiffusionPipeline" or ".deprecated." in kind.__module__:
+            continue
+        missing = hasattr(kind, "_backends")
+        taken = inspect.signature(kind.__call__).parameters if issubclass(kind, DiffusionPipeline) else {}
+        if missing or ("prompt" in taken and not any(re.search("frame|video|audio", argument) for argument in taken)):
+            names.append(name)
+    return names
+
+
+def why_not(name: str) -> str | None:
+    """Return why the class ``name`` has no builder, or None if it has one or nobody has decided yet."""
+    if name in PIPELINES:
+        return None
+    return REFUSED.get(name) or next((reason for pattern, reason in VARIANTS.items() if re.search(pattern, name)), None)

@@ -1,0 +1,42 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "measurements" / "pipelines"))
+import tiny
+
+SLOW = {"LongCatImageEditPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"}
+"""They encode every source image at 1024 x 1024 px."""
+
+
+def _called(name, pipeline, call, prompt, **options):
+    photo = tiny.photo(64)
+    source = {tiny.SOURCES[name]: [photo] if tiny.SOURCES[name] == "images" else photo} if name in tiny.SOURCES else {}
+    generator = torch.Generator().manual_seed(0)
+    result = pipeline(prompt=prompt, num_inference_steps=2, generator=generator, return_dict=False, **options, **source, **call)
+    return result[0][0]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in tiny.PIPELINES])
+def test_a_prompt_and_a_source_are_all_that_a_tiny_pipeline_needs_and_the_prompt_reaches_the_image(name):
+    pipeline, call = tiny.PIPELINES[name]()
+    modules = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+    assert type(pipeline).__name__ == name.split(":")[0]
+    assert not any(module.training for module in modules)
+    image = np.asarray(_called(name, pipeline, call, "red cube", output_type="pil"), dtype=float)
+    assert image.shape[0] >= 32
+    assert image.std() > 1  # NaN is black
+    latent = "np" if "JoyImageEditPlus" in name else "latent"
+    red, blue = (torch.as_tensor(_called(name, pipeline, call, text, output_type=latent)) for text in ("red cube", "a blue cat"))
+    assert (red - blue).abs().max() > 1e-4
+
+
+def test_every_image_pipeline_of_diffusers_has_a_builder_or_a_reason():
+    built = {name.split(":")[0] for name in tiny.PIPELINES}
+    assert [name for name in tiny.image_pipelines() if name not in built and not tiny.why_not(name)] == []
+    assert not built & set(tiny.REFUSED)
+    assert len(built) >= 34
+    assert tiny.SOURCES.keys() <= tiny.PIPELINES.keys()
