@@ -36,9 +36,11 @@ Built = tuple[DiffusionPipeline, dict[str, Any]]
 SIZE = {"height": 32, "width": 32}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}"""
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+)
 
 
 def photo(size: int = 32, seed: int = 0) -> Image:
@@ -366,10 +368,9 @@ def kandinsky3() -> Built:
         diffusers.VQModel,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8,) * 4,
+        block_out_channels=(32,) * 4,
         latent_channels=4,
         num_vq_embeddings=12,
-        norm_num_groups=4,
         norm_type="spatial",
         vq_embed_dim=4,
     )
@@ -739,6 +740,7 @@ def nucleus() -> Built:
         num_key_value_heads=1,
         joint_attention_dim=32,
         axes_dims_rope=(4, 6, 6),
+        mlp_ratio=6.0,
         num_experts=4,
         moe_intermediate_dim=16,
         capacity_factors=[2.0] * 5,

@@ -8,6 +8,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "measurements" / "pipelines"))
 import tiny
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+]
 SLOW = {"LongCatImageEditPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"}
 """They encode every source image at 1024 x 1024 px."""
 
