@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers import DiffusionPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler as Flow
 from diffusers.pipelines.joyimage import image_processor as joy_images
 from PIL.Image import Image, fromarray
 from tokenizers.processors import TemplateProcessing
@@ -34,8 +36,10 @@ import tiny_towers
 
 Built = tuple[DiffusionPipeline, dict[str, Any]]
 SIZE = {"height": 32, "width": 32}
+DOUBLE = {"height": 64, "width": 64}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+SANA = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}"
@@ -73,87 +77,60 @@ def _pipeline(name: str, **parts: Any) -> Any:
     return _awake(getattr(diffusers, name)(**parts))
 
 
-def _flow(**options: Any) -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(**options)
-
-
 # Autoencoders: 4 x downsampling unless the name says otherwise.
 
 
 def _vae(channels: int = 4, *, blocks: int = 3, **options: Any) -> Any:
     return _made(
-        diffusers.AutoencoderKL,
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(8 if blocks < 6 else 4,) * blocks,
-        norm_num_groups=4,
-        latent_channels=channels,
-        **{"scaling_factor": 1.0, **options},
-    )
+        diffusers.AutoencoderKL, down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks, block_out_channels=(8 if blocks < 6 else 4,) * blocks,
+        norm_num_groups=4, latent_channels=channels, **{"scaling_factor": 1.0, **options},
+    )  # fmt: skip
 
 
 def _wan_vae(**options: Any) -> Any:
     """8 x downsampling and 16 channels."""
     return _made(
-        diffusers.AutoencoderKLWan,
-        base_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        **options,
-    )
+        diffusers.AutoencoderKLWan, base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[False, True, True], **options,
+    )  # fmt: skip
 
 
 def _dc_vae() -> Any:
     """4 x downsampling, 4 channels, of Sana's class."""
     blocks = (8, 8, 8)
     return _made(
-        diffusers.AutoencoderDC,
-        latent_channels=4,
-        attention_head_dim=2,
+        diffusers.AutoencoderDC, latent_channels=4, attention_head_dim=2,
         encoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=blocks,
-        decoder_block_out_channels=blocks,
-        encoder_qkv_multiscales=((), (), (5,)),
-        decoder_qkv_multiscales=((), (), (5,)),
-        encoder_layers_per_block=(1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1),
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41407,
-    )
+        decoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"), encoder_block_out_channels=blocks,
+        decoder_block_out_channels=blocks, encoder_qkv_multiscales=((), (), (5,)),
+        decoder_qkv_multiscales=((), (), (5,)), encoder_layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1), downsample_block_type="conv", upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm", decoder_act_fns="silu", scaling_factor=0.41407,
+    )  # fmt: skip
 
 
 # Text encoders of width 32, unless the arguments say otherwise.
-
-
-def _chat_tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer = tiny_models.qwen_tokenizer()
-    tokenizer.chat_template = CHAT
-    return tokenizer
 
 
 def _decoder(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 3, **options: Any) -> Any:
     """A language model of the class ``name``, whose configuration class has the same beginning."""
     kind = getattr(transformers, name)
     config = kind.config_class(
-        vocab_size=options.pop("vocab_size", len(tokenizer)),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=2048,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=0,
-        eos_token_id=1,
+        vocab_size=options.pop("vocab_size", len(tokenizer)), hidden_size=32, intermediate_size=48,
+        num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        max_position_embeddings=2048, pad_token_id=tokenizer.pad_token_id, bos_token_id=0, eos_token_id=1,
         **options,
-    )
+    )  # fmt: skip
     return _made(kind, config)
+
+
+def _mistral3(name: str, tokenizer: PreTrainedTokenizerBase, *, width: int) -> Any:
+    small = {"hidden_size": width, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": width // 2}
+    text = transformers.MistralConfig(vocab_size=len(tokenizer), num_hidden_layers=3, num_key_value_heads=1, **small)
+    vision = transformers.PixtralVisionConfig(num_hidden_layers=1, image_size=32, patch_size=8, **small)
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=1)
+    return _made(getattr(transformers, name), config)
 
 
 def _gemma_tokenizer(length: int = 64) -> Any:
@@ -196,34 +173,19 @@ def _unet(*, sdxl: bool = False, channels: int = 4) -> Any:
             "use_linear_projection": True,
         }
     return _made(
-        diffusers.UNet2DConditionModel,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        sample_size=8,
-        in_channels=channels,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4),
-        cross_attention_dim=32,
-        norm_num_groups=4,
-        **more,
-    )
+        diffusers.UNet2DConditionModel, block_out_channels=(8, 16), layers_per_block=1, sample_size=8,
+        in_channels=channels, out_channels=4, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(2, 4), cross_attention_dim=32,
+        norm_num_groups=4, **more,
+    )  # fmt: skip
 
 
-def _sd(name: str, scheduler: Any, *, channels: int = 4, **parts: Any) -> Any:
+def _sd(name: str, scheduler: Any, *, channels: int = 4) -> Any:
     return _pipeline(
-        name,
-        unet=_unet(channels=channels),
-        vae=_vae(),
-        text_encoder=tiny_models.clip_text(32, 1),
-        tokenizer=tiny_models.clip_tokenizer(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-        scheduler=scheduler,
-        **parts,
-    )
+        name, unet=_unet(channels=channels), vae=_vae(), text_encoder=tiny_models.clip_text(32, 1),
+        tokenizer=tiny_models.clip_tokenizer(), safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False, scheduler=scheduler,
+    )  # fmt: skip
 
 
 def stable_diffusion() -> Built:
@@ -239,24 +201,16 @@ def pix2pix() -> Built:
 
 def _sdxl(name: str, *, channels: int = 4, prediction: str = "epsilon") -> Any:
     return _pipeline(
-        name,
-        unet=_unet(sdxl=True, channels=channels),
-        vae=_vae(),
-        text_encoder=tiny_models.clip_text(16, 1),
-        tokenizer=tiny_models.clip_tokenizer(),
-        text_encoder_2=tiny_models.clip(16, 2),
+        name, unet=_unet(sdxl=True, channels=channels), vae=_vae(), text_encoder=tiny_models.clip_text(16, 1),
+        tokenizer=tiny_models.clip_tokenizer(), text_encoder_2=tiny_models.clip(16, 2),
         tokenizer_2=tiny_models.clip_tokenizer(),
         scheduler=diffusers.EulerDiscreteScheduler(prediction_type=prediction, timestep_spacing="leading", **NOISE),
         add_watermarker=False,
-    )
+    )  # fmt: skip
 
 
-def sdxl() -> Built:
-    return _sdxl("StableDiffusionXLPipeline"), {**SIZE, "guidance_scale": 5.0}
-
-
-def sdxl_v() -> Built:
-    return _sdxl("StableDiffusionXLPipeline", prediction="v_prediction"), {**SIZE, "guidance_scale": 5.0}
+def sdxl(prediction: str = "epsilon") -> Built:
+    return _sdxl("StableDiffusionXLPipeline", prediction=prediction), {**SIZE, "guidance_scale": 5.0}
 
 
 def sdxl_pix2pix() -> Built:
@@ -271,83 +225,45 @@ def sd3() -> Built:
 # Transformers that predict noise.
 
 
-def _pixart(name: str, *, out: int) -> Any:
+def pixart(name: str) -> Built:
     transformer = _made(
-        diffusers.PixArtTransformer2DModel,
-        sample_size=8,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=3,
-        caption_channels=32,
-        cross_attention_dim=24,
-        out_channels=out,
-        norm_eps=1e-6,
+        diffusers.PixArtTransformer2DModel, sample_size=8, num_layers=2, attention_head_dim=8,
+        num_attention_heads=3, caption_channels=32, cross_attention_dim=24, out_channels=8, norm_eps=1e-6,
         use_additional_conditions=False,
-    )
+    )  # fmt: skip
     scheduler = diffusers.DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02)
-    return _pipeline(name, transformer=transformer, vae=_vae(), scheduler=scheduler, **_t5_parts())
-
-
-PIXART = {**SIZE, "guidance_scale": 4.5, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 20}
-
-
-def pixart_sigma() -> Built:
-    return _pixart("PixArtSigmaPipeline", out=8), dict(PIXART)
-
-
-def pixart_alpha() -> Built:
-    return _pixart("PixArtAlphaPipeline", out=8), dict(PIXART)
+    pipeline = _pipeline(name, transformer=transformer, vae=_vae(), scheduler=scheduler, **_t5_parts())
+    sizes = {**SIZE, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 20}
+    return pipeline, {**sizes, "guidance_scale": 4.5}
 
 
 def hunyuan_dit() -> Built:
     transformer = _made(
-        diffusers.HunyuanDiT2DModel,
-        sample_size=8,
-        num_layers=2,
-        patch_size=2,
-        attention_head_dim=8,
-        num_attention_heads=3,
-        hidden_size=24,
-        in_channels=4,
-        cross_attention_dim=32,
-        cross_attention_dim_t5=32,
-        pooled_projection_dim=16,
-        text_len=77,
-    )
+        diffusers.HunyuanDiT2DModel, sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8,
+        num_attention_heads=3, hidden_size=24, in_channels=4, cross_attention_dim=32,
+        cross_attention_dim_t5=32, pooled_projection_dim=16, text_len=77,
+    )  # fmt: skip
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     vocab = {word: number for number, word in enumerate(words)}
     config = transformers.BertConfig(
         vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     pipeline = _pipeline(
-        "HunyuanDiTPipeline",
-        transformer=transformer,
-        vae=_vae(blocks=4),
+        "HunyuanDiTPipeline", transformer=transformer, vae=_vae(blocks=4),
         text_encoder=_made(transformers.BertModel, config),
         tokenizer=transformers.BertTokenizer(vocab=vocab, model_max_length=77),
-        scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", **NOISE),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-        **_t5_parts(suffix="_2"),
-    )
-    return pipeline, {"height": 64, "width": 64, "guidance_scale": 5.0, "use_resolution_binning": False}
+        scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", **NOISE), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False, **_t5_parts(suffix="_2"),
+    )  # fmt: skip
+    return pipeline, {**DOUBLE, "guidance_scale": 5.0, "use_resolution_binning": False}
 
 
 def cogview3() -> Built:
     transformer = _made(
-        diffusers.CogView3PlusTransformer2DModel,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=4,
-        num_attention_heads=4,
-        out_channels=4,
-        text_embed_dim=32,
-        time_embed_dim=8,
-        condition_dim=2,
-        pos_embed_max_size=16,
-        sample_size=8,
-    )
+        diffusers.CogView3PlusTransformer2DModel, in_channels=4, num_layers=2, attention_head_dim=4,
+        num_attention_heads=4, out_channels=4, text_embed_dim=32, time_embed_dim=8, condition_dim=2,
+        pos_embed_max_size=16, sample_size=8,
+    )  # fmt: skip
     scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
     pipeline = _pipeline("CogView3PlusPipeline", transformer=transformer, vae=_vae(), scheduler=scheduler, **_t5_parts())
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
@@ -355,28 +271,17 @@ def cogview3() -> Built:
 
 def kandinsky3() -> Built:
     unet = _made(
-        diffusers.Kandinsky3UNet,
-        time_embedding_dim=4,
-        groups=2,
-        attention_head_dim=4,
-        layers_per_block=2,
-        block_out_channels=(16, 16),
-        cross_attention_dim=8,
-        encoder_hid_dim=32,
-    )
+        diffusers.Kandinsky3UNet, time_embedding_dim=4, groups=2, attention_head_dim=4, layers_per_block=2,
+        block_out_channels=(16, 16), cross_attention_dim=8, encoder_hid_dim=32,
+    )  # fmt: skip
     movq = _made(
-        diffusers.VQModel,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * 3,
-        block_out_channels=(32,) * 4,
-        latent_channels=4,
-        num_vq_embeddings=12,
-        norm_type="spatial",
-        vq_embed_dim=4,
-    )
+        diffusers.VQModel, down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * 3, block_out_channels=(32,) * 4,
+        latent_channels=4, num_vq_embeddings=12, norm_type="spatial", vq_embed_dim=4,
+    )  # fmt: skip
     scheduler = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", clip_sample=False)
     pipeline = _pipeline("Kandinsky3Pipeline", unet=unet, movq=movq, scheduler=scheduler, **_t5_parts())
-    return pipeline, {"height": 64, "width": 64, "guidance_scale": 3.0}
+    return pipeline, {**DOUBLE, "guidance_scale": 3.0}
 
 
 # FLUX.1, FLUX.2 and their descendants.
@@ -384,14 +289,10 @@ def kandinsky3() -> Built:
 
 def _flux(name: str, *, channels: int = 64) -> Any:
     return _pipeline(
-        name,
-        transformer=tiny_models.flux_transformer(channels=channels),
-        vae=tiny_models.sd3_vae(),
-        text_encoder=tiny_models.clip_text(16, 1),
-        tokenizer=tiny_models.clip_tokenizer(),
-        scheduler=_flow(**tiny_models.FLUX_SCHEDULER),
-        **_t5_parts(48, "_2"),
-    )
+        name, transformer=tiny_models.flux_transformer(channels=channels), vae=tiny_models.sd3_vae(),
+        text_encoder=tiny_models.clip_text(16, 1), tokenizer=tiny_models.clip_tokenizer(),
+        scheduler=Flow(**tiny_models.FLUX_SCHEDULER), **_t5_parts(48, "_2"),
+    )  # fmt: skip
 
 
 def flux() -> Built:
@@ -411,29 +312,15 @@ def flux_fill() -> Built:
 
 
 def flux2() -> Built:
-    tokenizer = _chat_tokenizer()
-    text = {"head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
-    config = transformers.Mistral3Config(
-        text_config=transformers.MistralConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=3, **text),
-        vision_config=_pixtral(),
-        image_token_index=1,
-    )
+    tokenizer = tiny_models.qwen_tokenizer()
+    tokenizer.chat_template = CHAT
     pipeline = _pipeline(
-        "Flux2Pipeline",
-        transformer=tiny_flux2.transformer(guidance_embeds=True),
-        vae=tiny_flux2.vae(),
-        text_encoder=_made(transformers.Mistral3ForConditionalGeneration, config),
-        tokenizer=tokenizer,
-        scheduler=_flow(**tiny_flux2.SCHEDULER),
-    )
+        "Flux2Pipeline", transformer=tiny_flux2.transformer(guidance_embeds=True), vae=tiny_flux2.vae(),
+        text_encoder=_mistral3("Mistral3ForConditionalGeneration", tokenizer, width=16), tokenizer=tokenizer,
+        scheduler=Flow(**tiny_flux2.SCHEDULER),
+    )  # fmt: skip
     pipeline.system_message = ""
     return pipeline, {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 64, "text_encoder_out_layers": (1, 2, 3)}
-
-
-def _pixtral() -> Any:
-    return transformers.PixtralVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8
-    )
 
 
 def flux2_klein() -> Built:
@@ -442,41 +329,24 @@ def flux2_klein() -> Built:
 
 def chroma() -> Built:
     transformer = _made(
-        diffusers.ChromaTransformer2DModel,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=[4, 4, 8],
-        approximator_hidden_dim=32,
-        approximator_layers=1,
-        approximator_num_channels=16,
-    )
-    pipeline = _pipeline("ChromaPipeline", transformer=transformer, vae=tiny_models.sd3_vae(), scheduler=_flow(), **_t5_parts())
+        diffusers.ChromaTransformer2DModel, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=[4, 4, 8], approximator_hidden_dim=32,
+        approximator_layers=1, approximator_num_channels=16,
+    )  # fmt: skip
+    pipeline = _pipeline("ChromaPipeline", transformer=transformer, vae=tiny_models.sd3_vae(), scheduler=Flow(), **_t5_parts())
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
 
 
 def _longcat(name: str, vae: Any) -> Any:
     transformer = _made(
-        diffusers.LongCatImageTransformer2DModel,
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=[8, 12, 12],
-    )
+        diffusers.LongCatImageTransformer2DModel, num_layers=1, num_single_layers=2, attention_head_dim=32,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=[8, 12, 12],
+    )  # fmt: skip
     encoder, processor = _qwen25vl()
     pipeline = _pipeline(
-        name,
-        transformer=transformer,
-        vae=vae,
-        text_encoder=encoder,
-        tokenizer=processor.tokenizer,
-        text_processor=processor,
-        scheduler=_flow(**tiny_models.FLUX_SCHEDULER),
-    )
+        name, transformer=transformer, vae=vae, text_encoder=encoder, tokenizer=processor.tokenizer,
+        text_processor=processor, scheduler=Flow(**tiny_models.FLUX_SCHEDULER),
+    )  # fmt: skip
     pipeline.tokenizer_max_length = 32
     return pipeline
 
@@ -493,94 +363,56 @@ def longcat_edit() -> Built:
 
 def ovis() -> Built:
     transformer = _made(
-        diffusers.OvisImageTransformer2DModel,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+        diffusers.OvisImageTransformer2DModel, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
     tokenizer = tiny_models.chat_tokenizer()
     pipeline = _pipeline(
-        "OvisImagePipeline",
-        transformer=transformer,
-        vae=tiny_models.sd3_vae(),
-        text_encoder=_decoder("Qwen3Model", tokenizer),
-        tokenizer=tokenizer,
-        scheduler=_flow(**tiny_models.FLUX_SCHEDULER),
-    )
+        "OvisImagePipeline", transformer=transformer, vae=tiny_models.sd3_vae(),
+        text_encoder=_decoder("Qwen3Model", tokenizer), tokenizer=tokenizer,
+        scheduler=Flow(**tiny_models.FLUX_SCHEDULER),
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 5.0}
 
 
 def bria() -> Built:
     transformer = _made(
-        diffusers.BriaTransformer2DModel,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=[0, 4, 4],
-    )
-    pipeline = _pipeline("BriaPipeline", transformer=transformer, vae=_vae(), scheduler=_flow(), **_t5_parts())
+        diffusers.BriaTransformer2DModel, in_channels=16, num_layers=1, num_single_layers=1,
+        attention_head_dim=8, num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=[0, 4, 4],
+    )  # fmt: skip
+    pipeline = _pipeline("BriaPipeline", transformer=transformer, vae=_vae(), scheduler=Flow(), **_t5_parts())
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
 
 
 def fibo() -> Built:
     transformer = _made(
-        diffusers.BriaFiboTransformer2DModel,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=64,
-        text_encoder_dim=32,
+        diffusers.BriaFiboTransformer2DModel, in_channels=16, num_layers=1, num_single_layers=1,
+        attention_head_dim=8, num_attention_heads=2, joint_attention_dim=64, text_encoder_dim=32,
         axes_dims_rope=[0, 4, 4],
-    )
+    )  # fmt: skip
     tokenizer = tiny_models.qwen_tokenizer()
+    # The vocabulary has Llama's token 128000, which stands for an empty prompt whatever the tokenizer.
     pipeline = _pipeline(
-        "BriaFiboPipeline",
-        transformer=transformer,
+        "BriaFiboPipeline", transformer=transformer,
         vae=_wan_vae(patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16),
-        # An empty prompt is Llama's token 128000, whatever the tokenizer.
-        text_encoder=_decoder("SmolLM3ForCausalLM", tokenizer, vocab_size=128_001),
-        tokenizer=tokenizer,
-        scheduler=_flow(),
-    )
-    return pipeline, {"height": 64, "width": 64, "guidance_scale": 5.0, "max_sequence_length": 64}
+        text_encoder=_decoder("SmolLM3ForCausalLM", tokenizer, vocab_size=128_001), tokenizer=tokenizer,
+        scheduler=Flow(),
+    )  # fmt: skip
+    return pipeline, {**DOUBLE, "guidance_scale": 5.0, "max_sequence_length": 64}
 
 
 def fibo2() -> Built:
     transformer = _made(
-        diffusers.BriaFibo2Transformer2DModel,
-        in_channels=16,
-        dim=32,
-        n_layers=3,
-        n_refiner_layers=1,
-        n_heads=2,
-        cap_feat_dim=96,
-        injection_layer_ids=(1,),
-        perceiver_num_layers=1,
-        min_num_gist_tokens=4,
-        max_num_gist_tokens=8,
-        gist_step=4,
-        gist_min_text_len=8,
-        gist_max_text_len=64,
-        axes_dims=(4, 6, 6),
+        diffusers.BriaFibo2Transformer2DModel, in_channels=16, dim=32, n_layers=3, n_refiner_layers=1,
+        n_heads=2, cap_feat_dim=96, injection_layer_ids=(1,), perceiver_num_layers=1, min_num_gist_tokens=4,
+        max_num_gist_tokens=8, gist_step=4, gist_min_text_len=8, gist_max_text_len=64, axes_dims=(4, 6, 6),
         axes_lens=(512, 64, 64),
-    )
+    )  # fmt: skip
     encoder, processor = _qwen3vl()
     pipeline = _pipeline(
-        "BriaFibo2Pipeline",
-        transformer=transformer,
-        vae=tiny_flux2.vae(),
-        text_encoder=encoder,
-        processor=processor,
-        scheduler=_flow(**tiny_flux2.SCHEDULER),
-    )
+        "BriaFibo2Pipeline", transformer=transformer, vae=tiny_flux2.vae(), text_encoder=encoder,
+        processor=processor, scheduler=Flow(**tiny_flux2.SCHEDULER),
+    )  # fmt: skip
     pipeline.text_encoder_out_layers = ((0, 1, 2), (1, 2, 3))
     pipeline.text_encoder_image_size = 32
     return pipeline, {**SIZE, "guidance_scale": 5.0}
@@ -593,21 +425,13 @@ def qwen_image() -> Built:
     return _awake(tiny_pipelines.qwen_image()), {**SIZE, "negative_prompt": "bad", "true_cfg_scale": 4.0}
 
 
-def _qwen_edit(name: str) -> Built:
+def qwen_image_edit(name: str) -> Built:
     pipeline = tiny_pipelines.qwen_image_edit(getattr(diffusers, name))
     levels = [False] * 5
     # The pipelines encode the source at 1024 x 1024 px, which a VAE of 32 x downsampling keeps small.
     vae = _made(diffusers.AutoencoderKLQwenImage, base_dim=2, dim_mult=[1] * 6, num_res_blocks=1, temperal_downsample=levels)
     parts = {**pipeline.components, "vae": vae}
     return _pipeline(name, **parts), {"height": 128, "width": 128, "negative_prompt": "bad", "true_cfg_scale": 4.0}
-
-
-def qwen_image_edit() -> Built:
-    return _qwen_edit("QwenImageEditPipeline")
-
-
-def qwen_image_edit_plus() -> Built:
-    return _qwen_edit("QwenImageEditPlusPipeline")
 
 
 def qwen_image_21() -> Built:
@@ -617,205 +441,101 @@ def qwen_image_21() -> Built:
 
 def hunyuan_image(*, guided: bool = False) -> Built:
     transformer = _made(
-        diffusers.HunyuanImageTransformer2DModel,
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        guidance_embeds=not guided,
-        text_embed_dim=32,
-        text_embed_2_dim=32,
-        rope_axes_dim=(4, 4),
-    )
+        diffusers.HunyuanImageTransformer2DModel, in_channels=4, out_channels=4, num_attention_heads=4,
+        attention_head_dim=8, num_layers=1, num_single_layers=1, num_refiner_layers=1,
+        guidance_embeds=not guided, text_embed_dim=32, text_embed_2_dim=32, rope_axes_dim=(4, 4),
+    )  # fmt: skip
     vae = _made(
-        diffusers.AutoencoderKLHunyuanImage,
-        in_channels=3,
-        out_channels=3,
-        latent_channels=4,
-        block_out_channels=(32, 64, 64, 64),
-        layers_per_block=1,
-        scaling_factor=0.476986,
-        spatial_compression_ratio=8,
-        sample_size=128,
-    )
+        diffusers.AutoencoderKLHunyuanImage, in_channels=3, out_channels=3, latent_channels=4,
+        block_out_channels=(32, 64, 64, 64), layers_per_block=1, scaling_factor=0.476986,
+        spatial_compression_ratio=8, sample_size=128,
+    )  # fmt: skip
     encoder, processor = _qwen25vl()
     glyphs = transformers.ByT5Tokenizer(extra_ids=0)
     config = transformers.T5Config(vocab_size=len(glyphs), d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     pipeline = _pipeline(
-        "HunyuanImagePipeline",
-        transformer=transformer,
-        vae=vae,
-        text_encoder=encoder,
-        tokenizer=processor.tokenizer,
-        text_encoder_2=_made(transformers.T5EncoderModel, config),
-        tokenizer_2=glyphs,
-        scheduler=_flow(shift=7.0),
+        "HunyuanImagePipeline", transformer=transformer, vae=vae, text_encoder=encoder,
+        tokenizer=processor.tokenizer, text_encoder_2=_made(transformers.T5EncoderModel, config),
+        tokenizer_2=glyphs, scheduler=Flow(shift=7.0),
         guider=diffusers.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=2) if guided else None,
-    )
+    )  # fmt: skip
     pipeline.tokenizer_max_length = 256
-    return pipeline, {"height": 64, "width": 64, "distilled_guidance_scale": 3.25}
+    return pipeline, {**DOUBLE, "distilled_guidance_scale": 3.25}
 
 
 def krea2() -> Built:
     transformer = _made(
-        diffusers.Krea2Transformer2DModel,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        timestep_embed_dim=8,
-        text_hidden_dim=32,
-        num_text_layers=3,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=1,
-        text_intermediate_size=16,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
-        axes_dims_rope=(4, 2, 2),
-    )
+        diffusers.Krea2Transformer2DModel, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=32, timestep_embed_dim=8, text_hidden_dim=32,
+        num_text_layers=3, text_num_attention_heads=2, text_num_key_value_heads=1, text_intermediate_size=16,
+        num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 2, 2),
+    )  # fmt: skip
     encoder, processor = _qwen3vl()
     pipeline = _pipeline(
-        "Krea2Pipeline",
-        transformer=transformer,
-        vae=tiny_models.qwen_vae(),
-        text_encoder=encoder.model,
-        tokenizer=processor.tokenizer,
-        scheduler=_flow(use_dynamic_shifting=True),
+        "Krea2Pipeline", transformer=transformer, vae=tiny_models.qwen_vae(), text_encoder=encoder.model,
+        tokenizer=processor.tokenizer, scheduler=Flow(use_dynamic_shifting=True),
         text_encoder_select_layers=(1, 2, 3),
-    )
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 4.5, "max_sequence_length": 256}
 
 
-def _kandinsky5(name: str, *, edits: bool) -> Built:
+def kandinsky5(name: str, *, edits: bool) -> Built:
     transformer = _made(
-        diffusers.Kandinsky5Transformer3DModel,
-        in_visual_dim=16,
-        in_text_dim=32,
-        in_text_dim2=16,
-        time_dim=16,
-        out_visual_dim=16,
-        patch_size=(1, 2, 2),
-        model_dim=16,
-        ff_dim=32,
-        num_text_blocks=1,
-        num_visual_blocks=2,
-        axes_dims=(1, 1, 2),
-        visual_cond=edits,
-        attention_type="regular",
-    )
+        diffusers.Kandinsky5Transformer3DModel, in_visual_dim=16, in_text_dim=32, in_text_dim2=16,
+        time_dim=16, out_visual_dim=16, patch_size=(1, 2, 2), model_dim=16, ff_dim=32, num_text_blocks=1,
+        num_visual_blocks=2, axes_dims=(1, 1, 2), visual_cond=edits, attention_type="regular",
+    )  # fmt: skip
     encoder, processor = _qwen25vl()
     pipeline = _pipeline(
-        name,
-        transformer=transformer,
-        vae=_vae(16, blocks=4),
-        text_encoder=encoder,
-        tokenizer=processor,
-        text_encoder_2=tiny_models.clip_text(16, 1),
-        tokenizer_2=tiny_models.clip_tokenizer(),
-        scheduler=_flow(shift=7.0),
-    )
+        name, transformer=transformer, vae=_vae(16, blocks=4), text_encoder=encoder, tokenizer=processor,
+        text_encoder_2=tiny_models.clip_text(16, 1), tokenizer_2=tiny_models.clip_tokenizer(),
+        scheduler=Flow(shift=7.0),
+    )  # fmt: skip
     pipeline.resolutions = [(64, 64)]
-    return pipeline, {"height": 64, "width": 64, "guidance_scale": 3.5}
-
-
-def kandinsky5_t2i() -> Built:
-    return _kandinsky5("Kandinsky5T2IPipeline", edits=False)
-
-
-def kandinsky5_i2i() -> Built:
-    return _kandinsky5("Kandinsky5I2IPipeline", edits=True)
+    return pipeline, {**DOUBLE, "guidance_scale": 3.5}
 
 
 def nucleus() -> Built:
     transformer = _made(
-        diffusers.NucleusMoEImageTransformer2DModel,
-        out_channels=16,
-        num_layers=5,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
-        mlp_ratio=6.0,
-        num_experts=4,
-        moe_intermediate_dim=16,
-        capacity_factors=[2.0] * 5,
-    )
+        diffusers.NucleusMoEImageTransformer2DModel, out_channels=16, num_layers=5, attention_head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+        mlp_ratio=6.0, num_experts=4, moe_intermediate_dim=16, capacity_factors=[2.0] * 5,
+    )  # fmt: skip
     encoder, processor = _qwen3vl()
     pipeline = _pipeline(
-        "NucleusMoEImagePipeline",
-        transformer=transformer,
-        vae=tiny_models.qwen_vae(),
-        text_encoder=encoder,
-        processor=processor,
-        scheduler=_flow(**tiny_models.SCHEDULER),
-    )
+        "NucleusMoEImagePipeline", transformer=transformer, vae=tiny_models.qwen_vae(), text_encoder=encoder,
+        processor=processor, scheduler=Flow(**tiny_models.SCHEDULER),
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 4.0, "return_index": -2}
 
 
-def _joy(name: str, transformer: str) -> Built:
+def joy_edit(name: str, kind: str) -> Built:
+    options = {"hidden_size": 32, "num_attention_heads": 2, "text_dim": 32, "num_layers": 2, "rope_dim_list": [4, 6, 6]}
     encoder, processor = _qwen3vl()
     joy_images.BUCKETS[32] = [(32, 32)]  # the class knows sizes of about 1024 x 1024 px only
     pipeline = _pipeline(
-        name,
-        transformer=_made(
-            getattr(diffusers, transformer),
-            hidden_size=32,
-            num_attention_heads=2,
-            text_dim=32,
-            num_layers=2,
-            rope_dim_list=[4, 6, 6],
-        ),
-        vae=_wan_vae(),
-        text_encoder=encoder,
-        tokenizer=processor.tokenizer,
-        processor=processor,
-        scheduler=_flow(shift=3.0),
-    )
+        name, transformer=_made(getattr(diffusers, kind), **options), vae=_wan_vae(), text_encoder=encoder,
+        tokenizer=processor.tokenizer, processor=processor, scheduler=Flow(shift=3.0),
+    )  # fmt: skip
     small = joy_images.JoyImageEditImageProcessor(vae_scale_factor=8, basesize=32)
     pipeline.image_processor = pipeline.vae_image_processor = small
     return pipeline, {**SIZE, "guidance_scale": 4.0}
 
 
-def joy_edit() -> Built:
-    return _joy("JoyImageEditPipeline", "JoyImageEditTransformer3DModel")
-
-
-def joy_edit_plus() -> Built:
-    return _joy("JoyImageEditPlusPipeline", "JoyImageEditPlusTransformer3DModel")
-
-
 def _dreamlite(name: str) -> Any:
     unet = _made(
-        diffusers.DreamLiteUNetModel,
-        sample_size=8,
-        block_out_channels=(8, 16, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        cross_attention_dim=32,
-        attention_head_dim=(1, 2, 2),
-    )
+        diffusers.DreamLiteUNetModel, sample_size=8, block_out_channels=(8, 16, 16), layers_per_block=1,
+        norm_num_groups=4, cross_attention_dim=32, attention_head_dim=(1, 2, 2),
+    )  # fmt: skip
+    vae = _made(
+        diffusers.AutoencoderTiny, encoder_block_out_channels=(8,) * 3, decoder_block_out_channels=(8,) * 3,
+        num_encoder_blocks=(1,) * 3, num_decoder_blocks=(1,) * 3,
+    )  # fmt: skip
     encoder, processor = _qwen3vl()
-    widths = (8, 8, 8)
     return _pipeline(
-        name,
-        unet=unet,
-        vae=_made(
-            diffusers.AutoencoderTiny,
-            encoder_block_out_channels=widths,
-            decoder_block_out_channels=widths,
-            num_encoder_blocks=(1, 1, 1),
-            num_decoder_blocks=(1, 1, 1),
-        ),
-        text_encoder=encoder,
-        tokenizer=processor.tokenizer,
-        processor=processor,
-        scheduler=_flow(**tiny_models.FLUX_SCHEDULER),
-    )
+        name, unet=unet, vae=vae, text_encoder=encoder, tokenizer=processor.tokenizer, processor=processor,
+        scheduler=Flow(**tiny_models.FLUX_SCHEDULER),
+    )  # fmt: skip
 
 
 def dreamlite() -> Built:
@@ -829,241 +549,128 @@ def dreamlite_mobile() -> Built:
 # Other flow models.
 
 
-def _sana(name: str, **options: Any) -> Any:
+def sana(*, euler: bool = False) -> Built:
     transformer = _made(
-        diffusers.SanaTransformer2DModel,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=4,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=4,
-        cross_attention_dim=8,
-        caption_channels=32,
-        sample_size=8,
-        **options,
-    )
+        diffusers.SanaTransformer2DModel, in_channels=4, out_channels=4, num_layers=2, num_attention_heads=2,
+        attention_head_dim=4, num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8,
+        caption_channels=32, sample_size=8,
+    )  # fmt: skip
     tokenizer = _gemma_tokenizer()
-    scheduler = diffusers.DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
-    return _pipeline(
-        name,
-        transformer=transformer,
-        vae=_dc_vae(),
-        text_encoder=_decoder("Gemma2Model", tokenizer),
-        tokenizer=tokenizer,
-        scheduler=scheduler,
-    )
-
-
-SANA = {**SIZE, "use_resolution_binning": False, "complex_human_instruction": None, "max_sequence_length": 20}
-
-
-def sana() -> Built:
-    return _sana("SanaPipeline"), {**SANA, "guidance_scale": 4.5}
-
-
-def sana_euler() -> Built:
-    pipeline = _sana("SanaPipeline")
-    pipeline.register_modules(scheduler=_flow(shift=3.0))
-    return pipeline, {**SANA, "guidance_scale": 4.5}
+    pipeline = _pipeline(
+        "SanaPipeline", transformer=transformer, vae=_dc_vae(),
+        text_encoder=_decoder("Gemma2Model", tokenizer), tokenizer=tokenizer,
+        scheduler=Flow(shift=3.0) if euler else diffusers.DPMSolverMultistepScheduler(**SANA),
+    )  # fmt: skip
+    sizes = {**SIZE, "use_resolution_binning": False, "complex_human_instruction": None, "max_sequence_length": 20}
+    return pipeline, {**sizes, "guidance_scale": 4.5}
 
 
 def lumina() -> Built:
     transformer = _made(
-        diffusers.LuminaNextDiT2DModel,
-        sample_size=8,
-        hidden_size=16,
-        num_layers=2,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=16,
-        cross_attention_dim=32,
-    )
+        diffusers.LuminaNextDiT2DModel, sample_size=8, hidden_size=16, num_layers=2, num_attention_heads=2,
+        num_kv_heads=1, multiple_of=16, cross_attention_dim=32,
+    )  # fmt: skip
     tokenizer = _gemma_tokenizer()
     pipeline = _pipeline(
-        "LuminaPipeline",
-        transformer=transformer,
-        vae=_vae(blocks=4),
-        text_encoder=_decoder("GemmaModel", tokenizer),
-        tokenizer=tokenizer,
-        scheduler=_flow(),
-    )
-    return pipeline, {"height": 64, "width": 64, "guidance_scale": 4.0, "clean_caption": False, "max_sequence_length": 20}
+        "LuminaPipeline", transformer=transformer, vae=_vae(blocks=4),
+        text_encoder=_decoder("GemmaModel", tokenizer), tokenizer=tokenizer, scheduler=Flow(),
+    )  # fmt: skip
+    return pipeline, {**DOUBLE, "guidance_scale": 4.0, "clean_caption": False, "max_sequence_length": 20}
 
 
 def lumina2() -> Built:
     transformer = _made(
-        diffusers.Lumina2Transformer2DModel,
-        sample_size=8,
-        in_channels=4,
-        hidden_size=16,
-        num_layers=2,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=16,
-        axes_dim_rope=[4, 2, 2],
-        cap_feat_dim=32,
-    )
+        diffusers.Lumina2Transformer2DModel, sample_size=8, in_channels=4, hidden_size=16, num_layers=2,
+        num_attention_heads=2, num_kv_heads=1, multiple_of=16, axes_dim_rope=[4, 2, 2], cap_feat_dim=32,
+    )  # fmt: skip
     tokenizer = _gemma_tokenizer()
     pipeline = _pipeline(
-        "Lumina2Pipeline",
-        transformer=transformer,
-        vae=_vae(blocks=4, shift_factor=0.0),
-        text_encoder=_decoder("Gemma2Model", tokenizer),
-        tokenizer=tokenizer,
-        scheduler=_flow(shift=6.0),
-    )
-    return pipeline, {"height": 64, "width": 64, "guidance_scale": 4.0, "system_prompt": "draw", "max_sequence_length": 40}
+        "Lumina2Pipeline", transformer=transformer, vae=_vae(blocks=4, shift_factor=0.0),
+        text_encoder=_decoder("Gemma2Model", tokenizer), tokenizer=tokenizer, scheduler=Flow(shift=6.0),
+    )  # fmt: skip
+    return pipeline, {**DOUBLE, "guidance_scale": 4.0, "system_prompt": "draw", "max_sequence_length": 40}
 
 
 def aura_flow() -> Built:
     transformer = _made(
-        diffusers.AuraFlowTransformer2DModel,
-        sample_size=8,
-        num_mmdit_layers=1,
-        num_single_dit_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=32,
+        diffusers.AuraFlowTransformer2DModel, sample_size=8, num_mmdit_layers=1, num_single_dit_layers=1,
+        attention_head_dim=8, num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32,
         pos_embed_max_size=64,
-    )
+    )  # fmt: skip
     tokenizer = tiny_models.t5_tokenizer()
     config = transformers.UMT5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     pipeline = _pipeline(
-        "AuraFlowPipeline",
-        transformer=transformer,
-        vae=_vae(),
-        text_encoder=_made(transformers.UMT5EncoderModel, config),
-        tokenizer=tokenizer,
-        scheduler=_flow(shift=1.73),
-    )
+        "AuraFlowPipeline", transformer=transformer, vae=_vae(),
+        text_encoder=_made(transformers.UMT5EncoderModel, config), tokenizer=tokenizer,
+        scheduler=Flow(shift=1.73),
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 20}
 
 
 def cogview4() -> Built:
     transformer = _made(
-        diffusers.CogView4Transformer2DModel,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=4,
-        num_attention_heads=4,
-        out_channels=4,
-        text_embed_dim=32,
-        time_embed_dim=8,
-        condition_dim=4,
-    )
+        diffusers.CogView4Transformer2DModel, in_channels=4, num_layers=2, attention_head_dim=4,
+        num_attention_heads=4, out_channels=4, text_embed_dim=32, time_embed_dim=8, condition_dim=4,
+    )  # fmt: skip
     tokenizer = tiny_towers.tokenizer(64, pad="<pad>")
     shifts = {"base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256, "use_dynamic_shifting": True}
     pipeline = _pipeline(
-        "CogView4Pipeline",
-        transformer=transformer,
-        vae=_vae(),
-        text_encoder=_decoder("GlmModel", tokenizer),
-        tokenizer=tokenizer,
-        scheduler=_flow(time_shift_type="linear", **shifts),
-    )
+        "CogView4Pipeline", transformer=transformer, vae=_vae(), text_encoder=_decoder("GlmModel", tokenizer),
+        tokenizer=tokenizer, scheduler=Flow(time_shift_type="linear", **shifts),
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 32}
 
 
 def hidream() -> Built:
     transformer = _made(
-        diffusers.HiDreamImageTransformer2DModel,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_channels=[32, 32],
-        text_emb_dim=64,
-        num_routed_experts=4,
-        num_activated_experts=2,
-        axes_dims_rope=(4, 2, 2),
-        max_resolution=(16, 16),
-        llama_layers=(0, 1),
-    )
+        diffusers.HiDreamImageTransformer2DModel, patch_size=2, in_channels=4, out_channels=4, num_layers=1,
+        num_single_layers=1, attention_head_dim=8, num_attention_heads=4, caption_channels=[32, 32],
+        text_emb_dim=64, num_routed_experts=4, num_activated_experts=2, axes_dims_rope=(4, 2, 2),
+        max_resolution=(16, 16), llama_layers=(0, 1),
+    )  # fmt: skip
     tokenizer = tiny_models.qwen_tokenizer()
     tokenizer.model_max_length = 128
     pipeline = _pipeline(
-        "HiDreamImagePipeline",
-        transformer=transformer,
-        vae=_vae(shift_factor=0.0),
-        text_encoder=tiny_models.clip(32, 1),
-        tokenizer=tiny_models.clip_tokenizer(),
-        text_encoder_2=tiny_models.clip(32, 2),
-        tokenizer_2=tiny_models.clip_tokenizer(),
-        text_encoder_4=_decoder("LlamaForCausalLM", tokenizer),
-        tokenizer_4=tokenizer,
-        scheduler=_flow(shift=3.0),
-        **_t5_parts(suffix="_3"),
-    )
+        "HiDreamImagePipeline", transformer=transformer, vae=_vae(shift_factor=0.0),
+        text_encoder=tiny_models.clip(32, 1), tokenizer=tiny_models.clip_tokenizer(),
+        text_encoder_2=tiny_models.clip(32, 2), tokenizer_2=tiny_models.clip_tokenizer(),
+        text_encoder_4=_decoder("LlamaForCausalLM", tokenizer), tokenizer_4=tokenizer,
+        scheduler=Flow(shift=3.0), **_t5_parts(suffix="_3"),
+    )  # fmt: skip
     pipeline.default_sample_size = 8  # the class turns every size into one of about 128 x 128 latents
     return pipeline, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 20}
 
 
 def ernie() -> Built:
     transformer = _made(
-        diffusers.ErnieImageTransformer2DModel,
-        hidden_size=32,
-        num_attention_heads=2,
-        num_layers=2,
-        ffn_hidden_size=32,
-        in_channels=64,
-        out_channels=64,
-        text_in_dim=32,
-        rope_axes_dim=(4, 6, 6),
-    )
+        diffusers.ErnieImageTransformer2DModel, hidden_size=32, num_attention_heads=2, num_layers=2,
+        ffn_hidden_size=32, in_channels=64, out_channels=64, text_in_dim=32, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
     tokenizer = tiny_models.qwen_tokenizer()
-    text = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
-    config = transformers.Mistral3Config(
-        text_config=transformers.MistralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, **text),
-        vision_config=_pixtral(),
-        image_token_index=1,
-    )
     pipeline = _pipeline(
-        "ErnieImagePipeline",
-        transformer=transformer,
-        vae=tiny_flux2.vae(),
-        text_encoder=_made(transformers.Mistral3Model, config),
-        tokenizer=tokenizer,
-        scheduler=_flow(shift=3.0),
-    )
+        "ErnieImagePipeline", transformer=transformer, vae=tiny_flux2.vae(),
+        text_encoder=_mistral3("Mistral3Model", tokenizer, width=32), tokenizer=tokenizer,
+        scheduler=Flow(shift=3.0),
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 4.0, "use_pe": False}
 
 
 def prx() -> Built:
     transformer = _made(
-        diffusers.PRXTransformer2DModel,
-        in_channels=4,
-        context_in_dim=32,
-        hidden_size=16,
-        mlp_ratio=2.0,
-        num_heads=2,
-        depth=2,
-        axes_dim=[4, 4],
-    )
+        diffusers.PRXTransformer2DModel, in_channels=4, context_in_dim=32, hidden_size=16, mlp_ratio=2.0,
+        num_heads=2, depth=2, axes_dim=[4, 4],
+    )  # fmt: skip
     tokenizer = _gemma_tokenizer(20)
     kind = transformers.models.t5gemma.modeling_t5gemma.T5GemmaEncoder
     text = transformers.T5GemmaModuleConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
     pipeline = _pipeline(
-        "PRXPipeline",
-        transformer=transformer,
-        vae=_vae(shift_factor=0.0),
+        "PRXPipeline", transformer=transformer, vae=_vae(shift_factor=0.0),
         text_encoder=_made(kind, transformers.T5GemmaConfig(encoder=text, decoder=text).encoder),
-        tokenizer=tokenizer,
-        scheduler=_flow(shift=3.0),
-    )
+        tokenizer=tokenizer, scheduler=Flow(shift=3.0),
+    )  # fmt: skip
     pipeline.text_preprocessor.clean_text = str.lower  # the class's own needs ftfy
     return pipeline, {**SIZE, "guidance_scale": 4.0, "use_resolution_binning": False}
 
@@ -1071,44 +678,29 @@ def prx() -> Built:
 def z_image() -> Built:
     tokenizer = tiny_models.chat_tokenizer()
     pipeline = _pipeline(
-        "ZImagePipeline",
-        transformer=tiny_models.z_image_transformer(),
-        vae=tiny_models.sd3_vae(),
-        text_encoder=tiny_models.qwen3(tokenizer),
-        tokenizer=tokenizer,
-        scheduler=_flow(shift=3.0),
-    )
+        "ZImagePipeline", transformer=tiny_models.z_image_transformer(), vae=tiny_models.sd3_vae(),
+        text_encoder=tiny_models.qwen3(tokenizer), tokenizer=tokenizer, scheduler=Flow(shift=3.0),
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 64}
 
 
 def z_image_omni(*, edits: bool = False) -> Built:
     transformer = _made(
-        diffusers.ZImageTransformer2DModel,
-        dim=64,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=32,
-        siglip_feat_dim=16,
-        axes_dims=[8, 12, 12],
-        axes_lens=[576, 16, 16],
-    )
+        diffusers.ZImageTransformer2DModel, dim=64, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
+        cap_feat_dim=32, siglip_feat_dim=16, axes_dims=[8, 12, 12], axes_lens=[576, 16, 16],
+    )  # fmt: skip
     tokenizer = tiny_models.chat_tokenizer()
     vision = transformers.Siglip2VisionConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_patches=16, patch_size=8
     )
     vae = tiny_models.sd3_vae()
+    # The class encodes sources in bfloat16, whatever the VAE's type.
     pipeline = _pipeline(
-        "ZImageOmniPipeline",
-        transformer=transformer,
-        vae=vae.bfloat16() if edits else vae,  # the class encodes sources in bfloat16, whatever the VAE's type
-        text_encoder=tiny_models.qwen3(tokenizer),
-        tokenizer=tokenizer,
-        scheduler=_flow(shift=3.0),
+        "ZImageOmniPipeline", transformer=transformer, vae=vae.bfloat16() if edits else vae,
+        text_encoder=tiny_models.qwen3(tokenizer), tokenizer=tokenizer, scheduler=Flow(shift=3.0),
         siglip=_made(transformers.Siglip2VisionModel, vision),
         siglip_processor=transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16),
-    )
+    )  # fmt: skip
     return pipeline, {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 64}
 
 
@@ -1135,12 +727,12 @@ PIPELINES: dict[str, Callable[[], Built]] = {
     "HiDreamImagePipeline": hidream,
     "HunyuanDiTPipeline": hunyuan_dit,
     "HunyuanImagePipeline": hunyuan_image,
-    "HunyuanImagePipeline:guider": lambda: hunyuan_image(guided=True),
-    "JoyImageEditPipeline": joy_edit,
-    "JoyImageEditPlusPipeline": joy_edit_plus,
+    "HunyuanImagePipeline:guider": partial(hunyuan_image, guided=True),
+    "JoyImageEditPipeline": partial(joy_edit, "JoyImageEditPipeline", "JoyImageEditTransformer3DModel"),
+    "JoyImageEditPlusPipeline": partial(joy_edit, "JoyImageEditPlusPipeline", "JoyImageEditPlusTransformer3DModel"),
     "Kandinsky3Pipeline": kandinsky3,
-    "Kandinsky5I2IPipeline": kandinsky5_i2i,
-    "Kandinsky5T2IPipeline": kandinsky5_t2i,
+    "Kandinsky5I2IPipeline": partial(kandinsky5, "Kandinsky5I2IPipeline", edits=True),
+    "Kandinsky5T2IPipeline": partial(kandinsky5, "Kandinsky5T2IPipeline", edits=False),
     "Krea2Pipeline": krea2,
     "LongCatImageEditPipeline": longcat_edit,
     "LongCatImagePipeline": longcat,
@@ -1149,23 +741,23 @@ PIPELINES: dict[str, Callable[[], Built]] = {
     "NucleusMoEImagePipeline": nucleus,
     "OvisImagePipeline": ovis,
     "PRXPipeline": prx,
-    "PixArtAlphaPipeline": pixart_alpha,
-    "PixArtSigmaPipeline": pixart_sigma,
+    "PixArtAlphaPipeline": partial(pixart, "PixArtAlphaPipeline"),
+    "PixArtSigmaPipeline": partial(pixart, "PixArtSigmaPipeline"),
     "QwenImage21Pipeline": qwen_image_21,
     "QwenImage21Pipeline:edit": qwen_image_21,
-    "QwenImageEditPipeline": qwen_image_edit,
-    "QwenImageEditPlusPipeline": qwen_image_edit_plus,
+    "QwenImageEditPipeline": partial(qwen_image_edit, "QwenImageEditPipeline"),
+    "QwenImageEditPlusPipeline": partial(qwen_image_edit, "QwenImageEditPlusPipeline"),
     "QwenImagePipeline": qwen_image,
     "SanaPipeline": sana,
-    "SanaPipeline:euler": sana_euler,
+    "SanaPipeline:euler": partial(sana, euler=True),
     "StableDiffusion3Pipeline": sd3,
     "StableDiffusionInstructPix2PixPipeline": pix2pix,
     "StableDiffusionPipeline": stable_diffusion,
     "StableDiffusionXLInstructPix2PixPipeline": sdxl_pix2pix,
     "StableDiffusionXLPipeline": sdxl,
-    "StableDiffusionXLPipeline:v": sdxl_v,
+    "StableDiffusionXLPipeline:v": partial(sdxl, "v_prediction"),
     "ZImageOmniPipeline": z_image_omni,
-    "ZImageOmniPipeline:edit": lambda: z_image_omni(edits=True),
+    "ZImageOmniPipeline:edit": partial(z_image_omni, edits=True),
     "ZImagePipeline": z_image,
 }
 """Builders by the name of the class, with a variant after a colon: (pipeline, arguments of every call)."""
