@@ -22,6 +22,7 @@ import transformers
 from diffusers import DiffusionPipeline
 from diffusers import FlowMatchEulerDiscreteScheduler as Flow
 from diffusers.pipelines.joyimage import image_processor as joy_images
+from diffusers.pipelines.latent_diffusion import pipeline_latent_diffusion as ldm
 from PIL.Image import Image, fromarray
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
@@ -113,12 +114,12 @@ def _dc_vae() -> Any:
 # Text encoders of width 32, unless the arguments say otherwise.
 
 
-def _decoder(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 3, **options: Any) -> Any:
+def _decoder(name: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
     """A language model of the class ``name``, whose configuration class has the same beginning."""
     kind = getattr(transformers, name)
     config = kind.config_class(
         vocab_size=options.pop("vocab_size", len(tokenizer)), hidden_size=32, intermediate_size=48,
-        num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         max_position_embeddings=2048, pad_token_id=tokenizer.pad_token_id, bos_token_id=0, eos_token_id=1,
         **options,
     )  # fmt: skip
@@ -140,6 +141,11 @@ def _gemma_tokenizer(length: int = 64) -> Any:
     beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])])
     tokenizer.backend_tokenizer.post_processor = beginning  # as the published ones: an empty prompt has one token
     return tokenizer
+
+
+def _bert_tokenizer() -> Any:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    return transformers.BertTokenizer(vocab={word: number for number, word in enumerate(words)}, model_max_length=77)
 
 
 def _t5_parts(width: int = 32, suffix: str = "") -> dict[str, Any]:
@@ -199,6 +205,18 @@ def pix2pix() -> Built:
     return pipeline, {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 
+def latent_diffusion() -> Built:
+    tokenizer = _bert_tokenizer()
+    config = ldm.LDMBertConfig(
+        vocab_size=len(tokenizer), encoder_layers=2, encoder_ffn_dim=32, encoder_attention_heads=2, head_dim=16, d_model=32
+    )
+    pipeline = _pipeline(
+        "LDMTextToImagePipeline", vqvae=_vae(blocks=4), bert=_made(ldm.LDMBertModel, config), tokenizer=tokenizer, unet=_unet(),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False, **NOISE),
+    )  # fmt: skip
+    return pipeline, {**DOUBLE, "guidance_scale": 6.0}
+
+
 def _sdxl(name: str, *, channels: int = 4, prediction: str = "epsilon") -> Any:
     return _pipeline(
         name, unet=_unet(sdxl=True, channels=channels), vae=_vae(), text_encoder=tiny_models.clip_text(16, 1),
@@ -243,16 +261,14 @@ def hunyuan_dit() -> Built:
         num_attention_heads=3, hidden_size=24, in_channels=4, cross_attention_dim=32,
         cross_attention_dim_t5=32, pooled_projection_dim=16, text_len=77,
     )  # fmt: skip
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
-    vocab = {word: number for number, word in enumerate(words)}
+    tokenizer = _bert_tokenizer()
     config = transformers.BertConfig(
-        vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     pipeline = _pipeline(
         "HunyuanDiTPipeline", transformer=transformer, vae=_vae(blocks=4),
         text_encoder=_made(transformers.BertModel, config),
-        tokenizer=transformers.BertTokenizer(vocab=vocab, model_max_length=77),
-        scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", **NOISE), safety_checker=None,
+        tokenizer=tokenizer, scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", **NOISE), safety_checker=None,
         feature_extractor=None, requires_safety_checker=False, **_t5_parts(suffix="_2"),
     )  # fmt: skip
     return pipeline, {**DOUBLE, "guidance_scale": 5.0, "use_resolution_binning": False}
@@ -734,6 +750,7 @@ PIPELINES: dict[str, Callable[[], Built]] = {
     "Kandinsky5I2IPipeline": partial(kandinsky5, "Kandinsky5I2IPipeline", edits=True),
     "Kandinsky5T2IPipeline": partial(kandinsky5, "Kandinsky5T2IPipeline", edits=False),
     "Krea2Pipeline": krea2,
+    "LDMTextToImagePipeline": latent_diffusion,
     "LongCatImageEditPipeline": longcat_edit,
     "LongCatImagePipeline": longcat,
     "Lumina2Pipeline": lumina2,
@@ -783,12 +800,11 @@ REFUSED = {
     "Cosmos2TextToImagePipeline": "cannot be made without the weights of its guardrail",
     "DiffusionGemmaPipeline": "writes text",
     "Flux2KleinKVPipeline": "keeps keys and values of the first step for the later ones",
-    "GlmImagePipeline": "a language model draws tokens of the image, without the generator, before the denoising loop",
+    "GlmImagePipeline": "a language model draws tokens of the image from a global seed before the denoising loop",
     "HunyuanImageRefinerPipeline": "refines an image that another pipeline made",
     "IFPipeline": "the first of three stages in pixel space, with a learned variance",
     "Ideogram4Pipeline": "two denoisers, one of them for the negative prompt",
     "KandinskyPipeline": "the second of two stages; its prompt is an embedding of the prior",
-    "LDMTextToImagePipeline": "its text encoder is a class without published configurations that transformers loads",
     "LLaDA2Pipeline": "writes text",
     "LatentConsistencyModelPipeline": "distilled to few steps of a scheduler that adds its own noise",
     "OmniGenPipeline": "its processor needs torchvision",
