@@ -57,9 +57,10 @@ def _made(kind: Any, *args: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # `torch.empty` then gives NaN, and `_awake` finds what a class leaves unset
-    module = kind(*args, **options).eval()
-    torch.use_deterministic_algorithms(before)
-    return module
+    try:
+        return kind(*args, **options).eval()
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _awake(pipeline: Any) -> Any:
