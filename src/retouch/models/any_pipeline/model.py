@@ -1,9 +1,9 @@
 """Any diffusers pipeline as a flow-matching model: its own ``__call__``, suspended inside its denoising loop, is the velocity.
 
-A pipeline encodes prompts and images, packs latents and combines the branches of guidance in code of its own. ``suspended`` makes a
-generator of this code, which stops where the latents are prepared, and at ``scheduler.step``, which receives the model's output and
-returns the next latents. So one call gives any number of velocities, with gradient, at any latents and noise levels, and encodes
-the prompt and the images once.
+A pipeline encodes prompts and images, packs latents and combines the branches of guidance in code of its own. ``_suspended``
+makes a generator of this code, which stops where the latents are prepared, and at ``scheduler.step``, which receives the model's
+output and returns the next latents. So one call gives any number of velocities, with gradient, at any latents and noise levels, and
+encodes the prompt and the images once.
 
 Models of variance-preserving noise (epsilon, v and x0 predictions: Stable Diffusion, SDXL, PixArt) are rectified flows in other
 coordinates. With sample = a x0 + s e: x = sample / (a + s), sigma = s / (a + s), and the velocity is e - x0. An Euler step in x is
@@ -23,6 +23,7 @@ import inspect
 import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class PipelineCall:
         self.sigmas: Tensor = torch.empty(0)
         self._times: Tensor = torch.empty(0)
         self._levels: Sequence[float] | None = None
+        self._as_output = False
         self.pipe: Any = copy.copy(model.pipe)  # what the call writes on the pipeline belongs to this call
         attributes = vars(self.pipe)
         attributes["scheduler"] = self._watched(model.scheduler)
@@ -89,7 +91,7 @@ class PipelineCall:
             vars(vae)["encode"] = model.remember(memo, "vae", vae.encode)
         given = {**model.arguments(task, rows), "num_inference_steps": steps, "output_type": output, "return_dict": False}
         given["generator"] = _seeded(task, rows) if generators is None else list(generators)
-        self._run: Generator[Any, Any, Any] = suspended(type(model.pipe).__mro__[1])(self.pipe, **given)
+        self._run: Generator[Any, Any, Any] = _suspended(type(model.pipe).__mro__[1])(self.pipe, **given)
         self._latents = next(self._run)
         self.prepared: Tensor = self._latents[0] if isinstance(self._latents, tuple) else self._latents
 
@@ -103,14 +105,17 @@ class PipelineCall:
         """What the pipeline gives to its scheduler at these levels: the model's output, and the sample. None: its own noise."""
         vars(self.pipe)[self.model.name] = module
         self._levels = levels
-        if self._latents is None:
-            assert sample is not None
-            after = sample.to(self.prepared.dtype)
-            made = self._run.send(SchedulerOutput(prev_sample=after) if self._as_output else (after,))
-        else:
-            made = self._start(sample)
-        output, sample, self._as_output = made
-        return output, sample
+        try:
+            if self._latents is None:
+                assert sample is not None
+                after = sample.to(self.prepared.dtype)
+                made = self._run.send(SchedulerOutput(prev_sample=after) if self._as_output else (after,))
+            else:
+                made = self._start(sample)
+        except StopIteration:  # it would end the loop of a caller
+            raise ValueError(f"model: the loop of {type(self.pipe).__name__} ended before its schedule; it cannot train") from None
+        output, shown, self._as_output = made
+        return output, shown
 
     def _start(self, sample: Tensor | None) -> Any:
         first = self.prepared if sample is None else self.model.widened(sample, self.prepared)
@@ -120,10 +125,8 @@ class PipelineCall:
 
     def schedule(self) -> Tensor:
         """sigma before each step and after the last; ends the call."""
-        try:
+        with suppress(StopIteration, _NoLevel):
             self._start(None)
-        except (StopIteration, _NoLevel):
-            pass
         return self.sigmas
 
     def images(self, x: Tensor) -> Any:
@@ -182,7 +185,7 @@ class _NoLevel(Exception):
 
 
 @functools.cache
-def suspended(kind: type) -> Callable[..., Generator[Any, Any, Any]]:
+def _suspended(kind: Any) -> Callable[..., Generator[Any, Any, Any]]:
     """``__call__`` of a pipeline class as a generator, without its decorators, which disable gradients.
 
     It yields the prepared latents and takes others, and yields what ``scheduler.step`` returns and takes its result. Raises
@@ -309,7 +312,8 @@ def _fresh(value: Any) -> Any:
 
 
 def _seeded(task: Task, rows: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(_key(task) % 2**63 + row) for row in range(rows)]
+    # The same for all rows: what a pipeline draws while it encodes a source image must not depend on a row's place in a call.
+    return [torch.Generator().manual_seed(_key(task) % 2**63) for _ in range(rows)]
 
 
 def _key(task: Task) -> int:
@@ -323,10 +327,10 @@ def _key(task: Task) -> int:
 class AnyPipeline:
     """A ``retouch.protocols.DenoisingModel`` whose velocity is computed by the ``__call__`` of a diffusers pipeline.
 
-    ``pipe``: the loaded pipeline, which is not changed, except that its frozen parts are frozen and in eval mode. ``call``: arguments
-    of every call, such as ``guidance_scale`` and ``negative_prompt``; the velocity is guided as the pipeline guides it. ``size``:
-    (height, width) of the output in px; None is the pipeline's default, which editors derive from the source image. ``steps``: the
-    length of the schedule where nothing says one.
+    ``pipe``: the loaded pipeline, which is not changed, except that its frozen parts are frozen and in eval mode. ``call``:
+    arguments of every call, such as ``guidance_scale`` and ``negative_prompt``; the velocity is guided as the pipeline guides it.
+    ``size``: (height, width) of the output in px; None is the pipeline's default, which editors derive from the source image.
+    ``steps``: the length of the schedule where nothing says one.
 
     The rows of a conditioning name their tasks, so ``encode`` is cheap, and the encoders run in the first call of a task. Raises
     ValueError for pipelines that cannot work: several denoisers, no loop over a schedule, or steps of another kind.
@@ -350,7 +354,7 @@ class AnyPipeline:
         self.inverted = bool(self.scheduler.config.get("invert_sigmas", False))
         self.size, self.steps = size, steps
         self.call = dict(call or {})
-        self.parameters = inspect.signature(suspended(kind)).parameters
+        self.parameters = inspect.signature(_suspended(kind)).parameters
         if unknown := [name for name in self.call if name not in self.parameters]:
             raise ValueError(
                 f"model.call: {type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(self.parameters)}"
@@ -466,7 +470,7 @@ class AnyPipeline:
         return sample.to(prepared.dtype)
 
     def schedule(self, scheduler: Any) -> tuple[Tensor, Tensor]:
-        """sigma before each step and after the last, (n + 1,) in fp32 on the CPU, and the times (n,) of a scheduler that was set."""
+        """sigma before each step and after the last, (n + 1,) in fp32 on the CPU, and the times (n,) of a set scheduler."""
         times: Tensor = scheduler.timesteps
         if self.flow:
             sigmas = scheduler.sigmas.detach().to("cpu", torch.float32)
@@ -504,7 +508,7 @@ class AnyPipeline:
         """
         name, called = type(self.pipe).__name__, list[bool]()
         inner = [self.module, *self.module.children()]
-        handles = [module.register_forward_pre_hook(lambda *_: called.append(True)) for module in inner]
+        handles = [module.register_forward_pre_hook(lambda module, args: called.append(True)) for module in inner]
         try:
             levels = PipelineCall(self, task, 1, steps=4).schedule().tolist()
             if called:
@@ -524,7 +528,7 @@ class AnyPipeline:
             return
         try:
             both = call.velocity(self.module, x, sigma, levels[:2])
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a pipeline does with times that it does not expect
             self.row_times = False
             return
         if type(x) is Tensor:  # a dry run has no values
@@ -655,9 +659,10 @@ class AnyPipeline:
         x = back(z.float() - start) / back(self._unpacked(task, ones)[0] - start)
         error = float((self._unpacked(task, x)[0] - z.float()).abs().max() / z.abs().max().clamp(min=1e-6))
         if error > 1e-3:
+            name = type(self.pipe).__name__
             raise ValueError(
-                f"model: {type(self.pipe).__name__} does not decode latents by scales and shifts alone (error {error:.1e}), so target "
-                "images have no latents; use an objective without targets"
+                f"model: {name} decodes latents by more than scales and shifts (error {error:.1e}), so target images have no "
+                "latents; use an objective without targets"
             )
         return x
 
@@ -673,10 +678,8 @@ class AnyPipeline:
         vars(call.pipe.vae)["decode"] = decode
         with torch.enable_grad():
             given = x.detach().clone().requires_grad_()
-            try:
+            with suppress(_Caught):
                 call.images(given)
-            except _Caught:
-                pass
         (z,) = caught
 
         def back(vector: Tensor) -> Tensor:
@@ -686,22 +689,17 @@ class AnyPipeline:
 
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
         with torch.no_grad():
-            found: list[Image | None] = [None] * len(x)
-            for key, rows in self._groups(conditioning):
-                made = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], output="pil").images(
-                    x[rows]
-                )
-                for row, image in zip(rows, made, strict=True):
-                    found[row] = image
-        return [image for image in found if image is not None]
+            return [image for part in self._decoded(x, conditioning, "pil") for image in part]
 
     def decode_tensors(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> Float[Tensor, "r 3 h w"]:
         """``retouch.protocols.DecodesTensors``."""
-        parts = []
-        for key, rows in self._groups(conditioning):
-            call = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], output="pt")
-            parts.append((rows, call.images(x[rows]).float()))
-        return _joined(parts)
+        return torch.cat(self._decoded(x, conditioning, "pt")).float()
+
+    def _decoded(self, x: Tensor, conditioning: Conditioning, output: str) -> list[Any]:
+        # What follows the loop of a pipeline reads no prompt, so one task stands for all.
+        task, steps = self._task(conditioning.tensors["task"][:1].tolist()[0]), conditioning.shared["steps"]
+        parts = x.split(1 if self.alone else len(x))
+        return [PipelineCall(self, task, len(part), steps=steps, output=output).images(part) for part in parts]
 
     def _groups(self, conditioning: Conditioning, levels: Sequence[float] | None = None) -> list[tuple[int, list[int]]]:
         """The rows of each call, with the key of their task; ``levels``: the rows of a call have the same."""
