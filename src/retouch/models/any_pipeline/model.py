@@ -278,7 +278,7 @@ class RowTimes(Tensor):
             raise ValueError(f"{count} rows of {len(times)} times")
         return times.repeat(count // len(times))
 
-    def expand(self, *shape: Any) -> Tensor:  # type: ignore[override]
+    def expand(self, *shape: Any) -> Tensor:
         return self._rows(shape[0][0] if isinstance(shape[0], tuple | list) else shape[0])
 
     def repeat(self, *shape: Any) -> Tensor:  # type: ignore[override]
@@ -341,7 +341,7 @@ class AnyPipeline:
     ) -> None:
         self.name = denoiser_name(pipe)
         self.module: nn.Module = getattr(pipe, self.name)
-        kind = type(pipe)
+        kind: Any = type(pipe)
         self.pipe: Any = copy.copy(pipe)
         where = property(lambda _: compute_device(self.module))  # the frozen parts may wait in CPU memory
         vars(self.pipe).update(safety_checker=None)  # a reward would score black images
@@ -508,7 +508,11 @@ class AnyPipeline:
         """
         name, called = type(self.pipe).__name__, list[bool]()
         inner = [self.module, *self.module.children()]
-        handles = [module.register_forward_pre_hook(lambda module, args: called.append(True)) for module in inner]
+
+        def count(module: nn.Module, args: Any) -> None:
+            called.append(True)
+
+        handles = [module.register_forward_pre_hook(count) for module in inner]
         try:
             levels = PipelineCall(self, task, 1, steps=4).schedule().tolist()
             if called:
