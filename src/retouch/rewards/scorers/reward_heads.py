@@ -59,8 +59,8 @@ class RewardHeads:
         self._reward = int(self.tokenizer.convert_tokens_to_ids(_REWARD))
         if self._reward >= len(rows):
             raise ValueError(
-                f"{path}: the weights have {len(rows)} embeddings, but the tokenizer gives {_REWARD} the id {self._reward}; put the "
-                "tokenizer of the model that was trained into the folder"
+                f"{path}: the weights have {len(rows)} embeddings, but the tokenizer gives {_REWARD} the id {self._reward}; put "
+                "the tokenizer of the model that was trained into the folder"
             )
         model_class, config_class = _CLASSES[kind]
         config = config_class.from_pretrained(folder, local_files_only=True)
@@ -137,7 +137,7 @@ def _layers(
     ends = [width, *(side for weight, _ in layers for side in weight.shape[::-1]), 2]  # in, in, out, in, out, ..., out
     if not layers or len(own) != 2 * len(layers) or ends[::2] != ends[1::2]:
         raise ValueError(
-            f"{path}: the head {head} has the weights {', '.join(sorted(own)) or '(none)'}, which are no layers from {width} values "
-            "to 2; use the published weights of this reward"
+            f"{path}: the head {head} has the weights {', '.join(sorted(own)) or '(none)'}, which are no layers from {width} "
+            "values to 2; use the published weights of this reward"
         )
     return layers
