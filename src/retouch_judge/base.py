@@ -51,6 +51,12 @@ def rubric(name: str, own: str | None = None) -> str:
     return f"{file.read_text(encoding='utf-8').strip()}\n\n{text.splitlines()[-1]}"
 
 
+@cache
+def published(name: str) -> str:
+    """Read the prompt of a published model in the file ``prompts/NAME.txt``, with its spaces and line ends."""
+    return (_FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+
+
 def fingerprint(*texts: str) -> str:
     """Return a hash of the rubrics' texts, 16 hexadecimal digits."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
@@ -90,11 +96,14 @@ _MOST_CALLS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A question about one sample: a rubric, the parts after it (the image to judge last), and the form of the answer."""
+    """A question about one sample: a rubric, the parts after it (the image to judge last), and the form of the answer. The last two
+    are those of a ``Question``."""
 
     rubric: str
     parts: tuple[Part, ...]
     form: Form
+    verbatim: bool = False
+    begins: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +149,15 @@ class Panel:
         import torch
 
         questions = [
-            Question(prompt.rubric, prompt.parts, prompt.form, seed=self.seed + repeat, temperature=self.temperature)
+            Question(
+                prompt.rubric,
+                prompt.parts,
+                prompt.form,
+                seed=self.seed + repeat,
+                temperature=self.temperature,
+                verbatim=prompt.verbatim,
+                begins=prompt.begins,
+            )
             for prompt in prompts
             for repeat in range(self.repeats)
         ]
