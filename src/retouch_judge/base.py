@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 # The JSON constants true, false and null are exempt: they may be the only entry of a list.
 _BRACKETED = re.compile(r"\[(?=\s{0,8}/?\s{0,8}[A-Za-z_][A-Za-z0-9_]{0,60}\s{0,8}\])(?!(?:true|false|null)\])")
 _FOLDER = resources.files("retouch_judge") / "prompts"
+_PUBLISHED = resources.files("retouch_judge") / "prompts_published"
 
 
 @cache
 def rubric(name: str, own: str | None = None) -> str:
     """Read the rubric in the file ``prompts/NAME.txt``. If the folder ``own`` has a file of this name, its text takes the place of
-    Retouch's text, except for the last line, which asks for the form of the answer. A file is read once in a process."""
-    text = (_FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip()
+    Retouch's text, except for the last line, which asks for the form of the answer. A file is read once in a process. A prompt of
+    a published model is stripped; ``published`` reads it as it is sent."""
+    text = (published(name) if (_PUBLISHED / f"{name}.txt").is_file() else (_FOLDER / f"{name}.txt").read_text("utf-8")).strip()
     file = None if own is None else Path(own) / f"{name}.txt"
     if file is None or not file.is_file():
         return text
@@ -53,8 +55,8 @@ def rubric(name: str, own: str | None = None) -> str:
 
 @cache
 def published(name: str) -> str:
-    """Read the prompt of a published model in the file ``prompts/NAME.txt``, with its spaces and line ends."""
-    return (_FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    """Read the prompt of a published model in the file ``prompts_published/NAME.txt``, with its spaces and line ends."""
+    return (_PUBLISHED / f"{name}.txt").read_text("utf-8")
 
 
 def fingerprint(*texts: str) -> str:

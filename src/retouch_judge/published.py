@@ -64,22 +64,15 @@ def _pairs(
     return found | {name: _repeats(verdicts[count:], name, repeats) for name in _PICTURE}
 
 
-class _EditPairs(JudgeReward):
-    """Base class of the rewards with ``_pairs``; ``prompts``: the prompt about the edit and that about the image."""
-
-    columns: ClassVar[Mapping[str, Column]] = {
-        **{name: Column(0.0, 10.0) for name in ("sc", "pq", "overall")},
-        **{name: Column(0.0, 10.0, diagnostic=True) for name in (*_EDIT, *_PICTURE)},
-    }
-    needs_source = True
-
-    def rubric(self, name: str) -> str:
-        """The published prompt, to the letter."""
-        return published(name)
+_OF_PAIRS: Mapping[str, Column] = {
+    **{name: Column(0.0, 10.0) for name in ("sc", "pq", "overall")},
+    **{name: Column(0.0, 10.0, diagnostic=True) for name in (*_EDIT, *_PICTURE)},
+}
 
 
-class EditScore(_EditPairs):
-    """EditScore (arXiv 2509.23909): VIEScore by judges that were fine-tuned for it, from 0 to 25, divided by 2.5. Columns, each 0 to 10:
+class EditScore(JudgeReward):
+    """EditScore (arXiv 2509.23909): VIEScore by judges that were fine-tuned for it. They score from 0 to 25, divided by 2.5
+    here. Columns, each 0 to 10:
 
     ``sc`` = min(success, restraint), ``pq`` = min(naturalness, cleanness), ``overall`` = sqrt(sc pq). Each is computed for every
     answer, and then averaged. The four sub-scores are diagnostics. The published code samples with temperature 0.7 (and top-p 0.9,
@@ -99,8 +92,10 @@ class EditScore(_EditPairs):
     """``last``: the mean of the answers' overall scores; ``first``: the overall score of the answers' mean ``sc`` and ``pq``."""
 
     version = 2
+    columns: ClassVar[Mapping[str, Column]] = _OF_PAIRS
     rubrics: ClassVar[tuple[str, ...]] = ("editscore-edit", "editscore-picture")
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("editscore-edit", 2), ("editscore-picture", 1))
+    needs_source = True
 
     @property
     def settings(self) -> str:
@@ -116,9 +111,9 @@ class EditScore(_EditPairs):
         return {name: part.float() for name, part in (scores | {name: part.mean(dim=1) for name, part in given.items()}).items()}
 
 
-class SpatialReward(_EditPairs):
-    """SpatialReward (arXiv 2602.07458): a Qwen3-VL-8B that first names the edited regions, and then scores as EditScore does, from 0
-    to 25, divided by 2.5. Columns, each 0 to 10:
+class SpatialReward(JudgeReward):
+    """SpatialReward (arXiv 2602.07458): a Qwen3-VL-8B that first names the edited regions, and then scores as EditScore does,
+    from 0 to 25, divided by 2.5. Columns, each 0 to 10:
 
     ``sc`` = 0.6 success + 0.4 restraint, ``pq`` = 0.5 naturalness + 0.5 cleanness, ``overall`` = sc^0.8 pq^0.2, the mean over the
     answers. The published reward is ``overall`` / 10. The four sub-scores are diagnostics.
@@ -135,8 +130,10 @@ class SpatialReward(_EditPairs):
 
     kind: Literal["spatialreward"] = "spatialreward"
 
+    columns: ClassVar[Mapping[str, Column]] = _OF_PAIRS
     rubrics: ClassVar[tuple[str, ...]] = ("spatial-edit", "spatial-picture")
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("spatial-edit", 2), ("spatial-picture", 1))
+    needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32. Raises ValueError if a task has no source image."""
@@ -186,10 +183,6 @@ class UnifiedReward(JudgeReward):
         edit = (("unified-edit", 2), ("unified-picture", 1))
         return edit if self.protocol == "edit" else ((f"unified-{self.protocol}", 1),)
 
-    def rubric(self, name: str) -> str:
-        """The published prompt, to the letter."""
-        return published(name)
-
     @property
     def settings(self) -> str:
         """The protocol."""
@@ -221,9 +214,9 @@ class RationalRewards(JudgeReward):
     """RationalRewards (TIGER-Lab), a Qwen3-VL-8B that criticises an edit before it scores it from 1 to 4. Columns:
 
     ``text_faithfulness``, ``image_faithfulness``, ``visual_quality``, each 1 to 4. ``text_rendering``, 1 to 4, a diagnostic: NaN if
-    the edit asks for no text. ``rationalrewards``, 0 to 1: (mean - 1) / 3 of text faithfulness, visual quality and, if there is one,
-    text rendering. That is the reward of the published training code, without the image's faithfulness; its evaluation code adds
-    all four, with 2.5 for a missing one.
+    the edit asks for no text. ``rationalrewards``, 0 to 1: (mean - 1) / 3 of text faithfulness, visual quality and, if there is
+    one, text rendering. That is the reward of the published training code, without the image's faithfulness; its evaluation code
+    adds all four, with 2.5 for a missing one.
 
     Prompt and formula: TIGER-AI-Lab/RationalRewards (its models are Apache-2.0), for RationalRewards-8B-Edit. It samples with
     temperature 0.1. No question about a single image is published for RationalRewards-8B-T2I, so tasks need a source image.
@@ -245,10 +238,6 @@ class RationalRewards(JudgeReward):
     rubrics: ClassVar[tuple[str, ...]] = ("rational-system", "rational-edit")
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("rational-edit", 2),)
     needs_source = True
-
-    def rubric(self, name: str) -> str:
-        """The published prompt, to the letter."""
-        return published(name)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32. Raises ValueError if a task has no source image."""
@@ -276,8 +265,8 @@ class RationalRewards(JudgeReward):
 
 
 class VQAScore(OneTokenReward):
-    """VQAScore (arXiv 2404.01291): the probability that a visual question answering model says Yes when it is asked whether the image
-    shows the prompt. It needs log-probabilities, or repeated answers.
+    """VQAScore (arXiv 2404.01291): the probability that a visual question answering model says Yes when it is asked whether the
+    image shows the prompt. It needs log-probabilities, or repeated answers.
 
     Column ``vqascore``, 0 to 1: p(Yes) of the first token, not divided by p(Yes) + p(No).
 
@@ -360,8 +349,8 @@ class EditCaptionReward(JudgeReward):
 
     kind: Literal["edit_caption"] = "edit_caption"
     of: Annotated[RewardSection, _INNER]
-    """The reward that scores the image for the description, a text-to-image reward in this process, such as ``hpsv3``, ``pickscore``
-    or ``clip``; without the keys ``combine`` and ``max_missing``."""
+    """The reward that scores the image for the description, a text-to-image reward in this process, such as ``hpsv3``,
+    ``pickscore`` or ``clip``; without the keys ``combine`` and ``max_missing``."""
 
     rubrics: ClassVar[tuple[str, ...]] = ("edit-caption",)
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("edit-caption", 1),)
@@ -414,7 +403,7 @@ class EditCaptionReward(JudgeReward):
         close(self._inner)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Return each column of ``of``, (b,), float32; NaN without a description. Raises ValueError if a task has no source image."""
+        """Return each column of ``of``, (b,), float32; NaN without a description. Raises ValueError if a task has no source."""
         import torch
 
         tasks = {sample.task.id: sample.task for sample in samples}

@@ -174,9 +174,8 @@ def test_a_pickle_and_an_incomplete_download_are_refused_with_what_to_do(stored,
     (tmp_path / "pickle" / "editreward.safetensors").rename(tmp_path / "pickle" / "model.pth")
     with pytest.raises(ValueError, match=r"pickles are not read.*weights_only=True\), 'model.safetensors'\)"):
         EditReward(path=tmp_path / "pickle").build()
-    with pytest.raises(
-        MissingWeights, match="HPSv3.safetensors --local-dir weights/hpsv3 && hf download Qwen/Qwen2-VL-7B-Instruct"
-    ):
+    both = r"HPSv3\.safetensors --local-dir weights/hpsv3 && hf download Qwen/Qwen2-VL-7B-Instruct config\.json"
+    with pytest.raises(MissingWeights, match=both):
         HPSv3Reward().build()
 
 
