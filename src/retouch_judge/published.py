@@ -313,7 +313,7 @@ class DeQAReward(OneTokenReward):
     """
 
     kind: Literal["deqa"] = "deqa"
-    by: Literal["probability"] = "probability"  # type: ignore[assignment]
+    by: Literal["probability"] = "probability"
     """The first token's log-probabilities are the only way."""
 
     columns: ClassVar[Mapping[str, Column]] = {"deqa": Column(1.0, 5.0)}
