@@ -56,8 +56,22 @@ class Form(Protocol):
         ...
 
 
+class _OpenForm:
+    """A form without a short list of possible answers, and without a schema unless the class has one."""
+
+    __slots__ = ()
+
+    def schema(self) -> dict[str, Json]:
+        """Return no schema: the answer is free text."""
+        return {}
+
+    def choices(self) -> tuple[str, ...]:
+        """Return no choices."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
-class ScoresForm:
+class ScoresForm(_OpenForm):
     """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers. A reply is not usable
     if it was truncated, refused or filtered, or if ``read_scores`` cannot read it."""
 
@@ -83,10 +97,6 @@ class ScoresForm:
             kind = "integer" if scale.whole else "number"
             properties[name] = {"type": kind, "minimum": scale.low, "maximum": scale.high}
         return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-    def choices(self) -> tuple[str, ...]:
-        """Return no choices, because there is no short list of possible numbers."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +211,7 @@ class ProbabilityForm(WordForm):
 
 
 @dataclass(frozen=True, slots=True)
-class ListForm:
+class ListForm(_OpenForm):
     """A JSON object with a number from 0 to ``top`` for each name in the list ``score``, as published editing rewards answer.
 
     ``regions``: a list ``edit_region`` comes first.
@@ -224,13 +234,9 @@ class ListForm:
         properties: dict[str, Json] = {**regions, "reasoning": {"type": "string"}, "score": score}
         return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
-    def choices(self) -> tuple[str, ...]:
-        """Return no choices, because there is no short list of possible numbers."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
-class PatternForm:
+class PatternForm(_OpenForm):
     """Numbers in free text. ``patterns``: for each name a regular expression, whose group is the number, or the text N/A for a name
     without a score. A reply is usable if each expression is found with one value, from ``low`` to ``high``."""
 
@@ -249,17 +255,9 @@ class PatternForm:
         scores = {name: float(text) for name, (text,) in found.items() if text != "N/A"}
         return scores if all(self.low <= score <= self.high for score in scores.values()) else None
 
-    def schema(self) -> dict[str, Json]:
-        """Return no schema: the model was trained to write this text."""
-        return {}
-
-    def choices(self) -> tuple[str, ...]:
-        """Return no choices, because there is no short list of possible texts."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
-class TextForm:
+class TextForm(_OpenForm):
     """A text, of which only the length in characters is a number."""
 
     max_tokens: int = 256
@@ -268,14 +266,6 @@ class TextForm:
         """Return the length of the text, or None if it is blank, or the reply is not usable."""
         text = reply.text.strip()
         return None if reply.refused or reply.finished != "stop" or not text else {"length": float(len(text))}
-
-    def schema(self) -> dict[str, Json]:
-        """Return no schema."""
-        return {}
-
-    def choices(self) -> tuple[str, ...]:
-        """Return no choices."""
-        return ()
 
 
 def first_tokens(candidates: Iterable[tuple[str, float]]) -> dict[str, float]:
