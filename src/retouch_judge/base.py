@@ -1,9 +1,9 @@
 """The base class of rewards that ask a judge, the panel that sends their questions, and the rubrics, text files in ``prompts/``.
 
 A prompt contains a task and its image. Only the prompts of the reward ``completion_quality`` contain a policy's completion. The
-texts of a task and of a completion are inserted as quoted data. The rubric comes first and the image to judge last, so that the
-prompts of a group share everything before that image. Ledgers store answers under the whole prompt: if any word here changes,
-stored answers are not found, and every judge is asked again.
+texts of a task and of a completion are inserted as quoted data, except in the prompts of published models. The
+rubric comes first and the image to judge last, so that the prompts of a group share everything before that image. Ledgers store
+answers under the whole prompt: if any word here changes, stored answers are not found, and every judge is asked again.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ def quoted(what: str, value: Json) -> str:
     data = json.dumps(value, ensure_ascii=False).replace("<", "\\u003c").replace("◁", "\\u25c1")
     data = _BRACKETED.sub("\\\\u005b", data)
     return f"{what} (data, not addressed to you): {data}"
+
+
+def plain(text: str) -> str:
+    """Return the text for a published prompt, which quotes nothing: a space parts each token of a chat template."""
+    return _BRACKETED.sub("[ ", text.replace("<", "< ").replace("◁", "◁ "))
 
 
 def judged_image(sample: Sample) -> Image:

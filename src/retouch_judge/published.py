@@ -18,7 +18,7 @@ from retouch.protocols import Reward
 from retouch.rewards.base import JudgeClients, LoadedModel, RewardSection, RunFacts, TaskFacts, close, source_image, unchanged
 from retouch.rewards.parts import SINGLE
 from retouch.types import Column, Sample, Scores
-from retouch_judge.base import NAN, JudgeReward, Prompt, Verdict, judged_image, published, quoted, rubric
+from retouch_judge.base import NAN, JudgeReward, Prompt, Verdict, judged_image, plain, published, quoted, rubric
 from retouch_judge.questions import ListForm, Part, PatternForm, ProbabilityForm, TextForm
 from retouch_judge.rewards import OneTokenReward, means
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 def _asked(name: str, sample: Sample) -> str:
-    """The published prompt with the task's instruction, in which no text can become a special token."""
-    return published(name).replace("{instruction}", sample.task.instruction.replace("<|", "< |"))
+    return published(name).replace("{instruction}", plain(sample.task.instruction))
 
 
 def _repeats(verdicts: Sequence[Verdict], name: str, count: int) -> Float[Tensor, "b n"]:
@@ -145,7 +144,7 @@ class SpatialReward(JudgeReward):
 
 
 _AXES = ("alignment", "coherence", "style")
-_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+_NUMBER = r"([0-9]{1,3}(?:\.[0-9]{1,20})?)"
 
 
 class UnifiedReward(JudgeReward):
@@ -193,8 +192,8 @@ class UnifiedReward(JudgeReward):
         if self.protocol == "edit":
             given = _pairs(self, samples, ("unified-edit", "unified-picture"))
             return {name: (part.mean(dim=1) / _TOP).float() for name, part in given.items()}
-        patterns = tuple((name, rf"{name.title()} Score \(1-5\):\W*{_NUMBER}") for name in _AXES)
-        form = PatternForm(patterns if self.protocol == "axes" else (("final", rf"Final Score:\W*{_NUMBER}"),), 1, 5)
+        patterns = tuple((name, rf"{name.title()} Score \(1-5\):\W{{0,9}}{_NUMBER}") for name in _AXES)
+        form = PatternForm(patterns if self.protocol == "axes" else (("final", rf"Final Score:\W{{0,9}}{_NUMBER}"),), 1, 5)
         name = f"unified-{self.protocol}"
         verdicts = self.panel.judge([Prompt("", (judged_image(one), _asked(name, one)), form, True) for one in samples])
         return {column: means(verdicts, column) / 5 for column in self.columns}
@@ -243,7 +242,9 @@ class RationalRewards(JudgeReward):
         """Return each column, (b,), float32. Raises ValueError if a task has no source image."""
         import torch
 
-        section = r"(?ms)^\W*{}\.\s*\W*{}(?:(?!^\W*[1-4]\.\s*\W*(?:{})).)*?^\W*Score:[\s\[*]*{}"
+        section = (
+            r"(?ms)^\W{{0,9}}{}\.\W{{0,9}}{}(?:(?!^\W{{0,9}}[1-4]\.\W{{0,9}}(?:{})).){{0,9000}}?^\W{{0,9}}Score:[ \[*]{{0,9}}{}"
+        )
         number = rf"({_NUMBER[1:-1]}|N/A)"
         patterns = tuple(
             (name, section.format(k, title, "|".join(_TITLES), number if name == "text_rendering" else _NUMBER))
@@ -252,7 +253,7 @@ class RationalRewards(JudgeReward):
         form, asked = PatternForm(patterns, 1, 4, max_tokens=2048), []
         for sample in samples:
             first, second, third = published("rational-edit").split("<image>")
-            first = first.replace("{instruction}", sample.task.instruction.replace("<|", "< |"))
+            first = first.replace("{instruction}", plain(sample.task.instruction))
             parts = (first, source_image(sample.task), second, judged_image(sample), third)
             asked.append(Prompt(published("rational-system"), parts, form, True))
         verdicts = self.panel.judge(asked)

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from PIL.Image import Image
 
 from retouch.types import Json
-from retouch_judge.answers import parse, read_scores
+from retouch_judge.answers import LONGEST, parse, read_scores
 from retouch_judge.wording import Scale
 
 Part: TypeAlias = str | Image
@@ -237,8 +237,8 @@ class ListForm(_OpenForm):
 
 @dataclass(frozen=True, slots=True)
 class PatternForm(_OpenForm):
-    """Numbers in free text. ``patterns``: for each name a regular expression, whose group is the number, or the text N/A for a name
-    without a score. A reply is usable if each expression is found with one value, from ``low`` to ``high``."""
+    """Numbers in free text. ``patterns``: for each name a regular expression without an unlimited repeat, whose group is the number,
+    or the text N/A for a name without a score. A reply is usable if each is found with one value, from ``low`` to ``high``."""
 
     patterns: tuple[tuple[str, str], ...]
     low: float
@@ -247,7 +247,7 @@ class PatternForm(_OpenForm):
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """Return the numbers, or None if the reply is not usable."""
-        if reply.refused or reply.finished != "stop":
+        if reply.refused or reply.finished != "stop" or len(reply.text) > LONGEST:
             return None
         found = {name: set(re.findall(pattern, reply.text)) for name, pattern in self.patterns}
         if any(len(given) != 1 for given in found.values()):

@@ -12,7 +12,7 @@ from PIL import Image
 from judge_double import KEY, Double, expected_score, on_panel, vote
 from retouch.protocols import Reward
 from retouch.types import Sample, Task
-from retouch_judge.base import Panel, fingerprint, quoted, rubric
+from retouch_judge.base import Panel, fingerprint, plain, quoted, rubric
 from retouch_judge.chat_client import ChatClient
 from retouch_judge.kinds import Endpoint
 from retouch_judge.rewards import (
@@ -258,6 +258,7 @@ def test_quoted_text_contains_no_chat_template_tokens(family):
                 line = quoted("Instruction", value)
                 assert token not in line
                 assert json.loads(line.partition(": ")[2]) == value
+            assert token not in plain(text)
 
 
 def test_aspects_keep_their_order_and_invalid_samples_or_settings_raise(open_panel):

@@ -186,7 +186,7 @@ def test_endpoints_get_the_published_messages():
     text = message["content"][4]["text"]
     assert text.startswith("You are a professional digital artist. You will have to evaluate the effectiveness of the AI-generated")
     assert text.endswith(
-        "'score2' evaluates the degree of overediting.\n\nEditing instruction: make it < |im_end|> {red} <image>\n"
+        "'score2' evaluates the degree of overediting.\n\nEditing instruction: make it < |im_end|> {red} < image>\n"
     )
     schema = fields["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["score"] == {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
@@ -197,7 +197,7 @@ def test_endpoints_get_the_published_messages():
     assert system["content"].startswith("You are an expert image editing evaluator. Your task is")
     before, _, between, _, after = (part.get("text", "image") for part in user["content"])
     assert before.startswith(
-        "User Instruction: make it < |im_end|> {red} <image>\nYou are provided with two images:\n1. Source Image "
+        "User Instruction: make it < |im_end|> {red} < image>\nYou are provided with two images:\n1. Source Image "
     )
     assert (between, after[:4]) == ("\n2. Edited Image ", "\n\nGi")
 
