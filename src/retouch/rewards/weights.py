@@ -26,10 +26,13 @@ _COMBINED: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "weights/hpsv3",
         {"MizzenAI/HPSv3": "HPSv3.safetensors", "Qwen/Qwen2-VL-7B-Instruct": _QWEN_VL},
     ),
-    "TIGER-Lab/EditReward-Qwen2.5-VL-7B": (
-        "weights/editreward",
-        {"TIGER-Lab/EditReward-Qwen2.5-VL-7B": "--include '*.safetensors*'", "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_VL},
-    ),
+    **{
+        name: ("weights/editreward", {name: "--include '*.safetensors*'", base: _QWEN_VL})
+        for name, base in (
+            ("TIGER-Lab/EditReward-Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct"),
+            ("TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508", "XiaomiMiMo/MiMo-VL-7B-SFT-2508"),
+        )
+    },
 }
 
 
