@@ -337,8 +337,8 @@ class EditCaptionReward(JudgeReward):
     that the edit should give; ``of`` scores the edited image for this description. So an edit is scored without a reward model for
     edits.
 
-    The columns are those of ``of``. The model is asked once for each task of a call, never about an edited image. With ``n_evals``
-    above 1, a score is the mean over as many descriptions. The description names little of what must stay unchanged: combine this
+    The columns are those of ``of``. The model is asked once for each task of a call, never about an edited image; the estimate of a
+    run's calls counts one for each image, which is the most. With ``n_evals`` above 1, a score is the mean over as many descriptions. The description names little of what must stay unchanged: combine this
     reward with one that compares with the source, such as ``dino`` or ``lpips``. The prompt is Retouch's own.
 
     Example::

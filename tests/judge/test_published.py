@@ -1,7 +1,9 @@
 """Rewards of published generating models: their inputs to the letter, and their formulas computed by hand from answers."""
 
+import hashlib
 import math
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -25,6 +27,32 @@ from retouch_judge.published import (
 )
 from retouch_judge.questions import Answer, JudgeReply
 from retouch_worlds.testing import check_reward
+
+
+LETTERS = {
+    "editreward-following": "e97897ded96a",
+    "editreward-quality": "5ca7e01f08b6",
+    "hpsv3": "e8bc3f56f7e3",
+    "deqa": "a82e8a4ac0f3",
+    "editscore-edit": "55d6e52e54e2",
+    "editscore-picture": "8249deba103d",
+    "rational-edit": "0aa2bb02a771",
+    "rational-system": "5463ca34f3c7",
+    "spatial-edit": "7c9b3fecbf2f",
+    "spatial-picture": "92b06b3b127f",
+    "unified-axes": "8a444f2f8c8f",
+    "unified-edit": "401b9a17aec0",
+    "unified-picture": "ddb40baa511d",
+    "unified-point": "ac4c6e5944bf",
+    "vqascore": "bf3275ddeb27",
+}
+
+
+def test_published_prompts_are_the_same_to_the_letter():
+    """An editor that strips spaces at the ends of lines would change what the models were trained with."""
+    folders = (resources.files("retouch.rewards.scorers") / "prompts", resources.files("retouch_judge") / "prompts_published")
+    found = {file.name[:-4]: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for folder in folders for file in folder.iterdir()}
+    assert found == LETTERS
 
 
 def picture(seed):
