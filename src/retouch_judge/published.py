@@ -338,8 +338,9 @@ class EditCaptionReward(JudgeReward):
     edits.
 
     The columns are those of ``of``. The model is asked once for each task of a call, never about an edited image; the estimate of a
-    run's calls counts one for each image, which is the most. With ``n_evals`` above 1, a score is the mean over as many descriptions. The description names little of what must stay unchanged: combine this
-    reward with one that compares with the source, such as ``dino`` or ``lpips``. The prompt is Retouch's own.
+    run's calls counts one for each image, which is the most. With ``n_evals`` above 1, a score is the mean over as many
+    descriptions. A description names little of what must stay unchanged: combine this reward with one that compares with the
+    source, such as ``dino`` or ``lpips``. The prompt is Retouch's own.
 
     Example::
 

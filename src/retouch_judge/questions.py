@@ -237,8 +237,8 @@ class ListForm(_OpenForm):
 
 @dataclass(frozen=True, slots=True)
 class PatternForm(_OpenForm):
-    """Numbers in free text. ``patterns``: for each name a regular expression without an unlimited repeat; its group is the number, or
-    N/A for a name without a score. A reply is usable if each is found with one value, from ``low`` to ``high``."""
+    """Numbers in free text. ``patterns``: for each name a regular expression without an unlimited repeat; its group is the number,
+    or N/A for a name without a score. A reply is usable if each is found with one value, from ``low`` to ``high``."""
 
     patterns: tuple[tuple[str, str], ...]
     low: float

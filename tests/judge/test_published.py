@@ -28,7 +28,6 @@ from retouch_judge.published import (
 from retouch_judge.questions import Answer, JudgeReply
 from retouch_worlds.testing import check_reward
 
-
 LETTERS = {
     "editreward-following": "e97897ded96a",
     "editreward-quality": "5ca7e01f08b6",
