@@ -89,7 +89,7 @@ class RewardHeads:
     def score(self, images: Sequence[Image.Image], prompt: str, *, head: int = 0) -> float:
         """Return mu of a head for a prompt that ends before the token ``<|Reward|>``; the images come before the prompt.
 
-        Each image is resized (bicubic) to at most 256 * 28 * 28 pixels, near to them, with sides that are multiples of 28. The
+        Each image is resized (bicubic) to about 256 * 28 * 28 pixels, with sides that are multiples of 28, as published. The
         published inputs continue after the token, which cannot change its hidden state.
         """
         seen = self.processor(
