@@ -112,7 +112,7 @@ def test_log_probabilities_of_sdxl_equal_a_closed_form():
 
 
 @pytest.mark.parametrize("name", [SDXL, "Kandinsky5I2IPipeline", "AuraFlowPipeline", "DreamLitePipeline:edit"])
-def test_a_velocity_does_not_depend_on_the_rows_beside_it(name):
+def test_a_velocity_depends_on_its_own_row_only(name):
     """Rows of two tasks in any order, at levels of their own. AuraFlow takes one level in a pass, DreamLite one row."""
     model = built(name)
     conditioning = model.encode(tasks(name))
@@ -378,4 +378,6 @@ def test_a_wrong_run_of_a_pipeline_is_refused(tmp_path, changes, text):
 
 def test_a_source_image_that_the_pipeline_does_not_take_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has a source image, and StableDiffusionXLPipeline takes none"):
-        trained(tmp_path, changed(SDXL), [{**row, "image": tiny.photo(32, seed)} for seed, row in enumerate(PROMPTS)], size=(32, 32))
+        trained(
+            tmp_path, changed(SDXL), [{**row, "image": tiny.photo(32, seed)} for seed, row in enumerate(PROMPTS)], size=(32, 32)
+        )
