@@ -446,6 +446,7 @@ def describe(
     peft_config: Any = None,
     quantization_config: Any = None,
     processing_class: Any = None,
+    call: Mapping[str, Any] | None = None,
     renderer: Any = None,
     reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
     columns: Mapping[str, str] | None = None,
@@ -478,6 +479,10 @@ def describe(
     if dtype not in (None, *get_args(Dtype)):
         raise ValueError(f"dtype: {dtype!r}; give one of {', '.join(get_args(Dtype))}")
     section, objects = model_section(model, size=size, dtype=dtype, gpu=gpu, key="model", processor=processing_class)
+    if call is not None:
+        if not isinstance(section, DiffusersPipeline):
+            raise ValueError(f"call: {section.kind} has no arguments of a pipeline; set rollout=dict(guidance_scale=...)")
+        section = section.model_copy(update={"call": dict(call)})
     rewards, combine, functions = reward_document(reward_funcs, reward_weights)
     evaluated = plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")

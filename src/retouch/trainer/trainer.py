@@ -90,6 +90,7 @@ class Trainer:
         peft_config: Any = None,
         quantization_config: Any = None,
         processing_class: Any = None,
+        call: Mapping[str, Any] | None = None,
         renderer: Any = None,
         reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
         columns: Mapping[str, str] | None = None,

@@ -278,10 +278,10 @@ class RowTimes(Tensor):
             raise ValueError(f"{count} rows of {len(times)} times")
         return times.repeat(count // len(times))
 
-    def expand(self, *shape: Any) -> Tensor:
+    def expand(self, *shape: Any) -> Tensor:  # type: ignore[override]
         return self._rows(shape[0][0] if isinstance(shape[0], tuple | list) else shape[0])
 
-    def repeat(self, *shape: Any) -> Tensor:  # type: ignore[override]
+    def repeat(self, *shape: Any) -> Tensor:
         return self._rows(shape[0])
 
     def unsqueeze(self, dim: int) -> Tensor:
@@ -494,7 +494,10 @@ class AnyPipeline:
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         keys = [_key(task) for task in tasks]
         for key, task in zip(keys, tasks, strict=True):
-            _latest(self._tasks, key, lambda task=task: task, most=TASKS)
+            self._tasks.pop(key, None)
+            self._tasks[key] = task  # at the end
+        for key in list(self._tasks)[:-TASKS]:
+            del self._tasks[key]
         if not self._probed:
             self._probe(tasks[0])
             self._probed = True
