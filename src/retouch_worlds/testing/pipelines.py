@@ -81,28 +81,28 @@ def pipeline_facts(pipe: DiffusionPipeline, task: Task, *, call: Mapping[str, An
     required = {parameter: parameter.requires_grad for part in model.parts for parameter in part.parameters()}
     sampling = DenoisingRollout(num_steps=num_steps, transition=SDETransition(noise_level=0.7), window=RandomWindow(size=2))
     policy = DenoisingPolicy(model, sampling=sampling, eval_steps=num_steps, microbatch=4, copies=WeightCopies(model.module))
+    checks = {check.name: check for check in as_pipeline(policy, task)}
+    found: dict[str, Any] = {name.removeprefix("pipeline_"): check.value for name, check in checks.items()}
+    found["faults"] = faults = [check.text for check in checks.values() if not check.ok]
+    if faults:  # the rollout may then raise an error that says less
+        return found
+    found["targets"], found["milliseconds"] = _targets(model, task), _milliseconds(model, task, num_steps)
+    found["rows"] = "one at a time" if model.alone else "at different steps" if model.row_times else "all at one step"
+    layers = list(attention_layers(model.module))
+    # With its usual start, B = 0, a LoRA would have no effect, and A no gradient.
+    add_lora(model.module, LoraConfig(r=4, target_modules=layers, init_lora_weights=False), init_from=None, seed=0)
     try:
-        checks = {check.name: check for check in as_pipeline(policy, task)}
-        values = {name.removeprefix("pipeline_"): check.value for name, check in checks.items()}
-        faults = [check.text for check in checks.values() if not check.ok]
-        if faults:  # a rollout may then raise an error that says less
-            return {**values, "faults": faults}
-        rows = "one at a time" if model.alone else "at different steps" if model.row_times else "all at one step"
-        found = {**values, "targets": _targets(model, task), "rows": rows, "milliseconds": _milliseconds(model, task, num_steps)}
-        layers = list(attention_layers(model.module))
-        # With its usual start, B = 0, a LoRA would have no effect, and A no gradient.
-        add_lora(model.module, LoraConfig(r=4, target_modules=layers, init_lora_weights=False), init_from=None, seed=0)
-        ratio, share = _ratio_and_gradient(policy, task)
+        found["ratio"], found["gradient"] = _ratio_and_gradient(policy, task)
     finally:
         remove_lora(model.module, key="the pipeline")
         for parameter, flag in required.items():
             parameter.requires_grad_(flag)
     limit = HALF_PRECISION_LIMIT if compute_dtype(model.module).itemsize == 2 else TRANSITION_LIMIT
-    if not ratio <= limit:
-        faults.append(f"the largest |ratio - 1| before a step is {ratio:.1e}; the limit is {limit:.0e}")
-    if not share >= _LEAST_TRAINED:
-        faults.append(f"only {share:.0%} of the LoRA tensors on {', '.join(layers)} have a finite gradient that is not 0")
-    return {**found, "ratio": ratio, "gradient": share, "faults": faults}
+    if not found["ratio"] <= limit:
+        faults.append(f"the largest |ratio - 1| before a step is {found['ratio']:.1e}; the limit is {limit:.0e}")
+    if not found["gradient"] >= _LEAST_TRAINED:
+        faults.append(f"{found['gradient']:.0%} of the LoRA tensors on {', '.join(layers)} have a finite gradient that is not 0")
+    return found
 
 
 def _ratio_and_gradient(policy: DenoisingPolicy, task: Task) -> tuple[float, float]:
