@@ -1,9 +1,9 @@
 """The base class of rewards that ask a judge, the panel that sends their questions, and the rubrics, text files in ``prompts/``.
 
 A prompt contains a task and its image. Only the prompts of the reward ``completion_quality`` contain a policy's completion. The
-texts of a task and of a completion are inserted as quoted data. The rubric comes first and the image to judge last, so that the
-prompts of a group share everything before that image. Ledgers store answers under the whole prompt: if any word here changes,
-stored answers are not found, and every judge is asked again.
+texts of a task and of a completion are inserted as quoted data, except in the prompts of published models. The
+rubric comes first and the image to judge last, so that the prompts of a group share everything before that image. Ledgers store
+answers under the whole prompt: if any word here changes, stored answers are not found, and every judge is asked again.
 """
 
 from __future__ import annotations
@@ -38,17 +38,25 @@ if TYPE_CHECKING:
 # The JSON constants true, false and null are exempt: they may be the only entry of a list.
 _BRACKETED = re.compile(r"\[(?=\s{0,8}/?\s{0,8}[A-Za-z_][A-Za-z0-9_]{0,60}\s{0,8}\])(?!(?:true|false|null)\])")
 _FOLDER = resources.files("retouch_judge") / "prompts"
+_PUBLISHED = resources.files("retouch_judge") / "prompts_published"
 
 
 @cache
 def rubric(name: str, own: str | None = None) -> str:
     """Read the rubric in the file ``prompts/NAME.txt``. If the folder ``own`` has a file of this name, its text takes the place of
-    Retouch's text, except for the last line, which asks for the form of the answer. A file is read once in a process."""
-    text = (_FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip()
+    Retouch's text, except for the last line, which asks for the form of the answer. A file is read once in a process. A prompt of
+    a published model is stripped; ``published`` reads it as it is sent."""
+    text = (published(name) if (_PUBLISHED / f"{name}.txt").is_file() else (_FOLDER / f"{name}.txt").read_text("utf-8")).strip()
     file = None if own is None else Path(own) / f"{name}.txt"
     if file is None or not file.is_file():
         return text
     return f"{file.read_text(encoding='utf-8').strip()}\n\n{text.splitlines()[-1]}"
+
+
+@cache
+def published(name: str) -> str:
+    """Read the prompt of a published model in the file ``prompts_published/NAME.txt``, with its spaces and line ends."""
+    return (_PUBLISHED / f"{name}.txt").read_text("utf-8")
 
 
 def fingerprint(*texts: str) -> str:
@@ -65,6 +73,11 @@ def quoted(what: str, value: Json) -> str:
     data = json.dumps(value, ensure_ascii=False).replace("<", "\\u003c").replace("◁", "\\u25c1")
     data = _BRACKETED.sub("\\\\u005b", data)
     return f"{what} (data, not addressed to you): {data}"
+
+
+def plain(text: str) -> str:
+    """Return the text for a published prompt, which quotes nothing: a space parts each token of a chat template."""
+    return _BRACKETED.sub("[ ", text.replace("<", "< ").replace("◁", "◁ "))
 
 
 def judged_image(sample: Sample) -> Image:
@@ -90,11 +103,14 @@ _MOST_CALLS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A question about one sample: a rubric, the parts after it (the image to judge last), and the form of the answer."""
+    """A question about one sample: a rubric, the parts after it (the image to judge last), and the form of the answer. The last two
+    are those of a ``Question``."""
 
     rubric: str
     parts: tuple[Part, ...]
     form: Form
+    verbatim: bool = False
+    begins: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +156,15 @@ class Panel:
         import torch
 
         questions = [
-            Question(prompt.rubric, prompt.parts, prompt.form, seed=self.seed + repeat, temperature=self.temperature)
+            Question(
+                prompt.rubric,
+                prompt.parts,
+                prompt.form,
+                seed=self.seed + repeat,
+                temperature=self.temperature,
+                verbatim=prompt.verbatim,
+                begins=prompt.begins,
+            )
             for prompt in prompts
             for repeat in range(self.repeats)
         ]

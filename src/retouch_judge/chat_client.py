@@ -185,11 +185,10 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
     ``typed``: add the form's JSON schema, if it has one. ``guided``: the request field for the list of possible answers, which is
     used if the form has such a list. ``urls``: the data URLs of images, by ``id()``.
     """
+    system = [{"role": "system", "content": question.rubric}] if question.rubric or not question.verbatim else []
+    begun = [{"role": "assistant", "content": question.begins}] if question.begins else []
     fields: dict[str, Any] = {
-        "messages": [
-            {"role": "system", "content": question.rubric},
-            {"role": "user", "content": [_part(part, urls) for part in question.parts]},
-        ],
+        "messages": [*system, {"role": "user", "content": [_part(part, urls) for part in question.parts]}, *begun],
         "temperature": question.temperature,
         "max_completion_tokens": question.form.max_tokens,
     }
@@ -198,8 +197,10 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
         fields |= {"logprobs": True, "top_logprobs": 20}
     elif choices and guided is not None:
         fields["extra_body"] = {"guided_choice": choices} if guided == "guided_choice" else {guided: {"choice": choices}}
-    elif typed:
+    elif typed and schema:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": schema}}
+    if begun:  # fields of vLLM and SGLang
+        fields["extra_body"] = {"add_generation_prompt": False, "continue_final_message": True}
     return fields
 
 

@@ -39,6 +39,7 @@ _CLASSES: dict[str, Any] = {
 }
 _NAMES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 _PAD = "<|image_pad|>"
+_SYSTEM = "You are a helpful assistant."  # Qwen2-VL's and Qwen2.5-VL's, if a conversation has none; Qwen3-VL has none
 _LIKELIEST = 50
 
 
@@ -120,14 +121,17 @@ class LocalJudge:
         images = [part.convert("RGB") for part in question.parts if not isinstance(part, str)]
         seen = self.processor(images=images, return_tensors="pt") if images else None
         counts = iter(() if seen is None else (seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
-        ids = [*self._ids("<|im_start|>system\n"), *self._words(question.rubric), *self._ids("<|im_end|>\n<|im_start|>user\n")]
+        ids = [*self._ids("<|im_start|>system\n"), *self._words(question.rubric), *self._ids("<|im_end|>\n")]
+        words, gap = self._words, "\n"
+        if question.verbatim:  # the text of a published prompt may have special tokens; it escapes those of the instruction
+            words, gap = self._ids, ""
+            system = question.rubric or ("" if self.model.config.model_type == "qwen3_vl" else _SYSTEM)
+            ids = self._ids(f"<|im_start|>system\n{system}<|im_end|>\n" if system else "")
+        ids += self._ids("<|im_start|>user\n")
         for part in question.parts:
-            ids += (
-                self._words(part + "\n")
-                if isinstance(part, str)
-                else self._ids(f"<|vision_start|>{_PAD * next(counts)}<|vision_end|>\n")
-            )
-        ids += self._ids("<|im_end|>\n<|im_start|>assistant\n")
+            shown = "" if isinstance(part, str) else f"<|vision_start|>{_PAD * next(counts)}<|vision_end|>{gap}"
+            ids += words(part + gap) if isinstance(part, str) else self._ids(shown)
+        ids += self._ids(f"<|im_end|>\n<|im_start|>assistant\n{question.begins}")
         if seen is None:
             return _Row(torch.tensor(ids), None, None)
         return _Row(torch.tensor(ids), seen["pixel_values"].to(self.model.dtype), seen["image_grid_thw"])

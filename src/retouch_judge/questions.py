@@ -6,6 +6,7 @@ words, or the probabilities of a few words; it parses a reply, or returns None i
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -13,7 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from PIL.Image import Image
 
 from retouch.types import Json
-from retouch_judge.answers import parse, read_scores
+from retouch_judge.answers import LONGEST, parse, read_scores
 from retouch_judge.wording import Scale
 
 Part: TypeAlias = str | Image
@@ -47,7 +48,7 @@ class Form(Protocol):
         ...
 
     def schema(self) -> dict[str, Json] | None:
-        """Return the JSON schema of an answer; None if the log-probabilities of its first token are read."""
+        """Return the JSON schema of an answer, empty for free text; None if the log-probabilities of its first token are read."""
         ...
 
     def choices(self) -> tuple[str, ...]:
@@ -55,8 +56,22 @@ class Form(Protocol):
         ...
 
 
+class _OpenForm:
+    """A form without a short list of possible answers, and without a schema unless the class has one."""
+
+    __slots__ = ()
+
+    def schema(self) -> dict[str, Json]:
+        """Return no schema: the answer is free text."""
+        return {}
+
+    def choices(self) -> tuple[str, ...]:
+        """Return no choices."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
-class ScoresForm:
+class ScoresForm(_OpenForm):
     """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers. A reply is not usable
     if it was truncated, refused or filtered, or if ``read_scores`` cannot read it."""
 
@@ -82,10 +97,6 @@ class ScoresForm:
             kind = "integer" if scale.whole else "number"
             properties[name] = {"type": kind, "minimum": scale.low, "maximum": scale.high}
         return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-    def choices(self) -> tuple[str, ...]:
-        """Return no choices, because there is no short list of possible numbers."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,75 @@ class WordForm:
         return ()
 
 
+@dataclass(frozen=True, slots=True)
+class ProbabilityForm(WordForm):
+    """The probability that the first token is exactly the last word of ``values``, not divided by that of the other words."""
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return the probability, 0 if the token is not among the candidates; None if the reply is not usable."""
+        if WordForm.read(self, reply) is None:
+            return None
+        return {self.name: math.exp(reply.first.get(list(self.values)[-1], -math.inf))}
+
+
+@dataclass(frozen=True, slots=True)
+class ListForm(_OpenForm):
+    """A JSON object with a number from 0 to ``top`` for each name in the list ``score``, as published editing rewards answer.
+
+    ``regions``: a list ``edit_region`` comes first.
+    """
+
+    names: tuple[str, ...]
+    top: float
+    regions: bool = False
+    max_tokens: int = 512
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return a number for every name, or None if the reply is not usable."""
+        return ScoresForm({name: Scale(0, self.top) for name in self.names}).read(reply)
+
+    def schema(self) -> dict[str, Json]:
+        """Return the schema of the object."""
+        count = len(self.names)
+        score: Json = {"type": "array", "items": {"type": "number"}, "minItems": count, "maxItems": count}
+        regions: dict[str, Json] = {"edit_region": {"type": "array", "items": {"type": "object"}}} if self.regions else {}
+        properties: dict[str, Json] = {**regions, "reasoning": {"type": "string"}, "score": score}
+        return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class PatternForm(_OpenForm):
+    """Numbers in free text. ``patterns``: for each name a regular expression without an unlimited repeat; its group is the number,
+    or N/A for a name without a score. A reply is usable if each is found with one value, from ``low`` to ``high``."""
+
+    patterns: tuple[tuple[str, str], ...]
+    low: float
+    high: float
+    max_tokens: int = 1024
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return the numbers, or None if the reply is not usable."""
+        if reply.refused or reply.finished != "stop" or len(reply.text) > LONGEST:
+            return None
+        found = {name: set(re.findall(pattern, reply.text)) for name, pattern in self.patterns}
+        if any(len(given) != 1 for given in found.values()):
+            return None
+        scores = {name: float(text) for name, (text,) in found.items() if text != "N/A"}
+        return scores if all(self.low <= score <= self.high for score in scores.values()) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm(_OpenForm):
+    """A text, of which only the length in characters is a number."""
+
+    max_tokens: int = 256
+
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
+        """Return the length of the text, or None if it is blank, or the reply is not usable."""
+        text = reply.text.strip()
+        return None if reply.refused or reply.finished != "stop" or not text else {"length": float(len(text))}
+
+
 def first_tokens(candidates: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the log-probability of each text of a first token. The probabilities of candidates with the same text are added, also
     if they are so small that ``math.exp`` rounds them to 0."""
@@ -213,7 +293,9 @@ class Question:
     """One request. ``rubric`` is the system message; ``parts`` follow in order, the image to judge last.
 
     So the questions about one task share all parts except the last; a server that caches prefixes computes the shared parts once.
-    ``form``: the format of the answer. ``seed`` and ``temperature`` are sent and recorded.
+    ``form``: the format of the answer. ``seed`` and ``temperature`` are sent and recorded. ``verbatim``: the parts are the input of
+    a published model, in its order, without anything between them; without a rubric, there is no system message of ours.
+    ``begins``: the answer begins with this text already, and the model continues it.
     """
 
     rubric: str
@@ -221,6 +303,8 @@ class Question:
     form: Form
     seed: int
     temperature: float
+    verbatim: bool = False
+    begins: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -362,7 +362,7 @@ class VieScore(JudgeReward):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32; NaN if an answer that the column needs is missing."""
-        sc, pq, parts = _vie_scores(self, samples, "vie-edit", "vie-picture", top=10)
+        sc, pq, parts = _vie_scores(self, samples)
         overall = (sc * pq).sqrt().mean(dim=1).float()
         return {"sc": sc.mean(dim=1).float(), "pq": pq.mean(dim=1).float(), "overall": overall, **parts}
 
@@ -376,59 +376,21 @@ class VieScore(JudgeReward):
             yield f"{path}.prompts: {self.prompts} has none of the files {', '.join(f'{name}.txt' for name in self.rubrics)}"
 
 
-class EditScore(JudgeReward):
-    """EditScore's version of VIEScore (arXiv 2509.23909), for judges that were fine-tuned for it. It has the columns of VIEScore, 0
-    to 10; the judge answers with scores from 0 to 25, which are divided by 2.5.
-
-    Example::
-
-        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
-        >>> list(retouch.rewards.EditScore(judge=judge).columns)[:3]
-        ['sc', 'pq', 'overall']
-    """
-
-    kind: Literal["editscore"] = "editscore"
-    average: Literal["last", "first"] = "last"
-    """``last``: the mean of the answers' overall scores; ``first``: the overall score of the answers' mean ``sc`` and ``pq``."""
-
-    columns: ClassVar[Mapping[str, Column]] = _VIE_COLUMNS
-    rubrics: ClassVar[tuple[str, ...]] = ("editscore-edit", "editscore-picture")
-    questions: ClassVar[tuple[tuple[str, int], ...]] = (("editscore-edit", 2), ("editscore-picture", 1))
-    needs_source = True
-
-    @property
-    def settings(self) -> str:
-        """The value of ``average``."""
-        return f"average {self.average}"
-
-    def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Return each column, (b,), float32. Raises ValueError if a task has no source image."""
-        sc, pq, parts = _vie_scores(self, samples, "editscore-edit", "editscore-picture", top=25)
-        sc, pq = sc / 2.5, pq / 2.5
-        overall = (sc * pq).sqrt().mean(dim=1) if self.average == "last" else (sc.mean(dim=1) * pq.mean(dim=1)).sqrt()
-        scores = {"sc": sc.mean(dim=1).float(), "pq": pq.mean(dim=1).float(), "overall": overall.float()}
-        return scores | {name: part / 2.5 for name, part in parts.items()}
-
-
-def _vie_scores(
-    reward: JudgeReward, samples: Sequence[Sample], edit: str, picture: str, *, top: int
-) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n"], Scores]:
-    """Semantic consistency and perceptual quality of each repeat, float64, NaN if there is none; and the mean of each sub-score.
-    ``edit``, ``picture``: the rubrics. ``top``: the highest score of an answer. A task without a source image has the rubric
-    ``vie-prompt``, except in EditScore, which needs a source."""
+def _vie_scores(reward: VieScore, samples: Sequence[Sample]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n"], Scores]:
+    """Semantic consistency and perceptual quality of each repeat, float64, NaN if there is none; and the mean of each sub-score."""
     import torch
 
     prompts = []
     for sample in samples:
         asked = sample.task.instruction
-        if sample.task.images or reward.needs_source:
-            form = ScoresForm({part: Scale(0, top) for part in _SEMANTIC})
-            prompts.append(Prompt(reward.rubric(edit), edit_parts(sample, quoted("Instruction", asked)), form))
+        if sample.task.images:
+            form = ScoresForm({part: Scale(0, 10) for part in _SEMANTIC})
+            prompts.append(Prompt(reward.rubric("vie-edit"), edit_parts(sample, quoted("Instruction", asked)), form))
         else:
-            form = ScoresForm({"success": Scale(0, top)})
+            form = ScoresForm({"success": Scale(0, 10)})
             prompts.append(Prompt(reward.rubric("vie-prompt"), image_parts(sample, quoted("Prompt", asked)), form))
-    form = ScoresForm({part: Scale(0, top) for part in _PERCEPTUAL})
-    prompts += [Prompt(reward.rubric(picture), image_parts(sample), form) for sample in samples]
+    form = ScoresForm({part: Scale(0, 10) for part in _PERCEPTUAL})
+    prompts += [Prompt(reward.rubric("vie-picture"), image_parts(sample), form) for sample in samples]
     verdicts = reward.panel.judge(prompts)
     least: list[Tensor] = []
     parts: Scores = {}

@@ -12,14 +12,13 @@ from PIL import Image
 from judge_double import KEY, Double, expected_score, on_panel, vote
 from retouch.protocols import Reward
 from retouch.types import Sample, Task
-from retouch_judge.base import Panel, fingerprint, quoted, rubric
+from retouch_judge.base import Panel, fingerprint, plain, quoted, rubric
 from retouch_judge.chat_client import ChatClient
 from retouch_judge.kinds import Endpoint
 from retouch_judge.rewards import (
     AspectsReward,
     ComplexEditReward,
     DigitReward,
-    EditScore,
     GroundReward,
     VieScore,
     WinRateReward,
@@ -63,7 +62,6 @@ def open_panel(monkeypatch):
 EVERY = [
     AspectsReward,
     VieScore,
-    EditScore,
     ComplexEditReward,
     GroundReward,
     YesReward,
@@ -137,18 +135,6 @@ def test_prompts_of_ones_own_take_the_place_of_viescores(open_panel, tmp_path):
     section = VieScore(judge=Endpoint(model="judge"), prompts=str(tmp_path / "none"))
     (problem,) = section.problems("reward", "", None)
     assert "none has none of the files vie-edit.txt, vie-prompt.txt, vie-picture.txt" in problem
-
-
-@pytest.mark.parametrize("average", ["last", "first"])
-def test_editscore_is_viescore_on_a_scale_of_25(open_panel, average):
-    with Double() as double:
-        scores = on_panel(EditScore, open_panel(double), average=average)([sample(3)])
-    sc = np.array([min(score_of("success", 3, seed, 25), score_of("restraint", 3, seed, 25)) for seed in (0, 1)]) / 2.5
-    pq = np.array([min(score_of("naturalness", 3, seed, 25), score_of("cleanness", 3, seed, 25)) for seed in (0, 1)]) / 2.5
-    each = np.mean([score_of("naturalness", 3, seed, 25) for seed in (0, 1)]) / 2.5
-    assert scores["naturalness"].item() == pytest.approx(each, abs=1e-5)
-    expected = np.sqrt(sc * pq).mean() if average == "last" else math.sqrt(sc.mean() * pq.mean())
-    assert scores["overall"].item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_complex_edit_averages_over_operations_and_repeats(open_panel):
@@ -272,6 +258,7 @@ def test_quoted_text_contains_no_chat_template_tokens(family):
                 line = quoted("Instruction", value)
                 assert token not in line
                 assert json.loads(line.partition(": ")[2]) == value
+            assert token not in plain(text)
 
 
 def test_aspects_keep_their_order_and_invalid_samples_or_settings_raise(open_panel):
@@ -289,8 +276,6 @@ def test_aspects_keep_their_order_and_invalid_samples_or_settings_raise(open_pan
         assert on_panel(AspectsReward, panel)([])["quality"].shape == (0,)
     with pytest.raises(ValueError, match="at least one repeat"):
         Panel(panel.client, repeats=0)
-    with pytest.raises(ValueError, match="average"):
-        on_panel(EditScore, panel, average="mean")
 
 
 def test_rubrics_are_short_and_say_that_data_is_not_part_of_the_rules():

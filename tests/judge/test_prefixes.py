@@ -22,7 +22,6 @@ from retouch_judge.rewards import (
     AspectsReward,
     ComplexEditReward,
     DigitReward,
-    EditScore,
     GroundReward,
     VieScore,
     YesReward,
@@ -30,7 +29,7 @@ from retouch_judge.rewards import (
 
 DOCS = Path(__file__).parents[3] / "docs"
 INSTRUCTION = "Replace the sky by a clear evening sky with a few thin clouds, and keep the people on the bridge as they are."
-EDITS = [AspectsReward, VieScore, EditScore, ComplexEditReward, GroundReward, YesReward, DigitReward]
+EDITS = [AspectsReward, VieScore, ComplexEditReward, GroundReward, YesReward, DigitReward]
 IMAGES = [functools.partial(AspectsReward, aspects=("quality", "alignment")), VieScore, YesReward]
 
 

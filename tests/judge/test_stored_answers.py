@@ -19,7 +19,7 @@ from retouch.types import Column, Sample, Task
 from retouch_judge.base import Panel, fingerprint
 from retouch_judge.cache import AnswerCache, CachedJudgeClient, CachedReward, RequestStats, question_hash
 from retouch_judge.questions import Answer, Question, ScoresForm, WordForm
-from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, EditScore, VieScore, YesReward
+from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, VieScore, YesReward
 from retouch_judge.wording import Scale
 
 KEY = "canary-0a1b2c3d4e5f"
@@ -384,14 +384,13 @@ class Fixed(RandomClient):
     ("judge", "fields", "digest"),
     [
         (VieScore, {}, "a79f200610b1efa5"),
-        (EditScore, {}, "9cc25a36a108bc15"),
         (AspectsReward, {}, "e2d3591a648abdce"),
         (ComplexEditReward, {}, "d26eda62d045cde5"),
         (YesReward, {}, "f9185b1b1b79fce4"),
         (YesReward, {"by": "choice"}, "8f3b75c6f16782f9"),
         (DigitReward, {}, "f96b57224442a9c2"),
     ],
-    ids=["viescore", "editscore", "aspects", "complex_edit", "yes", "choice", "digit"],
+    ids=["viescore", "aspects", "complex_edit", "yes", "choice", "digit"],
 )
 def test_question_hashes_match_those_of_existing_ledgers(judge, fields, digest):
     """If a hash changes, judges are asked again, at a cost, about everything that existing ledgers have answers to."""

@@ -144,6 +144,29 @@ def test_weights_of_a_clip_reward_are_on_the_device_of_the_recipe(changes, devic
     assert {device: weights.total() / 1e9 for device, weights in found.items()} == pytest.approx(devices, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("reward", "size"),
+    [
+        ({"kind": "hpsv3"}, 15.49),
+        ({"kind": "editreward", "quantize": "8bit"}, 0.6 * 15.49),
+        (
+            {
+                "kind": "edit_caption",
+                "judge": {"kind": "in_process", "path": "Qwen/Qwen2.5-VL-7B-Instruct"},
+                "of": {"kind": "hpsv3"},
+            },
+            32.07,
+        ),
+    ],
+    ids=["hpsv3", "editreward", "edit_caption"],
+)
+def test_weights_of_large_reward_models_are_counted_without_their_weights(reward, size):
+    editor = "recipes/flux-kontext/photos.jsonnet"
+    more = load(editor, [f"reward.rewards.taste={json.dumps(reward)}"])
+    (before, after) = (sum(weights.total() for weights in reward_weights(recipe).values()) for recipe in (load(editor), more))
+    assert (after - before) / 1e9 == pytest.approx(size, abs=0.02)
+
+
 def test_reward_models_without_a_known_configuration_are_named():
     recipe = load(ENHANCER, ['reward.rewards.taste={"kind": "pickscore", "path": "some/unknown"}'])
     assert uncounted_rewards(recipe) == ["some/unknown"]

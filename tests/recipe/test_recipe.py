@@ -73,7 +73,7 @@ def test_every_key_is_documented():
         ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
         ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
         ({"advantage": {"kind": "group", "max_missing": 1}},
-         "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing"),
+         "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing or reward.of.of.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'"),
         ({"rollout__window__stride": 2},
@@ -91,7 +91,7 @@ def test_every_key_is_documented():
         (
             {"objective__clip": 0.2},
             "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or "
-            "reward.of.clip or advantage.clip or ...",
+            "reward.of.clip or reward.of.of.clip or ...",
         ),
         (
             {"reward__combine": [0.7, 0.3]},

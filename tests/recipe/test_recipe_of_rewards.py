@@ -30,6 +30,7 @@ def least(kind):
     """The section with only its required keys."""
     given = {"colour": [1, 2, 3], "judge": JUDGE, "head": "head.safetensors", "weights": "lpips.safetensors", "class": "mine:Red"}
     given |= {"endpoints": ["http://127.0.0.1:8700"], "path": "weights", "name": "brightness", "source": "0" * 16, "queue": "votes"}
+    given["of"] = {"kind": "hpsv3"}
     keys = {field.alias or name: field for name, field in kind.model_fields.items()}
     tag, (name, *_) = kinds_of(kind)
     return {tag: name} | {key: given[key] for key, field in keys.items() if field.is_required() and key != tag}

@@ -20,7 +20,7 @@ from retouch.types import Sample, Task
 from retouch_judge.local_model import LocalJudge
 
 ROOT = Path(__file__).parents[2]
-JUDGES = ("aspects", "viescore", "editscore", "complex_edit", "ground", "yes", "digit", "win_rate")
+JUDGES = ("aspects", "viescore", "complex_edit", "ground", "yes", "digit", "win_rate")
 WORDS = {"yes": 0.4, "no": 0.3, "second": 0.2, "first": 0.05, "5": 0.02, "0": 0.02}
 
 

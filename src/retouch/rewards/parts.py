@@ -15,6 +15,8 @@ SINGLE = {
     "style": "retouch.rewards.scorers.dino:StyleReward",
     "lpips": "retouch.rewards.scorers.dino:LpipsReward",
     "hps": "retouch.rewards.scorers.clip:HpsReward",
+    "hpsv3": "retouch.rewards.scorers.clip:HPSv3Reward",
+    "editreward": "retouch.rewards.scorers.clip:EditReward",
     "image_reward": "retouch.rewards.scorers.clip:ImageRewardScore",
     "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",
     "appearance": "retouch.rewards.scorers.pixels:AppearanceReward",

@@ -9,6 +9,7 @@ from retouch.models.pretrained import require_complete, snapshot
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
 _PROCESSOR = "preprocessor_config.json"
+_QWEN_VL = "config.json preprocessor_config.json tokenizer.json tokenizer_config.json vocab.json merges.txt"
 
 # Ids whose repositories have no tokenizer and no image processor: a folder for the weights and the processors of the base model,
 # and for each repository the files to put there.
@@ -21,6 +22,17 @@ _COMBINED: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "special_tokens_map.json vocab.json merges.txt",
         },
     ),
+    "MizzenAI/HPSv3": (
+        "weights/hpsv3",
+        {"MizzenAI/HPSv3": "HPSv3.safetensors", "Qwen/Qwen2-VL-7B-Instruct": _QWEN_VL},
+    ),
+    **{
+        name: ("weights/editreward", {name: "--include '*.safetensors*'", base: _QWEN_VL})
+        for name, base in (
+            ("TIGER-Lab/EditReward-Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct"),
+            ("TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508", "XiaomiMiMo/MiMo-VL-7B-SFT-2508"),
+        )
+    },
 }
 
 
@@ -42,11 +54,11 @@ class MissingWeights(ValueError):
         super().__init__(f"{problem}; run `{self.command}` on a machine with a network, {after}")
 
 
-def weights_folder(path: str | Path) -> Path:
+def weights_folder(path: str | Path, *, pattern: str = "model*.safetensors") -> Path:
     """The folder ``path``, or the folder of the model id ``path`` in the Hugging Face cache.
 
-    Raises MissingWeights, a ValueError, if neither exists, and ValueError if the folder has no ``config.json`` or no
-    ``model*.safetensors``, or if files are missing or damaged.
+    ``pattern``: the names of the weights' files. Raises MissingWeights, a ValueError, if neither exists, and ValueError if the
+    folder has no ``config.json`` or no weights, or if files are missing or damaged.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -57,7 +69,15 @@ def weights_folder(path: str | Path) -> Path:
                 str(path),
                 f"the weights of {path} are not on this machine: there is no such folder and no such id in the Hugging Face cache",
             ) from None
-    if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
+    weights, pickles = list(folder.glob(pattern)), [*folder.glob("*.pth"), *folder.glob("*.pt")]
+    if not weights and pickles:
+        raise ValueError(
+            f"{folder} has the pickle {pickles[0].name} and no safetensors file; pickles are not read: if you trust it, convert it "
+            f"with safetensors.torch.save_file(torch.load('{pickles[0].name}', weights_only=True), 'model.safetensors')"
+        )
+    if not (folder / "config.json").is_file() or not weights:
+        if str(path) in _COMBINED:
+            raise MissingWeights(str(path), f"{folder} has no config.json, which is in another repository")
         raise ValueError(
             f"{folder} has no config.json or no model.safetensors; pickle files of older models are not read: if you trust such a "
             "file, load it once with transformers and save it with save_pretrained"

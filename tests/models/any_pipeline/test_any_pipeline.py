@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import retouch
 from retouch.models.any_pipeline.model import AnyPipeline
+from retouch.models.base import ImageModel
 from retouch.models.lora import attention_layers
 from retouch.models.offloading import build_offloaded
 from retouch.models.sd3.model import SD3
@@ -24,7 +25,9 @@ from small_trainer import redness
 sys.path.insert(0, str(Path(__file__).parents[3] / "measurements" / "pipelines"))
 import tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 SDXL = "StableDiffusionXLPipeline"
+ROLLOUT = {"num_steps": 4, "transition": {"kind": "sde", "noise_level": 0.7}}
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
 
 
@@ -150,13 +153,13 @@ def test_it_gives_the_bits_of_a_registered_family():
 
 
 def test_frozen_parts_in_cpu_memory_give_the_same_images():
-    class Section:
+    class Section(ImageModel):
         def build(self, *, device):
             return built(SDXL)
 
     images = []
     for offload in (False, True):
-        made = build_offloaded(Section(), device=torch.device("cpu"), offload=offload, cache_prompts=False)  # type: ignore[arg-type]
+        made = build_offloaded(Section(), device=torch.device("cpu"), offload=offload, cache_prompts=False)
         conditioning = made.encode(tasks())
         images.append(made.decode(chain(made, conditioning, 2, (0, 1))[1][-1], conditioning))  # type: ignore[arg-type]
     assert [image.tobytes() for image in images[0]] == [image.tobytes() for image in images[1]]
@@ -180,7 +183,7 @@ def test_images_have_a_gradient_and_targets_are_decoded_again():
 )
 def test_a_loaded_pipeline_trains_in_three_lines(tmp_path, name, objective):
     pipe, call = tiny.PIPELINES[name]()
-    rows = [{**row, "image": tiny.photo(64)} for row in PROMPTS] if name in tiny.SOURCES else PROMPTS
+    rows = [{**row, "image": tiny.photo(64, seed)} for seed, row in enumerate(PROMPTS)] if name in tiny.SOURCES else PROMPTS
     call = {name: value for name, value in call.items() if name not in ("height", "width")}
     made = trained(tmp_path, pipe, rows, size=(64, 64) if "Kandinsky" in name else (32, 32), call=call, objective=objective)
     assert made.recipe.policy.model.kind == "pipeline"
@@ -229,7 +232,7 @@ def own_pipeline():
 def test_a_class_of_the_user_trains(tmp_path):
     torch.manual_seed(0)
     made = trained(tmp_path, own_pipeline(), steps=2)
-    assert made.state.log_history[-1]["policy/grad_norm"] > 0
+    assert all(entry["policy/grad_norm"] > 0 for entry in made.state.log_history if "policy/grad_norm" in entry)
 
 
 class Stop(retouch.Callback):
@@ -363,7 +366,7 @@ def test_what_a_pipeline_keeps_from_step_to_step_stops_the_run_before_it_starts(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"rollout": {"guidance_scale": 4.0}}, "a pipeline guides by itself; use policy.model.call.guidance_scale"),
+        ({"rollout": {**ROLLOUT, "guidance_scale": 4.0}}, "a pipeline guides by itself; use policy.model.call.guidance_scale"),
         ({"sharding": "fsdp2"}, "call the model equally often"),
         ({"call": {"guidance": 4.0}}, "takes no guidance"),
     ],
@@ -375,4 +378,4 @@ def test_a_wrong_run_of_a_pipeline_is_refused(tmp_path, changes, text):
 
 def test_a_source_image_that_the_pipeline_does_not_take_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has a source image, and StableDiffusionXLPipeline takes none"):
-        trained(tmp_path, changed(SDXL), [{**row, "image": tiny.photo(32)} for row in PROMPTS], size=(32, 32))
+        trained(tmp_path, changed(SDXL), [{**row, "image": tiny.photo(32, seed)} for seed, row in enumerate(PROMPTS)], size=(32, 32))

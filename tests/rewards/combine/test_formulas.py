@@ -108,6 +108,15 @@ def test_sqrt_and_gmean_match_values_computed_by_hand():
     assert value(read_formula("gmean(a, b, b)"), scores).tolist() == pytest.approx([0, 0.25 ** (1 / 3), 81 ** (1 / 3)])
 
 
+def test_a_gated_product_pays_only_where_condition_and_identity_both_hold():
+    columns = {name: Column(0.0, 1.0) for name in ("quality", "alignment", "identity")}
+    gated = combination("quality * min(max(10*alignment - 5, 0), 1) * min(max(10*identity - 5, 0), 1)", columns)
+    assert (gated.low, gated.high) == (0, 1)
+    scores = {"quality": [0.8] * 4, "alignment": [0.9, 0.9, 0.5, 0.55], "identity": [0.6, 0.4, 1.0, 1.0]}
+    given = {name: torch.tensor(values) for name, values in scores.items()}
+    assert gated(given).tolist() == pytest.approx([0.8, 0, 0, 0.4], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "text", ["0.5*a + b", "sqrt(a * b)", "gmean(a, b)", "min(a, b)", "max(a, b)", "max(a, 0) + 0*b", "mean(a, b)"]
 )

@@ -357,7 +357,7 @@ class AnyPipeline:
         self.parameters = inspect.signature(_suspended(kind)).parameters
         if unknown := [name for name in self.call if name not in self.parameters]:
             raise ValueError(
-                f"model.call: {type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(self.parameters)}"
+                f"model.call: {type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join([*self.parameters][1:])}"
             )
         self.repeats = "num_images_per_prompt" in self.parameters
         """Whether the pipeline repeats a prompt and an image for its rows."""

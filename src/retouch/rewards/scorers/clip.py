@@ -1,5 +1,6 @@
-"""Rewards by a model of what people like, or of what an image shows: CLIP, SigLIP, PickScore, HPSv2, LAION's aesthetic predictor
-(github.com/christophschuhmann/improved-aesthetic-predictor, a reward of DDPO, arXiv 2305.13301), and ImageReward.
+"""Rewards by a model of what people like, or of what an image shows: CLIP, SigLIP, PickScore, HPSv2, HPSv3, EditReward,
+ImageReward, and LAION's aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor, a reward of DDPO, arXiv
+2305.13301).
 
 All of them read ``task.instruction``, never the prompt that a writer wrote. A sample without an image gets the worst score of each
 column. ImageReward's package needs torchvision, so it cannot be installed next to a build of torch that has no matching
@@ -11,11 +12,16 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from retouch.rewards.base import Device, ModelReward, PathText, RewardSection, score_images
+from pydantic import Field
+
+from retouch.models.base import Bits
+from retouch.rewards.base import Device, LoadedModel, ModelReward, PathText, RewardSection, score_images, source_image
 from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores, Task
 
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from retouch.rewards.scorers.networks import AestheticModel, DualEncoder
+    from retouch.rewards.scorers.reward_heads import RewardHeads
 
 
 class _CosineReward(ModelReward):
@@ -238,3 +245,102 @@ class ImageRewardScore(RewardSection):
             return min(max(found, -_RANGE), _RANGE) if math.isfinite(found) else math.nan
 
         return {"image_reward": score_images(samples, score, missing=-_RANGE)}
+
+
+_LIMIT = 20.0  # of a mu, which has no bound; HPSv3 gives images of today's models about 5 to 15
+
+
+class _HeadsReward(ModelReward):
+    """Base class of the rewards whose model is a Qwen-VL with heads; ``heads``: their names in the weights."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of the weights, except for the heads, which are always in float32."""
+    quantize: Bits | None = Field(default=None, exclude_if=operator.not_)
+    """Quantise the linear layers of the blocks, as ``policy.base.quantize`` does; the scores then differ."""
+
+    heads: ClassVar[tuple[str, ...]]
+
+    def load(self, device: torch.device | str) -> RewardHeads:
+        """Load the model. Raises ValueError if its weights are not on this machine, or are not those of the reward."""
+        import torch
+
+        from retouch.rewards.scorers.reward_heads import RewardHeads
+
+        return RewardHeads(self.path, self.heads, device=device, dtype=getattr(torch, self.dtype), bits=self.quantize)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the model's weights."""
+        return f"{self.model.fingerprint}{f', {self.quantize}' if self.quantize else ''}"
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """Yield the model."""
+        yield LoadedModel(self.path, self.dtype, self.device, {"8bit": 0.6, "4bit": 0.4}.get(self.quantize or "", 1.0))
+
+    def mu(self, prompt: str, task: Task, images: Sequence[Image], *, head: int = 0) -> float:
+        """The score of a head, -20 to 20. ``prompt``: the name of a file in ``prompts``."""
+        text = (resources.files("retouch.rewards.scorers") / "prompts" / f"{prompt}.txt").read_text(encoding="utf-8")
+        found = self.model.score(images, text.replace("{text_prompt}", task.instruction), head=head)
+        return min(max(found, -_LIMIT), _LIMIT) if math.isfinite(found) else math.nan
+
+
+class HPSv3Reward(_HeadsReward):
+    """HPSv3 (arXiv 2508.03789): predicts which image people prefer, with a Qwen2-VL-7B and a head, trained on human choices.
+
+    Column ``hpsv3``, -20 to 20: the mean mu of the predicted preference, clamped; higher is better, and only differences have a
+    meaning. NaN if it is not finite. The prompt is that of MizzenAI/HPSv3; HPSv3++ (PlantPotatoOnMoon/HPSv3-PlusPlus) leaves its
+    part on text alignment out, and is another model.
+
+    Example::
+
+        >>> retouch.rewards.HPSv3().path
+        'MizzenAI/HPSv3'
+    """
+
+    kind: Literal["hpsv3"] = "hpsv3"
+    path: PathText = "MizzenAI/HPSv3"
+    """Folder with HPSv3.safetensors and the configuration, tokenizer and image processor of Qwen/Qwen2-VL-7B-Instruct."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"hpsv3": Column(-_LIMIT, _LIMIT)}
+    heads = ("rm_head",)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return the column, (b,), float32. A sample without an image scores -20."""
+        return {"hpsv3": score_images(samples, lambda task, image: self.mu("hpsv3", task, [image]), missing=-_LIMIT)}
+
+
+class EditReward(_HeadsReward):
+    """TIGER-Lab's EditReward (arXiv 2509.26346): predicts which edit people prefer, with a Qwen2.5-VL-7B or MiMo-VL-7B and two
+    heads, trained on human choices. Each head has a prompt of its own, so an edit needs two forward passes.
+
+    ``following``, -20 to 20: mu of the first head, how well the edit follows the instruction and leaves the rest alone.
+    ``quality``, -20 to 20: mu of the second, visual quality. ``editreward``: the mean of both, as the published configurations
+    pool them (``pooling_strategy: mean``; the default of the published class, which they override, is the minimum). Higher is
+    better, and only differences have a meaning. NaN if a score is not finite.
+
+    Example::
+
+        >>> list(retouch.rewards.EditReward().columns)
+        ['editreward', 'following', 'quality']
+    """
+
+    kind: Literal["editreward"] = "editreward"
+    path: PathText = "TIGER-Lab/EditReward-Qwen2.5-VL-7B"
+    """Folder with the weights of EditReward and the configuration, tokenizer and image processor of Qwen/Qwen2.5-VL-7B-Instruct (of
+    XiaomiMiMo/MiMo-VL-7B-SFT-2508 for TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508)."""
+
+    columns: ClassVar[Mapping[str, Column]] = {name: Column(-_LIMIT, _LIMIT) for name in ("editreward", "following", "quality")}
+    heads = ("rm_heads.head_0", "rm_heads.head_1")
+    needs_source = True
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Return each column, (b,), float32. A sample without an image scores -20. Raises ValueError if a task has no source."""
+
+        def score(name: str, head: int) -> Float[Tensor, " b"]:
+            def one(task: Task, image: Image) -> float:
+                return self.mu(f"editreward-{name}", task, [source_image(task), image], head=head)
+
+            return score_images(samples, one, missing=-_LIMIT)
+
+        following, quality = score("following", 0), score("quality", 1)
+        return {"editreward": (following + quality) / 2, "following": following, "quality": quality}
