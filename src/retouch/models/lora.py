@@ -1,5 +1,6 @@
 """LoRA (arXiv 2106.09685) on a transformer: adds it, loads it from a folder, and writes it for PEFT, diffusers and ComfyUI."""
 
+import inspect
 import json
 import logging
 import math
@@ -221,10 +222,12 @@ def write_lora(
         config.save_pretrained(to)
         save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
     pipeline_class: Any = None if pipeline is None else getattr(diffusers, pipeline)
-    if hasattr(pipeline_class, "save_lora_weights") and format in ("all", "diffusers"):
-        part = "unet" if isinstance(module, diffusers.UNet2DConditionModel) else "transformer"
+    part = "unet" if "UNet" in type(module).__name__ else "transformer"
+    saves = getattr(pipeline_class, "save_lora_weights", lambda: None)
+    # Some pipelines with a transformer inherit the method of those with a U-Net.
+    if f"{part}_lora_layers" in inspect.signature(saves).parameters and format in ("all", "diffusers"):
         layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
-        pipeline_class.save_lora_weights(to, **layers)
+        saves(to, **layers)
         _sort_metadata(to / "pytorch_lora_weights.safetensors")
     if comfyui is not None and format in ("all", "comfyui"):
         try:

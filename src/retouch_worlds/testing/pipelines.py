@@ -125,7 +125,7 @@ def _targets(model: AnyPipeline, task: Task) -> str:
     image = model.decode(noise, conditioning)[0]
     try:
         model.encode_images([image])
-    except ValueError as error:
+    except (AttributeError, RuntimeError, ValueError) as error:  # what follows the loop of a pipeline has many forms
         return str(error).removeprefix("model: ")
     return "yes"
 

@@ -378,4 +378,6 @@ def test_a_wrong_run_of_a_pipeline_is_refused(tmp_path, changes, text):
 
 def test_a_source_image_that_the_pipeline_does_not_take_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has a source image, and StableDiffusionXLPipeline takes none"):
-        trained(tmp_path, changed(SDXL), [{**row, "image": tiny.photo(32, seed)} for seed, row in enumerate(PROMPTS)], size=(32, 32))
+        trained(
+            tmp_path, changed(SDXL), [{**row, "image": tiny.photo(32, seed)} for seed, row in enumerate(PROMPTS)], size=(32, 32)
+        )
