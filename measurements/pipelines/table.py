@@ -19,8 +19,8 @@ import numpy as np
 import tiny
 import torch
 from peft import LoraConfig, PeftModel
-
 from rehearsal.table import insert
+
 from retouch.models.any_pipeline.model import denoiser_name
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.lora import add_lora, attention_layers, write_lora
@@ -87,9 +87,11 @@ def exported(name: str, task: Task, call: dict[str, Any]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         write_lora(module, Path(folder), pipeline=type(trained).__name__)
         if (Path(folder) / "pytorch_lora_weights.safetensors").is_file():
-            form, file = "diffusers", other.load_lora_weights(folder, weight_name="pytorch_lora_weights.safetensors")
+            form = "diffusers"
+            other.load_lora_weights(folder, weight_name="pytorch_lora_weights.safetensors")
         else:
-            form, file = "PEFT", PeftModel.from_pretrained(getattr(other, part), folder)
+            form = "PEFT"
+            PeftModel.from_pretrained(getattr(other, part), folder)
     wanted, found = latents(trained), latents(other)
     effect, error = abs(wanted - before).max(), abs(wanted - found).max()
     assert effect > 1e-3 * abs(wanted).max(), f"a LoRA with random weights changes the image only by {effect:.0e}"

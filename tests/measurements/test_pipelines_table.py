@@ -8,11 +8,9 @@ import pytest
 import retouch
 from slow_params import slow_except
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "measurements" / "pipelines"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "measurements"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "measurements" / "pipelines"))
 import tiny
-
-sys.path.insert(0, str(ROOT / "measurements"))
 from pipelines import table
 
 pytestmark = [
@@ -47,5 +45,5 @@ def test_a_check_prints_what_it_found_and_leaves_no_adapter(capsys):
 
 def test_a_check_refuses_a_guider_with_momentum():
     pipe, call = tiny.PIPELINES["HunyuanImagePipeline:guider"]()
-    with pytest.raises(AssertionError, match="velocities in another order .* keeps something from step to step"):
+    with pytest.raises(AssertionError, match=r"velocities in another order .* keeps something from step to step"):
         retouch.testing.check_pipeline(pipe, call=call)

@@ -223,7 +223,7 @@ def write_lora(
         save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
     pipeline_class: Any = None if pipeline is None else getattr(diffusers, pipeline)
     part = "unet" if "UNet" in type(module).__name__ else "transformer"
-    saves = getattr(pipeline_class, "save_lora_weights", lambda: None)
+    saves: Any = getattr(pipeline_class, "save_lora_weights", lambda: None)
     # Some pipelines with a transformer inherit the method of those with a U-Net.
     if f"{part}_lora_layers" in inspect.signature(saves).parameters and format in ("all", "diffusers"):
         layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
