@@ -6,6 +6,7 @@ Checks a tiny pipeline with random weights of each class in tiny.py, or prints t
 """
 
 import logging
+import re
 import sys
 import tempfile
 import warnings
@@ -49,16 +50,26 @@ def row(name: str) -> str:
         facts = pipeline_facts(pipe, task, call=call, num_steps=10)
         faults, export = facts["faults"], "" if facts["faults"] else exported(name, task, {**call, "mask_image": mask})
     except Exception as error:  # noqa: BLE001 - a class that fails is a row of the table
-        facts, faults, export = {}, [f"{type(error).__name__}: {error}"], ""
-    notes = [VARIANTS[variant]] if variant else []
-    notes += [f"its own adapter is `{FAMILIES[kind].model_fields['kind'].default}`"] if kind in FAMILIES else []
-    notes += [f"rows of a forward pass: {facts['rows']}"] if facts.get("rows", "at different steps") != "at different steps" else []
-    notes += faults or ([] if facts["targets"] == "yes" else [facts["targets"]])
-    targets = "" if faults else "yes" if facts["targets"] == "yes" else "no"
-    values = [_bound(facts.get(value), limit) for value, limit in (("chain", 1e-5), ("order", 1e-5), ("ratio", 1e-6))]
-    gradient = f"{facts['gradient']:.0%}" if "gradient" in facts else ""
-    text = "; ".join(notes).replace("|", "\\|").replace("\n", " ")
-    return f"| {' | '.join([f'`{kind}`', 'no' if faults else 'yes', *values, gradient, targets, export, text])} |"
+        refused = isinstance(error, ValueError)
+        facts, faults, export = {}, [str(error).removeprefix("model: ") if refused else f"{type(error).__name__}: {error}"], ""
+    usual = "at different steps"
+    notes = [
+        VARIANTS.get(variant, ""),
+        f"its own adapter is `{FAMILIES[kind].model_fields['kind'].default}`" if kind in FAMILIES else "",
+        f"rows of a forward pass: {facts['rows']}" if facts.get("rows", usual) != usual else "",
+        "" if faults or facts["targets"] == "yes" else re.sub(r" \(error .*?\)", "", f"targets: {facts['targets']}"),
+        *faults,
+    ]
+    cells = [
+        f"`{kind}`",
+        "no" if faults else "yes",
+        *(_bound(facts.get(value), limit) for value, limit in (("chain", 1e-5), ("order", 1e-5), ("ratio", 1e-6))),
+        f"{facts['gradient']:.0%}" if "gradient" in facts else "",
+        "" if faults else "yes" if facts["targets"] == "yes" else "no",
+        export,
+        "; ".join(filter(None, notes)).replace("|", "\\|").replace("\n", " "),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _bound(value: float | None, limit: float) -> str:
@@ -119,7 +130,7 @@ def main(chosen: list[str]) -> None:
     if not chosen:
         classes = {each.split("`")[1] for each in rows if "` | yes" in each}
         caption = f"diffusers {diffusers.__version__}: {len(classes)} classes train."
-        insert(PAGE, MARK, "\n".join([caption, "", HEADER, *rows, "", "These classes do not train:", "", refused()]))
+        insert(PAGE, MARK, "\n".join([caption, "", HEADER, *rows, "", "These classes have no row:", "", refused()]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """LoRA (arXiv 2106.09685) on a transformer: adds it, loads it from a folder, and writes it for PEFT, diffusers and ComfyUI."""
 
-import inspect
 import json
 import logging
 import math
@@ -222,12 +221,12 @@ def write_lora(
         config.save_pretrained(to)
         save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
     pipeline_class: Any = None if pipeline is None else getattr(diffusers, pipeline)
-    part = "unet" if "UNet" in type(module).__name__ else "transformer"
-    saves: Any = getattr(pipeline_class, "save_lora_weights", lambda: None)
-    # Some pipelines with a transformer inherit the method of those with a U-Net.
-    if f"{part}_lora_layers" in inspect.signature(saves).parameters and format in ("all", "diffusers"):
+    # Some pipelines have the method, and a model that cannot load what it writes.
+    loads = hasattr(pipeline_class, "save_lora_weights") and hasattr(module, "load_lora_adapter")
+    if loads and format in ("all", "diffusers"):
+        part = "unet" if isinstance(module, diffusers.UNet2DConditionModel) else "transformer"
         layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
-        saves(to, **layers)
+        pipeline_class.save_lora_weights(to, **layers)
         _sort_metadata(to / "pytorch_lora_weights.safetensors")
     if comfyui is not None and format in ("all", "comfyui"):
         try:

@@ -112,7 +112,7 @@ def _ratio_and_gradient(policy: DenoisingPolicy, task: Task) -> tuple[float, flo
     for part in policy.microbatches(trajectory):
         evaluation = policy.evaluate(trajectory, part, Needs())
         evaluation.log_probs.sum().backward()
-        largest = max(largest, float((evaluation.log_ratio.exp() - 1).abs().max()))
+        largest = max(largest, float((evaluation.log_ratio.detach().exp() - 1).abs().max()))
     gradients = [parameter.grad for parameter in policy.module.parameters() if parameter.requires_grad]
     trained = [bool(each.any() and each.isfinite().all()) for each in gradients if each is not None]
     return largest, sum(trained) / len(gradients)
