@@ -51,6 +51,9 @@ _ENCODERS = ("encode_prompt", "encode_image", "rewire_prompt")
 _OWN_NOISE = ("LCM", "TCD", "SCM", "TrigFlow", "EDM", "CosineDPM", "Discrete", "Amused", "VQ", "KarrasVe", "IPNDM", "UnCLIP")
 """Parts of the names of schedulers whose noise levels or steps have no counterpart in a rectified flow."""
 
+_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+"""What a pipeline raises for rows or times that it does not expect."""
+
 
 class PipelineCall:
     """One call of the pipeline for ``rows`` images of ``task`` with a schedule of ``steps``.
@@ -535,7 +538,7 @@ class AnyPipeline:
             return
         try:
             both = call.velocity(self.module, x, sigma, levels[:2])
-        except Exception:  # noqa: BLE001 - whatever a pipeline does with times that it does not expect
+        except _REFUSALS:
             self.row_times = False
             return
         if type(x) is Tensor:  # a dry run has no values
