@@ -61,7 +61,9 @@ def check_pipeline(
 
     Example::
 
-        >>> retouch.testing.check_pipeline(pipe, call={"guidance_scale": 4.5})
+        >>> retouch.testing.check_pipeline(make_pipe(), call={"guidance_scale": 4.5})
+        StableDiffusion3Pipeline, 10 steps
+          chain against the pipeline's own    ...
     """
     task = Task(id="check", instruction="a red cube", images=tuple(images), mask=mask)
     found = pipeline_facts(pipe, task, call=call or {}, num_steps=num_steps)
