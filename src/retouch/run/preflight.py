@@ -63,7 +63,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
-        checks = [*_frozen_gradient(run), *_as_pipeline(run, phase.batch(step).tasks[0])]
+        checks = [*_frozen_gradient(run), *as_pipeline(run.policy, phase.batch(step).tasks[0])]
         try:
             checks += _take_step(run, phase, step, minibatch, before)
         except RuntimeError:
@@ -79,9 +79,8 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         restore_rng(random)
 
 
-def _as_pipeline(run: Run, task: Task) -> Iterator[Check]:
+def as_pipeline(policy: Any, task: Task) -> Iterator[Check]:
     """Compare the chain of a model that runs a diffusers pipeline with the pipeline's own, and its steps in another order."""
-    policy: Any = run.policy
     compare = getattr(getattr(policy, "model", None), "compare", None)
     if compare is None:
         return
