@@ -1,4 +1,4 @@
-// Z-Image-Turbo learns what people prefer on one GPU with 16 GB or more: images of 512 px in 8 steps, scored by PickScore.
+// Z-Image-Turbo learns what people prefer on one GPU with 12 GB or more: images of 512 px in 8 steps, scored by PickScore.
 //
 //   retouch train z-image/one-gpu --set card=16gb
 //
