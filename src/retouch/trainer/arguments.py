@@ -21,7 +21,7 @@ from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
 from retouch.data.sources.stream import IterableData
 from retouch.models.any_pipeline import DiffusersPipeline
-from retouch.models.any_pipeline.model import denoiser_name
+from retouch.models.any_pipeline.model import call_parameters, denoiser_name, trained_scheduler
 from retouch.models.base import USUAL_SIZE, Attention, Bits, DiffusersModel, Dtype, ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.loaded import LoadedLanguageModel, require_as_built, require_plain
@@ -173,6 +173,8 @@ def model_section(
         path = _live_name(model)
         if family is DiffusersPipeline:
             name = denoiser_name(model)
+            call_parameters(type(model))
+            trained_scheduler(model.scheduler, of=type(model).__name__)
             for part, module in model.components.items():
                 if hasattr(module, "named_modules"):
                     require_plain(module, key=f"{key}.{part}")

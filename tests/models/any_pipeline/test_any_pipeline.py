@@ -346,6 +346,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "stochastic_sampling, which draws noise of its own",
     ),
     "another argument": (lambda: changed(SDXL), {"guidance": 2.0}, "takes no guidance; it takes prompt"),
+    "no prompt": (lambda: diffusers.DDPMPipeline(own_pipeline().unet, diffusers.DDPMScheduler()), {}, "takes no prompt"),
     "a model before the loop": (lambda: of_class(Early), {}, "calls its unet before its loop"),
     "a loop without the model": (lambda: of_class(Idle), {}, "does not call its unet"),
 }
@@ -356,6 +357,11 @@ def test_a_pipeline_that_cannot_train_is_refused_with_the_reason(wrong):
     build, call, text = REFUSED[wrong]
     with pytest.raises(ValueError, match=text):
         AnyPipeline(build(), call=call).encode(tasks())
+
+
+def test_a_cache_that_the_first_step_fills_is_found():
+    model = built("QwenImage21Pipeline")
+    assert model.compare(tasks()[0], 4)[1] == float("inf")
 
 
 def test_what_a_pipeline_keeps_from_step_to_step_stops_the_run_before_it_starts(tmp_path):
