@@ -339,7 +339,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a loop elsewhere": (lambda: of_class(Hidden), {}, "is no plain method"),
     "steps of LCM": (lambda: changed(SDXL, scheduler=diffusers.LCMScheduler()), {}, "LCMScheduler, whose steps draw noise"),
     "steps of TCD": (lambda: changed(SDXL, scheduler=diffusers.TCDScheduler()), {}, "TCDScheduler, whose steps draw noise"),
-    "noise of EDM": (lambda: changed(SDXL, scheduler=diffusers.EDMEulerScheduler()), {}, "EDMEulerScheduler"),
+    "noise of EDM": (
+        lambda: changed(SDXL, scheduler=diffusers.EDMEulerScheduler()),
+        {},
+        "EDMEulerScheduler, which is not supported",
+    ),
+    "steps of Heun": (
+        lambda: changed("Lumina2Pipeline", scheduler=diffusers.FlowMatchHeunDiscreteScheduler()),
+        {},
+        "FlowMatchHeunDiscreteScheduler, which is not supported",
+    ),
+    "steps of a distilled flow": (
+        lambda: changed("Lumina2Pipeline", scheduler=diffusers.FlowMatchLCMScheduler()),
+        {},
+        "FlowMatchLCMScheduler, whose steps draw noise",
+    ),
     "noise of its own": (
         lambda: changed("Lumina2Pipeline", scheduler=diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)),
         {},

@@ -49,9 +49,8 @@ CALLS = 16
 """Calls that stay suspended, with their encodings on the device."""
 _ENCODERS = ("encode_prompt", "encode_image", "rewire_prompt")
 """Methods of pipelines whose results are the same for every call with the same task and number of rows."""
-_OWN_NOISE = ("LCM", "TCD", "SCM", "TrigFlow", "EDM", "CosineDPM", "Discrete", "Amused", "VQ", "KarrasVe", "IPNDM", "UnCLIP")
-"""Parts of the names of schedulers whose noise levels or steps have no counterpart in a rectified flow."""
-
+_OWN_NOISE = ("LCM", "TCD", "SCM", "UnCLIP")
+"""Parts of the names of schedulers whose steps draw noise that distilled models need."""
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 """What a pipeline raises for rows or times that it does not expect."""
 
@@ -64,7 +63,7 @@ class PipelineCall:
     that the pipeline prepared.
     """
 
-    # Without a dictionary: the hashes of a model's frozen weights look into the objects that it holds.
+    # No dictionary: the hashes of a model's frozen weights look into the objects that it holds.
     __slots__ = ("_as_output", "_latents", "_levels", "_run", "_times", "model", "pipe", "prepared", "sigmas")
 
     def __init__(
@@ -208,16 +207,15 @@ def _suspended(kind: Any) -> Callable[..., Generator[Any, Any, Any]]:
     definition.decorator_list = []
     visitor = _Yield(noise="prepare_latents" if "self.prepare_latents(" in source else "randn_tensor")
     visitor.visit(tree)
-    for found, what in ((visitor.noises, "prepares no latents"), (visitor.steps, "calls no scheduler.step")):
-        if found != 1 and (found == 0 or what != "calls no scheduler.step"):
-            raise ValueError(f"{refusal} {what if found == 0 else 'prepares latents twice'} itself, so its loop cannot be trained")
+    if visitor.noises != 1:
+        raise ValueError(f"{refusal} prepares its latents {visitor.noises} times and not once, so its loop cannot be trained")
+    if not visitor.steps:
+        raise ValueError(f"{refusal} calls no scheduler.step itself, so its loop cannot be trained")
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     names = {**function.__globals__, "enumerate": _numbered}
     flags = __future__.annotations.compiler_flag
-    code = compile(
-        ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "<pipeline>", "exec", flags, dont_inherit=True
-    )
-    exec(code, names)
+    file = inspect.getsourcefile(function) or "<pipeline>"
+    exec(compile(ast.fix_missing_locations(tree), file, "exec", flags, dont_inherit=True), names)
     made: Callable[..., Generator[Any, Any, Any]] = names[definition.name]
     return made
 
@@ -412,10 +410,9 @@ class AnyPipeline:
 
     def arguments(self, task: Task, rows: int) -> dict[str, Any]:
         """The arguments of a call for ``rows`` images of the task. Raises ValueError for images that the pipeline does not take."""
-        given: dict[str, Any] = dict(self.call)
-        given |= (
-            {"prompt": task.instruction, "num_images_per_prompt": rows} if self.repeats else {"prompt": [task.instruction] * rows}
-        )
+        given: dict[str, Any] = {**self.call, "prompt": task.instruction if self.repeats else [task.instruction] * rows}
+        if self.repeats:
+            given["num_images_per_prompt"] = rows
         if self.size is not None and "height" in self.parameters:
             given |= {"height": self.size[0], "width": self.size[1]}
         images = list(task.images)
@@ -427,11 +424,8 @@ class AnyPipeline:
         return {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
 
     def _image(self, name: str, value: Any, task: Task) -> dict[str, Any]:
-        if name == "image" and name not in self.parameters:
-            name, value = (
-                ("images" if "images" in self.parameters else "input_images"),
-                value if isinstance(value, list) else [value],
-            )
+        if name == "image" and "images" in self.parameters:
+            name, value = "images", value if isinstance(value, list) else [value]
         if name not in self.parameters:
             what = "mask" if name == "mask_image" else "source image"
             raise ValueError(f"task {task.id!r} has a {what}, and {type(self.pipe).__name__} takes none; leave it out of the data")
@@ -795,17 +789,14 @@ def trained_scheduler(scheduler: Any, *, of: str) -> tuple[Any, bool]:
     """
     name, config = type(scheduler).__name__, scheduler.config
     refusal = f"model.scheduler: {of} has a {name}"
-    if any(part in name for part in _OWN_NOISE) and "Euler" not in name and "FlowMatch" not in name:
-        raise ValueError(f"{refusal}, whose steps draw noise of their own or have other noise levels; give the pipeline another")
-    flow = "FlowMatch" in name or config.get("prediction_type") == "flow_prediction" or bool(config.get("use_flow_sigmas"))
+    if any(part in name for part in _OWN_NOISE):
+        raise ValueError(f"{refusal}, whose steps draw noise of their own; give the pipeline another, if its model allows it")
     if config.get("stochastic_sampling"):
         raise ValueError(f"{refusal} with stochastic_sampling, which draws noise of its own; set it to False")
-    if flow and "FlowMatch" in name:
+    if name == "FlowMatchEulerDiscreteScheduler":
         return scheduler, True
-    if flow:  # of order 1, a step is an Euler step
+    if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):  # of order 1, a step is an Euler step
         return DPMSolverMultistepScheduler.from_config(config, solver_order=1, algorithm_type="dpmsolver++"), True
     if not hasattr(scheduler, "alphas_cumprod") or config.get("prediction_type") not in ("epsilon", "v_prediction", "sample"):
-        raise ValueError(
-            f"{refusal}, whose noise levels are not known; give the pipeline a DDIMScheduler or a flow-matching scheduler"
-        )
+        raise ValueError(f"{refusal}, which is not supported; give the pipeline a DDIM or a FlowMatchEulerDiscrete scheduler")
     return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False, set_alpha_to_one=True), False
