@@ -28,6 +28,7 @@ from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
 from retouch.config.section import LIVE, live_object
 from retouch.models import emu3, quantized
+from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import Bits, DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
 from retouch.models.ip_adapter import vision_part
 from retouch.models.language import Emu3Model
@@ -238,13 +239,23 @@ def without_live(recipe: Recipe, folder: Path) -> Recipe:
     def described(model: Any, name: str) -> Any:
         if not isinstance(model, DiffusersModel) or not model.path.startswith(LIVE):
             return model
-        parts = live_object(model.path, key=name).components
+        pipe = live_object(model.path, key=name)
         configs = {
             part: {"class": type(module).__name__, "config": _plain_config(module.config)}
-            for part, module in parts.items()
+            for part, module in pipe.components.items()
             if isinstance(module, nn.Module)
         }
-        return model.model_copy(update={"path": str(write_folder(folder / name, configs))})
+        target = write_folder(folder / name, configs)
+        if isinstance(model, DiffusersPipeline):
+            if not hasattr(diffusers, type(pipe).__name__):
+                raise UnknownConfiguration(f"{name}: a dry run does not know how to build {type(pipe).__name__}")
+            pipe.to_json_file(target / "model_index.json")
+            for part, other in pipe.components.items():
+                if isinstance(other, nn.Module):
+                    save_file({}, target / part / "model.safetensors")
+                elif other is not None:
+                    other.save_pretrained(target / part)
+        return model.model_copy(update={"path": str(target)})
 
     return _with_models(recipe, described)
 

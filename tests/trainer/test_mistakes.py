@@ -135,7 +135,7 @@ MISTAKES = [
     ({"model": partial(llama), "processing_class": partial(tiny_writers.tokenizer)},
      "model: LlamaForCausalLM is a 'llama' model, which is not supported; supported are qwen2, qwen3, qwen2_vl"),
     ({"processing_class": partial(tiny_writers.tokenizer)}, "processing_class: it belongs to a loaded language model; omit it"),
-    ({"model": partial(another_pipeline)}, "model: DDPMPipeline is not supported;"),
+    ({"model": partial(another_pipeline)}, "model: DDPMPipeline.__call__ takes no prompt; it cannot train"),
     ({"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to(torch.float64))},
      "model.transformer: weights of the dtype float64 cannot be trained; load the model in float32, bfloat16, float16"),
     ({"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to("meta"))},

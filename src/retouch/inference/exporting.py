@@ -124,7 +124,9 @@ def write_export(
     chosen = which or ("average" if "average" in parts.copies.copies else "current")
     to.mkdir(parents=True, exist_ok=True)
     with parts.copies.using("average") if chosen == "average" else nullcontext():
-        written = ExportFiles(folder=policy.exported_as, pipeline=model.pipeline, comfyui=model.comfyui, format=format)
+        written = ExportFiles(
+            folder=getattr(parts.model, "name", policy.exported_as), pipeline=model.pipeline, comfyui=model.comfyui, format=format
+        )
         policy.train.export(parts.model.module, to, written)
     about = {"recipe": (recipe or parts.recipe).document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)
@@ -246,12 +248,13 @@ def _use(to: Path, pipeline: str | None, module: str, *, base: str, dtype: str |
         )
     elif (to / "adapter_model.safetensors").is_file():
         made.append(_code("from peft import PeftModel\n", 'model = PeftModel.from_pretrained(model, "FOLDER")'))
-    if (to / "transformer").is_dir() and pipeline is not None:
+    part = "unet" if (to / "unet").is_dir() else "transformer"
+    if (to / part).is_dir() and pipeline is not None:
         made.append(
             _code(
                 f"{imports}from diffusers import {module}, {pipeline}\n",
-                f'transformer = {module}.from_pretrained("FOLDER", subfolder="transformer"{as_trained})',
-                f'pipe = {pipeline}.from_pretrained("{base}", transformer=transformer{as_trained})',
+                f'{part} = {module}.from_pretrained("FOLDER", subfolder="{part}"{as_trained})',
+                f'pipe = {pipeline}.from_pretrained("{base}", {part}={part}{as_trained})',
             )
         )
     if made:

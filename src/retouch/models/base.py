@@ -105,6 +105,10 @@ class ModelSection(Section):
     comfyui: ClassVar[ComfyUINames | None] = None
     """The names of the model's modules in a LoRA for ComfyUI; None: no file for ComfyUI is written."""
 
+    def targets_in(self, module: Any) -> tuple[str, ...]:
+        """The layers of the loaded ``module`` that get a LoRA if the recipe names none."""
+        return self.lora_targets
+
     def find_weights(self) -> tuple[Path | None, bool]:
         """Return the local folder of the weights (None if there is none), and whether all weights are on this machine.
 

@@ -15,6 +15,7 @@ IMAGE_MODELS = Kinds(
         "flux-kontext": "retouch.models.flux:FluxKontextModel",
         "flux2-klein": "retouch.models.flux2:Flux2KleinModel",
         "qwen-image-2": "retouch.models.qwen_image_2:QwenImage2Model",
+        "pipeline": "retouch.models.any_pipeline:DiffusersPipeline",
         "import": "retouch.models.base:ImportedModel",
     },
     with_wings=True,

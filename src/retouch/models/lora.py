@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
@@ -13,7 +14,7 @@ from weakref import WeakSet
 import diffusers
 import torch
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.other import get_pattern_key
@@ -60,7 +61,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it says that merges raise, and nothing merges
         torch.manual_seed(generator(seed, "lora").initial_seed())
         try:
-            module.add_adapter(config)  # type: ignore[operator]
+            # Some models of diffusers have no method of their own for it.
+            getattr(module, "add_adapter", partial(inject_adapter_in_model, model=module))(config)
         except ValueError as error:
             module._hf_peft_config_loaded = False  # type: ignore[assignment]  # add_adapter sets it before it looks for the layers
             raise ValueError(f"policy.train.targets: {error}") from error
@@ -88,6 +90,23 @@ def remove_lora(module: nn.Module, *, key: str) -> None:
         recurse_remove_peft_layers(module)
         for name in ("peft_config", "_hf_peft_config_loaded"):
             vars(module).pop(name, None)
+
+
+def attention_layers(module: nn.Module) -> tuple[str, ...]:
+    """The linear layers of all attention modules, as endings of their paths; of a module without any, all linear layers.
+
+    An ending that also fits another kind of layer is replaced by whole paths.
+    """
+    every = dict(module.named_modules())
+    attention = {name: part for name, part in module.named_modules() if "Attention" in type(part).__name__ and "." in name}
+    inner = {name: part for name, part in attention.items() if not any(other.startswith(f"{name}.") for other in attention)}
+    found = set()
+    for name, part in inner.items():
+        for path in (path for path, layer in part.named_modules() if isinstance(layer, nn.Linear)):
+            ending = f"{name.rpartition('.')[2]}.{path}"
+            alike = (layer for other, layer in every.items() if other.endswith(f".{ending}"))
+            found.add(ending if all(isinstance(layer, nn.Linear) for layer in alike) else f"{name}.{path}")
+    return tuple(sorted(found or {path for path, layer in every.items() if isinstance(layer, nn.Linear)}))
 
 
 def own_layers(module: nn.Module, *, key: str) -> list[nn.Module]:
@@ -201,9 +220,13 @@ def write_lora(
     if format in ("all", "peft"):
         config.save_pretrained(to)
         save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
-    if pipeline is not None and format in ("all", "diffusers"):
-        pipeline_class: Any = getattr(diffusers, pipeline)
-        pipeline_class.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())
+    pipeline_class: Any = None if pipeline is None else getattr(diffusers, pipeline)
+    # Some pipelines have the method, and a model that cannot load what it writes.
+    loads = hasattr(pipeline_class, "save_lora_weights") and hasattr(module, "load_lora_adapter")
+    if loads and format in ("all", "diffusers"):
+        part = "unet" if isinstance(module, diffusers.UNet2DConditionModel) else "transformer"
+        layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
+        pipeline_class.save_lora_weights(to, **layers)
         _sort_metadata(to / "pytorch_lora_weights.safetensors")
     if comfyui is not None and format in ("all", "comfyui"):
         try:

@@ -479,15 +479,16 @@ def build_offloaded(
     key = next((key for key, given in keys.items() if given), "policy.base")
     model = section.build(device=torch.device("cpu"))
     transformer, *frozen = parts_of(model, key=key)
-    if not isinstance(model, PipelineModel):
+    encoders: list[nn.Module] | None = getattr(model, "encoders", None)
+    if encoders is None:
         raise ValueError(f"{key}: {type(model).__name__} does not derive from PipelineModel; remove the key")
-    encoders = model.text.encoders
     if base is not None and base.text_encoders is not None:
         for encoder in encoders:
             quantize(encoder, base.text_encoders, device=device, home=_CPU, key="policy.base.text_encoders")
     page_lock(frozen if offload else encoders if cache_prompts else [], device)
     autoencoder = [part for part in frozen if all(part is not encoder for encoder in encoders)]
     if cache_prompts:
+        assert isinstance(model, PipelineModel), "the recipe's checks ensure it"
         model.prompt_embeddings = CachedPrompts(model, EmbeddingStore.of_user(), device=device)
         if prepare is not None:
             # Before the transformer: encoders and transformer together may not fit.
@@ -496,6 +497,8 @@ def build_offloaded(
     if base is not None and base.quantize is not None:
         quantize(transformer, base.quantize, device=device, home=_CPU if swap_blocks else device)
     place_blocks(transformer, count=swap_blocks, device=device)
+    if offload and not isinstance(model, PipelineModel):
+        return model  # it runs its frozen parts on the device of the trained one
     if offload:
         return OffloadedModel(model, device=device, encoders=[] if cache_prompts else encoders, autoencoder=autoencoder)
     for part in autoencoder if cache_prompts else frozen:

@@ -254,6 +254,11 @@ class PipelineModel(ABC):
         """All modules of the model, the transformer first."""
         return [self.module, self.latents.vae, *self.text.encoders]
 
+    @property
+    def encoders(self) -> list[nn.Module]:
+        """The frozen modules that encode prompts."""
+        return self.text.encoders
+
     def check_prompt(self, prompt: str, task: str) -> None:
         """Raise ValueError if the model cannot read this prompt of the task with this id."""
         self.text.check(prompt, task)

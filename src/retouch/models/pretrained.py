@@ -19,6 +19,21 @@ TOKENIZER = ("*.json", "*.txt", "*.jinja")
 """The files of a tokenizer or a processor alone: weights may be missing."""
 MODEL = ("*.safetensors", *TOKENIZER)
 """The files of a model in transformers' layout."""
+
+
+def pipeline_files(path: str, *, local: bool = False) -> tuple[str, ...] | None:
+    """The files of the pipeline in a folder or repository: all parts that its ``model_index.json`` names.
+
+    ``local``: do not use the network; None if the index is not on this machine.
+    """
+    try:
+        folder = Path(path) if Path(path).is_dir() else snapshot(path, ["model_index.json"], local_files_only=local)
+    except (OSError, ValueError):  # what loads the files says why
+        return None if local else PIPELINE
+    parts = [part for part, entry in _json(folder / "model_index.json").items() if isinstance(entry, list) and entry[:1] != [None]]
+    return ("model_index.json", *(f"{part}/*" for part in parts)) if parts else PIPELINE
+
+
 _IGNORED_FILES = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
 _LFS_POINTER = b"version "
 _LONGEST_HEADER = 100_000_000

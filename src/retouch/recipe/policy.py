@@ -118,7 +118,7 @@ class DenoisingPolicyKeys(Section):
             from retouch.models.lora import remove_lora
 
             remove_lora(module, key="model.transformer")
-        self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
+        self.train.make_trainable(module, targets=self.model.targets_in(module), seed=seed)
         if self.gradient_checkpointing:
             from retouch.models.kernels import checkpoint_in_cpu_memory
 
@@ -204,7 +204,7 @@ class AutoregressivePolicyKeys(Section):
 
     def make_trainable(self, module: nn.Module, *, seed: int) -> None:
         """Make the weights trainable that ``train`` selects, and freeze the rest of the module."""
-        self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
+        self.train.make_trainable(module, targets=self.model.targets_in(module), seed=seed)
         if self.compile is not None:
             from retouch.models.kernels import compile_blocks
 

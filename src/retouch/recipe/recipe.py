@@ -19,6 +19,7 @@ from retouch.config.imports import did_you_mean
 from retouch.config.packaged import find
 from retouch.config.section import LIVE
 from retouch.data.tasks import check_arithmetic
+from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import DiffusersModel, ImageModel, PretrainedLanguageModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.train import FullWeights, IpAdapter
@@ -189,6 +190,15 @@ def image_model_problems(recipe: RecipeKeys) -> Iterator[str]:
         for key in ("offload", "swap_blocks"):
             if getattr(recipe.devices, key, False):
                 yield f"devices.{key}: it {known}; remove it"
+    if isinstance(model, DiffusersPipeline):
+        samplers = _rollouts(recipe) if recipe.renderer is None else [("renderer", recipe.renderer)]
+        for key, sampler in samplers:
+            if getattr(sampler, "guidance_scale", 1.0) != 1:
+                yield f"{key}.guidance_scale: a pipeline guides by itself; use {recipe.image_model_key}.call.guidance_scale"
+        if getattr(recipe.policy, "prompt_embeddings", "live") == "cached":
+            yield "policy.prompt_embeddings: a pipeline keeps the embeddings of its last tasks itself; use live"
+        if recipe.sharding == "fsdp2":
+            yield "sharding: the ranks of fsdp2 must call the model equally often, which a pipeline does not ensure; use zero2"
     if recipe.renderer is not None and not isinstance(recipe.policy, DenoisingPolicyKeys):
         yield from recipe.renderer.problems(recipe.policy.model)
 

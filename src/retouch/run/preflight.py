@@ -24,7 +24,7 @@ from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.run.checkpoint import restore_rng, rng_state
 from retouch.run.step import Phase, Run, ScoredRollout, accumulate, make_minibatch
-from retouch.types import Kind, Minibatch, Needs
+from retouch.types import Kind, Minibatch, Needs, Task
 
 TRANSITION_LIMIT = 1e-6
 TOKEN_LIMIT = 1e-5
@@ -63,7 +63,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
-        checks = [*_frozen_gradient(run)]
+        checks = [*_frozen_gradient(run), *as_pipeline(run.policy, phase.batch(step).tasks[0])]
         try:
             checks += _take_step(run, phase, step, minibatch, before)
         except RuntimeError:
@@ -77,6 +77,24 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
                 local_shard(parameter).copy_(before[name])
         undo()
         restore_rng(random)
+
+
+def as_pipeline(policy: Any, task: Task) -> Iterator[Check]:
+    """Compare the chain of a model that runs a diffusers pipeline with the pipeline's own, and its steps in another order."""
+    compare = getattr(getattr(policy, "model", None), "compare", None)
+    if compare is None:
+        return
+    in_16_bits = compute_dtype(policy.module).itemsize == 2
+    chain, order = compare(task, policy.sampling.num_steps)
+    limit = 0.2 if in_16_bits else 1e-4  # in 16 bits, the pipeline rounds its state after every step
+    text = f"the chain differs from the pipeline's own by {chain:.1e} of its largest value; the limit is {limit:.0e}"
+    yield Check("pipeline_chain", chain <= limit, chain, limit, text)
+    limit = 1e-2 if in_16_bits else 1e-5
+    text = (
+        f"velocities in another order of steps differ by {order:.1e} of the largest; the limit is {limit:.0e}. A pipeline that "
+        "keeps something from step to step, such as guidance with momentum, cannot be trained; set another guidance"
+    )
+    yield Check("pipeline_order", order <= limit, order, limit, text)
 
 
 def trial_steps(

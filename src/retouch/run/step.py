@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ class PendingRollout:
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRollout, Metrics]]:
     """Train the phase's steps from ``start`` on; yields (step, collected samples, metrics) after each step."""
     steps = range(max(start, phase.steps.start), phase.steps.stop)
-    every = map(partial(collect, run, phase), steps) if phase.source is None else phase.source(run, phase, steps.start)
+    every = (collect(run, phase, step) for step in steps) if phase.source is None else phase.source(run, phase, steps.start)
     for step, collected in zip(steps, every, strict=True):
         metrics = update(run, phase, step, collected)
         yield step, collected, {**collected.metrics, **metrics}

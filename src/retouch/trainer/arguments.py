@@ -20,6 +20,8 @@ from retouch.data.kinds import DATA
 from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
 from retouch.data.sources.stream import IterableData
+from retouch.models.any_pipeline import DiffusersPipeline
+from retouch.models.any_pipeline.model import call_parameters, denoiser_name, trained_scheduler
 from retouch.models.base import USUAL_SIZE, Attention, Bits, DiffusersModel, Dtype, ImageModel, LanguageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.loaded import LoadedLanguageModel, require_as_built, require_plain
@@ -167,12 +169,21 @@ def model_section(
     if isinstance(model, str | Path):
         return _from_path(str(model), size=size, dtype=dtype or ("bfloat16" if gpu else "float32"), key=key), {}
     if hasattr(model, "components") and hasattr(model, "scheduler"):
-        family = _family_of(type(model).__name__, key=key)
+        family = _family_of(type(model).__name__)
+        path = _live_name(model)
+        if family is DiffusersPipeline:
+            name = denoiser_name(model)
+            call_parameters(type(model))
+            trained_scheduler(model.scheduler, of=type(model).__name__)
+            for part, module in model.components.items():
+                if hasattr(module, "named_modules"):
+                    require_plain(module, key=f"{key}.{part}")
+            dtype = _dtype(model.components[name], dtype, key=f"{key}.{name}")
+            return DiffusersPipeline(path=path, dtype=dtype, size=size), {path: model}
         euler_scheduler(model.scheduler, key=f"{key}.scheduler")
         require_as_built(model, key=key)
         if size is None and family.takes.images[1] == 0:
             size = _usual_size(getattr(model, "default_sample_size", 128), getattr(model, "vae_scale_factor", 8))
-        path = _live_name(model)
         return family(path=path, dtype=_dtype(model.transformer, dtype, key=f"{key}.transformer"), size=size), {path: model}
     if _is_language_model(model):
         return _loaded_language_model(model, processor, size=size, dtype=dtype, key=key)
@@ -230,7 +241,7 @@ def _from_path(path: str, *, size: tuple[int, int] | None, dtype: Dtype, key: st
     known = None if Path(path).is_dir() else next((family for family in families if path in family.hub_ids), None)
     pipeline = None if known else _json(path, "model_index.json", key=key)
     if known or pipeline is not None:
-        family = known or _family_of(str((pipeline or {}).get("_class_name")), key=key)
+        family = known or _family_of(str((pipeline or {}).get("_class_name")))
         if size is None and family.takes.images[1] == 0 and Path(path).is_dir():
             transformer, vae = ((_json(path, f"{part}/config.json", key=key) or {}) for part in ("transformer", "vae"))
             size = _usual_size(transformer.get("sample_size", 128), 2 ** (len(vae.get("block_out_channels", range(4))) - 1))
@@ -254,19 +265,15 @@ def _language_family(model_type: str, *, name: str, key: str) -> type[LanguageMo
     return section
 
 
-def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
-    """The family of a diffusers pipeline class."""
+def _family_of(pipeline: str) -> type[DiffusersModel]:
+    """The family of a diffusers pipeline class; without one, the section of any pipeline."""
     families = {
         family.pipeline: family
         for family in IMAGE_MODELS.classes()
         # The playground's models are tiny versions of published families, with a layout of their own.
-        if issubclass(family, DiffusersModel) and family.pipeline and not family.packaged
+        if issubclass(family, DiffusersModel) and family is not DiffusersPipeline and not family.packaged
     }
-    if pipeline in families:
-        return families[pipeline]
-    raise ValueError(
-        f"{key}: {pipeline} is not supported; supported are {', '.join(sorted(map(str, families)))}, or write your own"
-    )
+    return families.get(pipeline, DiffusersPipeline)
 
 
 def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
@@ -441,6 +448,7 @@ def describe(
     peft_config: Any = None,
     quantization_config: Any = None,
     processing_class: Any = None,
+    call: Mapping[str, Any] | None = None,
     renderer: Any = None,
     reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
     columns: Mapping[str, str] | None = None,
@@ -473,6 +481,10 @@ def describe(
     if dtype not in (None, *get_args(Dtype)):
         raise ValueError(f"dtype: {dtype!r}; give one of {', '.join(get_args(Dtype))}")
     section, objects = model_section(model, size=size, dtype=dtype, gpu=gpu, key="model", processor=processing_class)
+    if call is not None:
+        if not isinstance(section, DiffusersPipeline):
+            raise ValueError(f"call: {section.kind} has no arguments of a pipeline; set rollout=dict(guidance_scale=...)")
+        section = section.model_copy(update={"call": dict(call)})
     rewards, combine, functions = reward_document(reward_funcs, reward_weights)
     evaluated = plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
@@ -491,7 +503,8 @@ def describe(
     writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
     objective = objective or GRPO(clip=0.2 if writes else 1e-4)
     # A stream's prompts are not known before the run.
-    caches = gpu and isinstance(section, DiffusersModel) and not isinstance(data, IterableData)
+    whole = isinstance(section, DiffusersModel) and not isinstance(section, DiffusersPipeline)
+    caches = gpu and whole and not isinstance(data, IterableData)
     tokens = {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
     source = Path(section.source.removeprefix(LIVE)).name or section.kind
     letters = [letter if letter.isalnum() or letter in "._-" else "-" for letter in source]

@@ -51,8 +51,8 @@ class Trainer:
     ``columns``: field of a task to column of the data set, if the names differ. ``objective``: by default GRPO. ``peft_config``:
     which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``quantization_config``: how
     the frozen weights of a folder or id are stored: "8bit", "4bit", or a ``TorchAoConfig`` or ``BitsAndBytesConfig`` that means the
-    same. ``renderer``: for a language model, the pipeline that makes images from the prompts that it writes, or that reads its
-    responses and edits the source images.
+    same. ``call``: arguments of a pipeline without a family of its own. ``renderer``: for a language model, the pipeline that
+    makes images from the prompts that it writes, or that reads its responses and edits the source images.
     ``size``: (height, width) in px of the images, or one number for squares. ``dtype``: of the frozen weights and the forward pass.
     What these two and other keys are by default depends on the model and the device (docs/python.md). ``output_dir`` and
     ``run_name``: the run's folder is ``output_dir/run_name``. ``callbacks``: one or several; see ``Callback``. ``progress``: show a
@@ -90,6 +90,7 @@ class Trainer:
         peft_config: Any = None,
         quantization_config: Any = None,
         processing_class: Any = None,
+        call: Mapping[str, Any] | None = None,
         renderer: Any = None,
         reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
         columns: Mapping[str, str] | None = None,

@@ -12,6 +12,7 @@ Example::
 from retouch_worlds.testing.algorithms import check_advantage, check_objective, check_transition, check_window, playground_policy
 from retouch_worlds.testing.data import check_data_source, check_reward
 from retouch_worlds.testing.models import check_model, check_renderer
+from retouch_worlds.testing.pipelines import check_pipeline
 from retouch_worlds.testing.policies import check_policy
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "check_data_source",
     "check_model",
     "check_objective",
+    "check_pipeline",
     "check_policy",
     "check_renderer",
     "check_reward",

@@ -1,0 +1,75 @@
+"""The recipe's section of a diffusers pipeline without a family of its own; ``model.py`` has the model. This file imports no torch,
+because it is imported when a recipe is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from retouch.config.section import LIVE, live_object
+from retouch.models.base import DiffusersModel, Size, TaskInputs
+from retouch.models.pretrained import fetch_weights, find_weights, pipeline_files
+from retouch.records.files import read_json
+
+
+class DiffusersPipeline(DiffusersModel):
+    """Any diffusers pipeline with one denoiser, run by its own ``__call__``: text to image, or editing of source images.
+
+    The pipeline guides by itself, as ``call`` says, and ``rollout.guidance_scale`` stays 1. A null ``size`` is the pipeline's own
+    size. Its safety checker is not run, because a reward would score black images. ``docs/models.md`` lists the classes.
+    """
+
+    kind: Literal["pipeline"] = "pipeline"
+    call: dict[str, JsonValue] = Field(default={})
+    """Arguments of the pipeline's ``__call__``, such as ``guidance_scale``, ``true_cfg_scale`` or ``negative_prompt``; all others
+    have the pipeline's defaults."""
+
+    takes = TaskInputs(images=(0, 64))
+    adapter = "retouch.models.any_pipeline.model:AnyPipeline"
+
+    @property
+    def pipeline(self) -> str | None:  # type: ignore[override]
+        """The pipeline class, if it is one of diffusers and known on this machine."""
+        import diffusers
+
+        try:
+            if self.path.startswith(LIVE):
+                name = type(live_object(self.path, key="model.path")).__name__
+            else:
+                folder = self.find_weights()[0]
+                name = "" if folder is None else str(read_json(folder / "model_index.json").get("_class_name"))
+        except ValueError:
+            return None
+        return name if hasattr(diffusers, name) else None
+
+    @field_validator("size")
+    @classmethod
+    def _usual_size(cls, size: Size | None) -> Size | None:
+        return size
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    def options(self, source: Any) -> dict[str, Any]:
+        return {"call": self.call}
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        if self.path.startswith(LIVE):
+            return None, True
+        files = pipeline_files(self.path, local=True)
+        folder = None if files is None else find_weights(self.path, files)
+        return folder, folder is not None
+
+    def fetch_weights(self) -> Any:
+        if self.path.startswith(LIVE):
+            return live_object(self.path, key="model.path")
+        files = pipeline_files(self.path)
+        assert files is not None
+        return fetch_weights(self.path, files)
+
+    def targets_in(self, module: Any) -> tuple[str, ...]:
+        from retouch.models.lora import attention_layers
+
+        return attention_layers(module)
