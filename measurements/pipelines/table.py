@@ -16,8 +16,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 import diffusers
+import every_pipeline as tiny
 import numpy as np
-import tiny
 import torch
 from peft import LoraConfig, PeftModel
 from rehearsal.table import insert
