@@ -2,7 +2,7 @@
 
     python measurements/pipelines/table.py [CLASS ...]
 
-Checks a tiny pipeline with random weights of each class in tiny.py, or prints the rows of the given classes.
+Checks a tiny pipeline with random weights of each class in every_pipeline.py, or prints the rows of the given classes.
 """
 
 import logging
@@ -16,8 +16,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 import diffusers
+import every_pipeline as tiny
 import numpy as np
-import tiny
 import torch
 from peft import LoraConfig, PeftModel
 from rehearsal.table import insert
@@ -41,7 +41,7 @@ FAMILIES = {getattr(family, "pipeline", None): family for family in IMAGE_MODELS
 
 
 def row(name: str) -> str:
-    """The row of a class, or of a variant of it, in tiny.py."""
+    """The row of a class, or of a variant of it, in every_pipeline.py."""
     kind, _, variant = name.partition(":")
     pipe, call = tiny.PIPELINES[name]()
     mask = call.pop("mask_image", None)

@@ -1,4 +1,4 @@
-// FLUX.2-klein (the 4B base model) learns to render words on one GPU with 12 GB or more: images of 512 px, scored by an OCR model.
+// FLUX.2-klein (the 4B base model) learns to render words on one GPU with 16 GB or more: images of 512 px, scored by an OCR model.
 //
 //   retouch train flux2-klein/one-gpu --set card=24gb
 //

@@ -1,4 +1,4 @@
-// FLUX.2-klein (the 4B base model) learns to edit your own photographs on one GPU with 12 GB or more, at 512 px.
+// FLUX.2-klein (the 4B base model) learns to edit your own photographs on one GPU with 16 GB or more, at 512 px.
 //
 //   retouch train photos/one-gpu --set card=24gb --set data.path=DIR
 //

@@ -10,7 +10,7 @@ from slow_params import slow_except
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "measurements"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "measurements" / "pipelines"))
-import tiny
+import every_pipeline as tiny
 from pipelines import table
 
 pytestmark = [

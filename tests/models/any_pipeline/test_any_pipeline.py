@@ -23,7 +23,7 @@ from retouch.types import Conditioning, Task
 from small_trainer import redness
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "measurements" / "pipelines"))
-import tiny
+import every_pipeline as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 SDXL = "StableDiffusionXLPipeline"

@@ -51,7 +51,7 @@ _ENCODERS = ("encode_prompt", "encode_image", "rewire_prompt")
 """Methods of pipelines whose results are the same for every call with the same task and number of rows."""
 _OWN_NOISE = ("LCM", "TCD", "SCM", "UnCLIP")
 """Parts of the names of schedulers whose steps draw noise that distilled models need."""
-_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 """What a pipeline raises for rows or times that it does not expect."""
 
 
