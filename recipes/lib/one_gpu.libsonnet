@@ -4,8 +4,8 @@
 // Values: the settings that `retouch.Trainer` has on a GPU, with Flow-GRPO's standard deviation over the whole step, two optimizer
 // steps for each rollout, and moving average of the weights (arXiv 2505.05470 and its code).
 //
-// What depends on a GPU's memory and speed is in one_gpu.json, by recipe and card. measurements/cards/cards.py writes it: by dry
-// runs it chooses the keys with which a step fits, and as many tasks as a run of 200 steps can have within a day.
+// What depends on a GPU's memory and speed is in one_gpu.json, by recipe and card. measurements/rehearsal/cards.py writes it: by
+// dry runs it chooses the keys with which a step fits, and as many tasks as a run of 200 steps can have within a day.
 local chosen = import 'one_gpu.json';
 local objectives = import 'objectives.libsonnet';
 local sampling = import 'sampling.libsonnet';

@@ -36,6 +36,7 @@ from retouch.inference.opening import open_policy, read_target
 from retouch.inference.sampling import before_and_after
 from retouch.models.base import COMFYUI_FILE
 from retouch.models.ip_adapter import FILE
+from retouch.models.lora import part_of_pipeline
 from retouch.models.parts import frozen_hashes
 from retouch.models.train import ExportFiles, Format
 from retouch.recipe.document import value_at
@@ -124,9 +125,8 @@ def write_export(
     chosen = which or ("average" if "average" in parts.copies.copies else "current")
     to.mkdir(parents=True, exist_ok=True)
     with parts.copies.using("average") if chosen == "average" else nullcontext():
-        written = ExportFiles(
-            folder=getattr(parts.model, "name", policy.exported_as), pipeline=model.pipeline, comfyui=model.comfyui, format=format
-        )
+        folder = "writer" if policy.is_autoregressive else part_of_pipeline(parts.model.module)
+        written = ExportFiles(folder=folder, pipeline=model.pipeline, comfyui=model.comfyui, format=format)
         policy.train.export(parts.model.module, to, written)
     about = {"recipe": (recipe or parts.recipe).document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)

@@ -109,6 +109,11 @@ def attention_layers(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(found or {path for path, layer in every.items() if isinstance(layer, nn.Linear)}))
 
 
+def part_of_pipeline(module: nn.Module) -> str:
+    """The name of a denoiser in its pipeline: "unet" or "transformer"."""
+    return "unet" if isinstance(module, diffusers.UNet2DConditionModel) else "transformer"
+
+
 def own_layers(module: nn.Module, *, key: str) -> list[nn.Module]:
     """Return the layers with an adapter of ``add_lora``. Raises ValueError if the module has adapters of another origin."""
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -224,7 +229,7 @@ def write_lora(
     # Some pipelines have the method, and a model that cannot load what it writes.
     loads = hasattr(pipeline_class, "save_lora_weights") and hasattr(module, "load_lora_adapter")
     if loads and format in ("all", "diffusers"):
-        part = "unet" if isinstance(module, diffusers.UNet2DConditionModel) else "transformer"
+        part = part_of_pipeline(module)
         layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
         pipeline_class.save_lora_weights(to, **layers)
         _sort_metadata(to / "pytorch_lora_weights.safetensors")

@@ -81,8 +81,6 @@ class DenoisingPolicyKeys(Section):
     is_autoregressive: ClassVar[bool] = False
     """Whether the actions of the policy are tokens."""
     entropy: ClassVar[bool] = False
-    exported_as: ClassVar[str] = "transformer"
-    """Subfolder of an export for whole weights."""
     token_kinds: ClassVar[frozenset[str] | None] = None
     """Kinds of tokens that the policy generates; None if it generates none, and for an imported model, whose kinds are unknown."""
 
@@ -182,7 +180,6 @@ class AutoregressivePolicyKeys(Section):
     """Also measure the entropy of the tokens' distributions: ``policy/entropy`` in the metrics."""
 
     is_autoregressive: ClassVar[bool] = True
-    exported_as: ClassVar[str] = "writer"
 
     @property
     def token_kinds(self) -> frozenset[str] | None:

@@ -139,7 +139,7 @@ def test_a_prompt_is_encoded_once_for_a_number_of_rows():
     assert len(calls) == first
 
 
-def test_it_gives_the_bits_of_a_registered_family():
+def test_a_chain_is_that_of_a_registered_family():
     pipe = tiny.PIPELINES["StableDiffusion3Pipeline"]()[0]
     ours = AnyPipeline(pipe, size=(32, 32), call={"guidance_scale": 1.0})
     theirs = SD3.from_pretrained(pipe, dtype=torch.float32, device="cpu", size=(32, 32))

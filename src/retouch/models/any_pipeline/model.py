@@ -56,7 +56,7 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, A
 
 
 class PipelineCall:
-    """One call of the pipeline for ``rows`` images of ``task`` with a schedule of ``steps``.
+    """One call of the pipeline for ``rows`` images of the task with the key ``task``, with a schedule of ``steps``.
 
     ``x`` is the fp32 state of the rectified flow in the layout that ``scheduler.step`` sees. ``generators``: for the noise; else
     they are keyed by the task, because some pipelines draw from them while they encode a source image. ``prepared``: the latents
@@ -69,7 +69,7 @@ class PipelineCall:
     def __init__(
         self,
         model: "AnyPipeline",
-        task: Task,
+        task: int,
         rows: int,
         *,
         steps: int,
@@ -85,15 +85,16 @@ class PipelineCall:
         attributes = vars(self.pipe)
         attributes["scheduler"] = self._watched(model.scheduler)
         attributes["progress_bar"] = _no_progress
-        memo = model.memo(task, rows)
+        memo = _latest(model.memo, (task, rows), dict, most=CALLS)
         for name in _ENCODERS:
             if hasattr(self.pipe, name):
                 attributes[name] = model.remember(memo, name, getattr(self.pipe, name))
         if (vae := getattr(self.pipe, "vae", None)) is not None:
             attributes["vae"] = vae = copy.copy(vae)  # shares the weights
             vars(vae)["encode"] = model.remember(memo, "vae", vae.encode)
-        given = {**model.arguments(task, rows), "num_inference_steps": steps, "output_type": output, "return_dict": False}
-        given["generator"] = _seeded(task, rows) if generators is None else list(generators)
+        given = model.arguments(task, rows, steps=steps, output=output)
+        if generators is not None:
+            given["generator"] = list(generators)
         self._run: Generator[Any, Any, Any] = _suspended(type(model.pipe).__mro__[1])(self.pipe, **given)
         self._latents = next(self._run)
         self.prepared: Tensor = self._latents[0] if isinstance(self._latents, tuple) else self._latents
@@ -215,6 +216,7 @@ def _suspended(kind: Any) -> Callable[..., Generator[Any, Any, Any]]:
     names = {**function.__globals__, "enumerate": _numbered}
     flags = __future__.annotations.compiler_flag
     file = inspect.getsourcefile(function) or "<pipeline>"
+    # The method of a class that is imported already, with a `yield` in two places: no text from outside is run.
     exec(compile(ast.fix_missing_locations(tree), file, "exec", flags, dont_inherit=True), names)
     made: Callable[..., Generator[Any, Any, Any]] = names[definition.name]
     return made
@@ -323,9 +325,9 @@ def _fresh(value: Any) -> Any:
     return type(value)(map(_fresh, value)) if type(value) in (list, tuple) else value
 
 
-def _seeded(task: Task, rows: int) -> list[torch.Generator]:
+def _seeded(task: int, rows: int) -> list[torch.Generator]:
     # The same for all rows: what a pipeline draws while it encodes a source image must not depend on a row's place in a call.
-    return [torch.Generator().manual_seed(_key(task) % 2**63) for _ in range(rows)]
+    return [torch.Generator().manual_seed(task % 2**63) for _ in range(rows)]
 
 
 def _key(task: Task) -> int:
@@ -381,7 +383,8 @@ class AnyPipeline:
         """(axis, size) of x in the latents that the pipeline prepares, if those also hold a source image."""
         self._probed = False
         self._tasks: OrderedDict[int, Task] = OrderedDict()
-        self._memo: OrderedDict[tuple[int, int], dict[Any, Any]] = OrderedDict()
+        self.memo: OrderedDict[tuple[int, int], dict[Any, Any]] = OrderedDict()
+        """The encodings of earlier calls, by task and number of rows."""
         self._calls: OrderedDict[tuple[int, int, int], PipelineCall] = OrderedDict()
 
     @classmethod
@@ -408,8 +411,9 @@ class AnyPipeline:
 
     # What the pipeline is given.
 
-    def arguments(self, task: Task, rows: int) -> dict[str, Any]:
-        """The arguments of a call for ``rows`` images of the task. Raises ValueError for images that the pipeline does not take."""
+    def arguments(self, key: int, rows: int, *, steps: int, output: str) -> dict[str, Any]:
+        """The arguments of a call for ``rows`` images of a task. Raises ValueError for images that the pipeline does not take."""
+        task = self._task(key)
         given: dict[str, Any] = {**self.call, "prompt": task.instruction if self.repeats else [task.instruction] * rows}
         if self.repeats:
             given["num_images_per_prompt"] = rows
@@ -420,6 +424,7 @@ class AnyPipeline:
             each = images[0] if len(images) == 1 else images
             given |= self._image("image", each if self.repeats else [each] * rows, task)
         given |= self._image("mask_image", task.mask, task) if task.mask is not None else {}
+        given |= {"num_inference_steps": steps, "output_type": output, "return_dict": False, "generator": _seeded(key, rows)}
         # Pipelines write into lists that they are given.
         return {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
 
@@ -430,10 +435,6 @@ class AnyPipeline:
             what = "mask" if name == "mask_image" else "source image"
             raise ValueError(f"task {task.id!r} has a {what}, and {type(self.pipe).__name__} takes none; leave it out of the data")
         return {name: value}
-
-    def memo(self, task: Task, rows: int) -> dict[Any, Any]:
-        """The encodings of earlier calls with this task and number of rows."""
-        return _latest(self._memo, (_key(task), rows), dict, most=CALLS)
 
     def remember(self, memo: dict[Any, Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` without gradient and with the frozen parts on the device; its n-th result in a call is that of the first
@@ -452,9 +453,9 @@ class AnyPipeline:
 
     # x and the pipeline's samples.
 
-    def sample(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+    def sample(self, x: Tensor, sigma: Tensor) -> Tensor:
         """The pipeline's sample at ``x``: sqrt((1 - sigma)^2 + sigma^2) is 1 / (a + s)."""
-        return x if self.flow or sigma is None else x / _norm(sigma, x)
+        return x if self.flow else x / _norm(sigma, x)
 
     def as_velocity(self, output: Tensor, sample: Tensor, sigma: Tensor) -> Tensor:
         """noise - data, from the output that the pipeline gives to its scheduler."""
@@ -507,12 +508,12 @@ class AnyPipeline:
         for key in list(self._tasks)[:-TASKS]:
             del self._tasks[key]
         if not self._probed:
-            self._probe(tasks[0])
+            self._probe(keys[0])
             self._probed = True
         return Conditioning({"task": torch.tensor(keys, device=compute_device(self.module))}, frozenset(), {"steps": self.steps})
 
     @torch.no_grad()
-    def _probe(self, task: Task) -> None:
+    def _probe(self, task: int) -> None:
         """Find out how the pipeline takes rows, times and latents, by forward passes of its first two steps.
 
         Raises ValueError if it cannot be trained.
@@ -536,11 +537,11 @@ class AnyPipeline:
                 handle.remove()
         if not called:
             raise ValueError(f"model: the loop of {name} does not call its {self.name}; it cannot train")
-        sigma, x = torch.tensor(levels[:2], device=sample.device), sample.float()
-        call = PipelineCall(self, task, len(x), steps=4)
-        each = [call.velocity(self.module, x, sigma[k].expand(len(x)), [levels[k]] * len(x))[-1 if k else 0] for k in (0, 1)]
         if self.alone:
             return
+        sigma, x = torch.tensor(levels[:2], device=sample.device), sample.float()
+        call = PipelineCall(self, task, 2, steps=4)
+        each = [call.velocity(self.module, x, sigma[k].expand(2), [levels[k]] * 2)[k] for k in (0, 1)]
         try:
             both = call.velocity(self.module, x, sigma, levels[:2])
         except _REFUSALS:
@@ -551,21 +552,23 @@ class AnyPipeline:
             off = max(float((one - two).abs().max() / one.abs().max().clamp(min=1e-6)) for one, two in zip(each, both, strict=True))
             self.row_times = off <= limit
 
-    def _probe_rows(self, task: Task, levels: Sequence[float]) -> Tensor:
+    def _probe_rows(self, task: int, levels: Sequence[float]) -> Tensor:
         """Find a way to give the pipeline two rows, or one; the sample of the first step."""
         # Some pipelines do not repeat a source image for the rows of a prompt, and some take one row only.
         ways = [(True, False), (False, False), (True, True)] if self.repeats else [(False, False), (False, True)]
         for self.repeats, self.alone in ways:
-            self._memo.clear()
+            self.memo.clear()
             rows = 1 if self.alone else 2
             try:
                 call = PipelineCall(self, task, rows, steps=4)
                 _, sample = call.step(self.module, None, list(levels[:1]) * rows)
                 if len(sample) == rows:
                     break
-            except Exception:
+            except _REFUSALS:
                 if self.alone:
                     raise
+        else:
+            raise ValueError(f"model: {type(self.pipe).__name__} steps in {len(sample)} rows for one image; it cannot train")
         differing = [dim for dim in range(sample.dim()) if sample.shape[dim] != call.prepared.shape[dim]]
         if sample.dim() != call.prepared.dim() or len(differing) > 1 or sample.numel() > call.prepared.numel():
             raise ValueError(
@@ -583,22 +586,21 @@ class AnyPipeline:
         variance-preserving noise are compared with DDIM. A pipeline that keeps something from step to step, such as guidance with
         momentum, passes in order and not in another order.
         """
-        conditioning = self.encode([task])
+        conditioning, key = self.encode([task]), _key(task)
         sigmas = self.sigmas(num_steps, conditioning).to(compute_device(self.module))
         # The same generators: some pipelines draw from them while they encode a source image.
-        x, states, velocities = self.initial_noise(conditioning, _seeded(task, 1)), [], []
+        x, states, velocities = self.initial_noise(conditioning, _seeded(key, 1)), [], []
         for k in range(num_steps):
             states.append(x)
             velocities.append(self.velocity(self.module, x, sigmas[k : k + 1], conditioning))
             x = x + (sigmas[k + 1] - sigmas[k]) * velocities[-1]
         if type(x) is not Tensor:  # a dry run has no values
             return 0.0, 0.0
-        ours = PipelineCall(self, task, 1, steps=num_steps).images(x)
+        ours = PipelineCall(self, key, 1, steps=num_steps).images(x)
         pipe = copy.copy(self.pipe)
         vars(pipe)["scheduler"], vars(pipe)["progress_bar"] = copy.deepcopy(self.scheduler), _no_progress
-        given = {**self.arguments(task, 1), "num_inference_steps": num_steps, "output_type": "latent", "return_dict": False}
         with on_device(compute_device(self.module), self.parts[1:]):
-            theirs = pipe(**given, generator=_seeded(task, 1))[0]
+            theirs = pipe(**self.arguments(key, 1, steps=num_steps, output="latent"))[0]
         if not isinstance(theirs, Tensor):
             raise ValueError(f"model: {type(self.pipe).__name__} gives no latents with output_type 'latent'; it cannot train")
         self._calls.clear()  # a call of an update may begin at any step
@@ -623,14 +625,13 @@ class AnyPipeline:
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
         # The velocities of these rows belong to this schedule: pipelines read the number of a step.
         conditioning.shared["steps"] = num_steps  # type: ignore[index]
-        task = self._task(conditioning.tensors["task"][:1].tolist()[0])
-        return PipelineCall(self, task, 1, steps=num_steps).schedule()
+        return PipelineCall(self, int(conditioning.tensors["task"][0]), 1, steps=num_steps).schedule()
 
     def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
         parts = []
         for key, rows in self._groups(conditioning):
             some = [generators[row] for row in rows]
-            call = PipelineCall(self, self._task(key), len(rows), steps=conditioning.shared["steps"], generators=some)
+            call = PipelineCall(self, key, len(rows), steps=conditioning.shared["steps"], generators=some)
             made = call.prepared if self.narrow is None else call.prepared.narrow(self.narrow[0], 0, self.narrow[1])
             if not self.flow:
                 made = made.float() * _norm(call.schedule()[:1].to(made.device), made)
@@ -663,7 +664,7 @@ class AnyPipeline:
         vae: Any = getattr(self.pipe, "vae", None)
         if vae is None:
             raise ValueError(f"model: {type(self.pipe).__name__} has no vae, so target images have no latents")
-        task = next(reversed(self._tasks.values()))
+        task = next(reversed(self._tasks))
         call = PipelineCall(self, task, len(images), steps=self.steps, output="pt")
         zero = torch.zeros_like(call.prepared, dtype=torch.float32)
         zero = zero if self.narrow is None else zero.narrow(self.narrow[0], 0, self.narrow[1])
@@ -690,7 +691,7 @@ class AnyPipeline:
             )
         return x
 
-    def _unpacked(self, task: Task, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _unpacked(self, task: int, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What the autoencoder would decode for ``x``, and the product of its Jacobian's transpose with a vector."""
         call = PipelineCall(self, task, len(x), steps=self.steps, output="pt")
         caught: list[Tensor] = []
@@ -721,7 +722,7 @@ class AnyPipeline:
 
     def _decoded(self, x: Tensor, conditioning: Conditioning, output: str) -> list[Any]:
         # What follows the loop of a pipeline reads no prompt, so one task stands for all.
-        task, steps = self._task(conditioning.tensors["task"][:1].tolist()[0]), conditioning.shared["steps"]
+        task, steps = int(conditioning.tensors["task"][0]), conditioning.shared["steps"]
         parts = x.split(1 if self.alone else len(x))
         return [PipelineCall(self, task, len(part), steps=steps, output=output).images(part) for part in parts]
 
@@ -738,7 +739,7 @@ class AnyPipeline:
         return self._tasks[key]
 
     def _call(self, key: int, rows: int, steps: int) -> PipelineCall:
-        made = _latest(self._calls, (key, rows, steps), lambda: PipelineCall(self, self._task(key), rows, steps=steps), most=CALLS)
+        made = _latest(self._calls, (key, rows, steps), lambda: PipelineCall(self, key, rows, steps=steps), most=CALLS)
         return made
 
 
