@@ -11,8 +11,8 @@ import sys
 
 import retouch
 from retouch.data.sources.tokens import TokenData
-from retouch.models.language import Emu3Model
 from retouch_judge.kinds import Endpoint
+from retouch_models.language import Emu3Model
 
 tokens, judge_url = sys.argv[1:3] if len(sys.argv) > 2 else ("tokens", "http://localhost:4877/v1")
 judge = Endpoint(model="Qwen/Qwen2.5-VL-72B-Instruct", base_url=judge_url, key=None, concurrency=64)

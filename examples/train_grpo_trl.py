@@ -32,11 +32,11 @@ from retouch.data.sources.complex_edit import ComplexEditData
 from retouch.data.sources.folder import FolderData
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.language import QwenLanguageModel
 from retouch.protocols import Reward
-from retouch.renderers.responses import ResponseRenderer
 from retouch_judge.kinds import Endpoint
 from retouch_judge.rewards import AspectsReward
+from retouch_models.language import QwenLanguageModel
+from retouch_models.responses import ResponseRenderer
 from retouch_worlds.data import IndirectPlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.models.language import PlaygroundWriter

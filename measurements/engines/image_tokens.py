@@ -20,10 +20,10 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, GenerationCon
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import tiny_emu3
 import tiny_models
-from retouch.models.emu3 import Emu3Editor, Emu3Tokens, language_model
 from retouch.policies.decoding import CachedDecoding
 from retouch.policies.rollout import TokenRollout
 from retouch.types import Batch
+from retouch_models.emu3 import Emu3Editor, Emu3Tokens, language_model
 
 SIDE, WIDTH, GROUPS, SAMPLES = 16, 256, 4, 8
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from retouch.core.random import generator
 from retouch.distributed.ranks import Ranks, set_numerics
-from retouch.models.emu3 import Emu3ImageTokenizer, load_autoencoder
 from retouch.recipe.recipe import Recipe, load
 from retouch.run.build import assemble_policy
 from retouch.types import Batch, Task
+from retouch_models.emu3 import Emu3ImageTokenizer, load_autoencoder
 from retouch_worlds.models.tiny_sd3 import tiny_sd3_pipeline
 from retouch_worlds.playground import playground_weights
 

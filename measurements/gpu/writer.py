@@ -14,11 +14,11 @@ from cases import random_weights, write_writer
 from findings import Finding, at_most, measured
 from target import Target
 
-from retouch.models.language import QwenLanguageModel
 from retouch.models.train import Lora
 from retouch.policies.decoding import CHECK_EVERY, CachedDecoding
 from retouch.policies.rollout import TokenRollout
 from retouch.types import Batch, Task
+from retouch_models.language import QwenLanguageModel
 from retouch_plan.dry_run import WORDS
 
 ROWS, RANK = 8, 32

@@ -15,8 +15,8 @@ import torch
 from retouch.config.section import NonNegative, Share
 from retouch.core.random import generator
 from retouch.rewards.base import RewardSection
-from retouch.rewards.text.ocr import OcrReward
 from retouch.types import Column, Sample, Scores
+from retouch_rewards.ocr import OcrReward
 from retouch_worlds.rewards import PlaygroundReward
 
 

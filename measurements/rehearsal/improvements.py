@@ -10,7 +10,7 @@ from retouch.models.train import Lora
 from retouch.policies.rollout import DenoisingRollout, TokenRollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
-from retouch.renderers.responses import ResponseRenderer
+from retouch_models.responses import ResponseRenderer
 
 _ALL_LOGITS = 2**20
 """More tokens than a microbatch has."""
@@ -102,7 +102,7 @@ def own_text_encoder() -> AbstractContextManager[Any]:
         for part in parts_of(editor):
             part.to(device)
 
-    return patch("retouch.models.qwen_image.responses.share_encoder", only_move)
+    return patch("retouch_models.qwen_image.responses.share_encoder", only_move)
 
 
 @dataclass(frozen=True, kw_only=True)

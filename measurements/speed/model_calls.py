@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.models.pipeline import PipelineModel
-from retouch.models.qwen_image.model import QwenImageEdit
 from retouch.protocols import DenoisingModel
 from retouch.run.step import Run
+from retouch_models.qwen_image.model import QwenImageEdit
 
 
 @dataclass(eq=False)

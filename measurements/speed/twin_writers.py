@@ -19,8 +19,6 @@ from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
 from retouch.models.base import PretrainedLanguageModel
-from retouch.models.qwen_image.responses import writer_for
-from retouch.models.qwen_vl import QwenWriter
 from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive import AutoregressivePolicy
@@ -31,6 +29,8 @@ from retouch.rewards.judging import RewardScorer
 from retouch.run.metrics import Clock
 from retouch.run.step import Phase, Run, collect, update
 from retouch.types import Batch, Column, Sample, Scores, Task
+from retouch_models.qwen_image.responses import writer_for
+from retouch_models.qwen_vl import QwenWriter
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.pretraining.writer import untrained_writer

@@ -12,8 +12,8 @@ from PIL import Image
 from retouch.core.measures import frechet_distance, kernel_distance
 from retouch.data.images import SUFFIXES, load_image
 from retouch.distributed.ranks import scoring_device
-from retouch.rewards.scorers.dino import dinov2_features
 from retouch_bench.inception import inception_features
+from retouch_rewards.dino import dinov2_features
 
 # With fewer images than the 2048 features of Inception, the covariance of the features does not have full rank.
 _FEW = 2048

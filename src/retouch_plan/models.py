@@ -27,15 +27,16 @@ from torch import Tensor, nn
 from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
 from retouch.config.section import LIVE, live_object
-from retouch.models import emu3, quantized
+from retouch.models import quantized
 from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import Bits, DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
 from retouch.models.ip_adapter import vision_part
-from retouch.models.language import Emu3Model
 from retouch.models.offloading import EmbeddingStore
 from retouch.models.pretrained import find_encoder
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import read_json
+from retouch_models import emu3
+from retouch_models.language import Emu3Model
 from retouch_plan.accelerator import CPU, META, FakeTensor, is_dry_run
 from retouch_plan.meter import Event, Peaks, Stage, Work
 

@@ -16,7 +16,7 @@ from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database, image_hash
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.rewards.scoring import score
 from retouch.run.build import build_phase, build_sets
 from retouch.run.ledger import Ledger, ledger_path

@@ -14,7 +14,7 @@ import tiny_flux2
 import tiny_pipelines
 from retouch.core.random import generator
 from retouch.records.files import read_json, write_json
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.types import Column
 from retouch_bench.running import run
 from retouch_bench.suite import Suite, SuiteItem

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from retouch import cli
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.types import Column
 from retouch_bench.kinds import find_suite
 from retouch_bench.suite import Suite, SuiteItem, require_judge

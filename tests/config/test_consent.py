@@ -312,7 +312,7 @@ def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project, path):
 
 def test_classes_of_retouch_with_a_kind_need_no_consent(project):
     named = {
-        "kind": "import", "class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"},
+        "kind": "import", "class": "retouch.rewards.pixels:ShareReward", "args": {"channel": "red"},
         "combine": {"share": 1},
     }  # fmt: skip
     assert parse_reward(named).channel == "red"

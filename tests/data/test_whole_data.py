@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from retouch.inference.tokenizing import read_tasks
 
 import stream_files
 from retouch.cli import main
@@ -15,7 +16,6 @@ from retouch.data.sources.folder import FolderData
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.stream import StreamData
 from retouch.inference.opening import whole_data
-from retouch.inference.tokenizing import read_tasks
 from retouch.recipe.recipe import parse
 from retouch.types import Codes
 from small_runs import photos_recipe

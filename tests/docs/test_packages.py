@@ -12,7 +12,7 @@ PACKAGES = sorted(
 
 
 def test_the_list_of_packages_contains_known_packages():
-    assert {"retouch/core", "retouch/models/flux", "retouch_plan"} < set(PACKAGES)
+    assert {"retouch/core", "retouch_models/flux", "retouch_plan"} < set(PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

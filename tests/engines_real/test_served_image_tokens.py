@@ -15,10 +15,10 @@ import tiny_writers
 import tiny_writing
 import vllm_server
 from retouch.models.base import PretrainedLanguageModel
-from retouch.models.emu3 import DRAW, load_emu3, save_for_vllm
 from retouch.recipe.recipe import load, parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
+from retouch_models.emu3 import DRAW, load_emu3, save_for_vllm
 from retouch_plan.checks import check_engines
 from retouch_serve.engines.vllm_wire import PLUGIN
 from retouch_worlds.models.language import PlaygroundEmu3

@@ -12,10 +12,10 @@ import torch
 
 import sglang_wheel
 import tiny_models
-from retouch.models.flux import FluxModel
 from retouch.models.lora import write_lora
-from retouch.models.qwen_image import QwenImageModel
-from retouch.models.sd3 import SD3Model
+from retouch_models.flux import FluxModel
+from retouch_models.qwen_image import QwenImageModel
+from retouch_models.sd3 import SD3Model
 
 pytestmark = [*sglang_wheel.MARKS]
 DITS, CONFIGS = "sglang.multimodal_gen.runtime.models.dits", "sglang.multimodal_gen.configs.models.dits"

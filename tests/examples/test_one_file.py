@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from retouch.core.advantages import group_relative
-from retouch.models.sd3.model import SD3
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import CPSTransition, DenoisingRollout, RandomWindow
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Task
+from retouch_models.sd3.model import SD3
 
 PATH = Path(__file__).parents[2] / "examples" / "one_file_flow_grpo.py"
 GOLDEN = Path(__file__).parents[1] / "support" / "golden" / "flow_transitions.json"

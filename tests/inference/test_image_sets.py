@@ -10,8 +10,8 @@ from PIL import Image
 import tiny_towers
 from retouch.cli.parser import main
 from retouch.core.measures import kernel_distance
-from retouch.rewards.scorers.dino import dinov2_features, distance_of_sets
 from retouch_bench.image_sets import ImageFiles, distances_of_folders
+from retouch_rewards.dino import dinov2_features, distance_of_sets
 
 
 @pytest.fixture(scope="module")

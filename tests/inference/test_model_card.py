@@ -18,16 +18,16 @@ import retouch
 from retouch.inference import exporting as publishing
 from retouch.inference.exporting import _base_model, _metadata, _scores, _use, export_target, why_not_pushable
 from retouch.inference.sampling import before_and_after
-from retouch.models.flux import FluxKontextModel, FluxModel
-from retouch.models.flux2 import Flux2KleinModel
-from retouch.models.qwen_image import QwenImageModel
-from retouch.models.qwen_image_2 import QwenImage2Model
-from retouch.models.sd3 import SD3Model
-from retouch.models.z_image import ZImageModel
 from retouch.recipe.recipe import parse
 from retouch.records.files import write_json
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
+from retouch_models.flux import FluxKontextModel, FluxModel
+from retouch_models.flux2 import Flux2KleinModel
+from retouch_models.qwen_image import QwenImageModel
+from retouch_models.qwen_image_2 import QwenImage2Model
+from retouch_models.sd3 import SD3Model
+from retouch_models.z_image import ZImageModel
 from retouch_plan.checks import check_push
 from tiny_recipes import SMALL
 

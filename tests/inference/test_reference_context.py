@@ -15,11 +15,11 @@ from image_levels import ROUNDING, encode, max_level_difference
 from retouch.cli import main
 from retouch.inference import sampling
 from retouch.inference.sampling import reference_canvas, sample_list, sample_target, sample_tasks, sized_by_source
-from retouch.models.flux.model import FluxFill, FluxText
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from retouch.types import Task
+from retouch_models.flux.model import FluxFill, FluxText
 
 RED, BLUE, GREEN = (255, 0, 0), (0, 0, 255), (0, 255, 0)
 

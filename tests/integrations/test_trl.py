@@ -11,12 +11,12 @@ import tiny_writers
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
 from retouch.models.base import TURNS
-from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
-from retouch.models.qwen_vl import QwenWriter
-from retouch.renderers.responses import ResponseRenderer, ResponseSampler
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.run.step import TooManyMissing
+from retouch_models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
+from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
+from retouch_models.qwen_vl import QwenWriter
+from retouch_models.responses import ResponseRenderer, ResponseSampler
 from retouch_worlds.models.family import PlaygroundModel
 from tiny_bridge import bridge, trl_call
 from warm_python import python

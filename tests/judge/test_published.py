@@ -49,7 +49,7 @@ LETTERS = {
 
 def test_published_prompts_are_the_same_to_the_letter():
     """An editor that strips spaces at the ends of lines would change what the models were trained with."""
-    folders = (resources.files("retouch.rewards.scorers") / "prompts", resources.files("retouch_judge") / "prompts_published")
+    folders = (resources.files("retouch_rewards") / "prompts", resources.files("retouch_judge") / "prompts_published")
     found = {file.name[:-4]: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for folder in folders for file in folder.iterdir()}
     assert found == LETTERS
 

@@ -36,15 +36,8 @@ from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
 from retouch.inference.sampling import sample_target
 from retouch.models.base import DiffusersModel, ImageModel, ImportedModel, TaskInputs
-from retouch.models.flux import FluxFillModel, FluxModel
-from retouch.models.flux.model import FluxKontext, FluxText
-from retouch.models.flux2.model import Flux2Klein, Flux2Text
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.pipeline import Guided, pack, unpack
-from retouch.models.qwen_image import model as qwen_model
-from retouch.models.sd3 import SD3Model
-from retouch.models.sd3.model import SD3
-from retouch.models.z_image.model import ZImageText
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
@@ -53,6 +46,13 @@ from retouch.recipe.recipe import load, parse
 from retouch.renderers.prompts import accepts_prompt
 from retouch.run.session import run
 from retouch.types import Conditioning
+from retouch_models.flux import FluxFillModel, FluxModel
+from retouch_models.flux.model import FluxKontext, FluxText
+from retouch_models.flux2.model import Flux2Klein, Flux2Text
+from retouch_models.qwen_image import model as qwen_model
+from retouch_models.sd3 import SD3Model
+from retouch_models.sd3.model import SD3
+from retouch_models.z_image.model import ZImageText
 from retouch_worlds.models.family import PlaygroundModel
 from slow_params import slow_after
 

@@ -143,7 +143,7 @@ ENGINES = (
     ),
     Mutant(
         "images are sent to the server without the image processor's resize",
-        "models/qwen_vl.py",
+        "retouch_models/qwen_vl.py",
         "return [self.template.resized(image) for image in fitted]",
         "return list(fitted)",
         f"{ENGINE}::test_images_are_sent_at_their_final_size",

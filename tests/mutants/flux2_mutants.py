@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-_MODEL = "models/flux2/model.py"
+_MODEL = "retouch_models/flux2/model.py"
 _TEST = "tests/models/test_families.py"
 _SAMPLES = f"{_TEST}::test_sampled_latents_match_the_pipeline"
 

@@ -56,7 +56,7 @@ GRADIENTS = (
     ),
     Mutant(
         "image tensors are cropped at the corner instead of the center",
-        "rewards/scorers/networks.py",
+        "retouch_rewards/networks.py",
         "images = images[..., top : top + crop[0], left : left + crop[1]]",
         "images = images[..., : crop[0], : crop[1]]",
         "tests/rewards/scorers/test_encoders.py::test_tensor_preprocessing_differs_from_the_processor_by_at_most_two_levels[clip-True]",

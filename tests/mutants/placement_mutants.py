@@ -45,14 +45,14 @@ PLACING = (
     ),
     Mutant(
         "a frozen encoder that shares the writer's weights encodes with the adapter",
-        "models/qwen_image/responses.py",
+        "retouch_models/qwen_image/responses.py",
         "published, published if frozen else nullcontext)",
         "published, nullcontext)",
         f"{PLACEMENT}::test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora",
     ),
     Mutant(
         "the editor's text encoder is a copy of the policy's module",
-        "models/qwen_image/responses.py",
+        "retouch_models/qwen_image/responses.py",
         "        editor.text.encoder = writer\n",
         "        editor.text.encoder = __import__('copy').deepcopy(writer)\n",
         f"{PLACEMENT}::test_shared_encoder_weights_use_one_storage",

@@ -2,7 +2,7 @@
 
 python tests/mutants/run.py [--under PATH]... [WORDS OF A NAME]...
 
-``--under core --under models/flux`` runs only the bugs in these files and folders of src/retouch. Each test runs in a fork of this
+``--under core --under retouch_models/flux`` runs only the bugs in these files and folders. Each test runs in a fork of this
 process, which has imported the heavy libraries but not the project.
 """
 
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="PATH",
-        help="only bugs in this file or folder of src/retouch; can be repeated",
+        help="only bugs in this file or folder under src; can be repeated",
     )
     asked = parser.parse_args(words)
     chosen = choose(asked.names, asked.under)

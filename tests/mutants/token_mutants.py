@@ -59,7 +59,7 @@ TOKENS = (
     ),
     Mutant(
         "shards of different tokenization jobs are merged",
-        "inference/tokenizing.py",
+        "retouch_models/tokenizing.py",
         'if len({record["stamp"] for record in lists}) > 1:',
         "if not lists:",
         "tests/inference/test_tokenizing.py::test_shards_together_equal_the_output_of_one_process",
@@ -80,14 +80,14 @@ TOKENS = (
     ),
     Mutant(
         "an image gets one code too many",
-        "models/janus.py",
+        "retouch_models/janus.py",
         "torch.where(positions < self._count,",
         "torch.where(positions <= self._count,",
         f"{JANUS}::test_greedy_image_tokens_match_transformers[0]",
     ),
     Mutant(
         "image codes are embedded as text tokens",
-        "models/janus.py",
+        "retouch_models/janus.py",
         "parts.generation_aligner(parts.generation_embeddings(ids.clamp(max=self.pad - 1)))",
         "module.get_input_embeddings()(ids)",
         f"{JANUS}::test_greedy_image_tokens_match_transformers[0]",

@@ -117,7 +117,7 @@ WRITING = (
     # Vision features and gradient checkpointing
     Mutant(
         "the vision features of deeper layers are assigned in reverse order",
-        "models/qwen_vl.py",
+        "retouch_models/qwen_vl.py",
         'tuple(tensor for name, tensor in joined.items() if name.startswith("deep_"))',
         'tuple(joined[name] for name in reversed(joined) if name.startswith("deep_"))',
         f"{WRITER}::test_frozen_vision_tower_runs_only_when_prompts_are_encoded",

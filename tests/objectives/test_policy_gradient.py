@@ -17,12 +17,12 @@ import tiny_writing
 from retouch.core.gae import clipped_value_loss, gae
 from retouch.core.surrogates import loss_weights
 from retouch.core.transitions import gradient_balance, ratio_norm
-from retouch.models.emu3 import DRAW, THINK
 from retouch.objectives.base import Objective, ObjectiveContext, ValueHead
 from retouch.objectives.imitation import CrossEntropy
 from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient, check_clip
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.types import Minibatch, Needs, Slice
+from retouch_models.emu3 import DRAW, THINK
 from retouch_worlds.testing import check_policy
 from token_policy import VOCABULARY_SIZE, TokenPolicy
 

@@ -16,7 +16,7 @@ from retouch.objectives.reward_gradient import DRaFT, ReFL
 from retouch.policies.denoising import DenoisingPolicy, DenoisingTrajectory
 from retouch.protocols import DecodesTensors, DifferentiableReward, ImageGradientPolicy
 from retouch.recipe.recipe import parse
-from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward, TargetReward
+from retouch.rewards.pixels import CompressibilityReward, ShareReward, TargetReward
 from retouch.rewards.several import SeveralRewards
 from retouch.types import Conditioning, Sample
 from retouch_worlds.testing import check_objective, playground_policy

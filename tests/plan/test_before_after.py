@@ -150,7 +150,7 @@ def test_concatenated_cache_copies_all_tokens_and_keeps_their_values():
 
 
 def test_own_text_encoder_keeps_the_encoder_of_the_editor():
-    encoder = importlib.import_module("retouch.models.qwen_image.responses")
+    encoder = importlib.import_module("retouch_models.qwen_image.responses")
     editor, writer = tiny.edit_model(), nn.Linear(1, 1)
     text = editor.text.encoder
     with IMPROVEMENTS.own_text_encoder():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.models.flux.model import FluxFill
 from retouch.records.files import read_json
-from retouch.rewards.text.ocr import OcrReward
+from retouch_models.flux.model import FluxFill
+from retouch_rewards.ocr import OcrReward
 from retouch_worlds.data import PlaygroundData, TextToImageData, WordData
 from retouch_worlds.models import language
 from retouch_worlds.models.family import PlaygroundModel, PlaygroundTextToImage, PlaygroundWords

@@ -11,8 +11,8 @@ from retouch.core.random import generator
 from retouch.data.tasks import MappedTasks
 from retouch.models.ip_adapter import ImageEncoder
 from retouch.models.pretrained import fetch_encoder
-from retouch.models.qwen_image.model import QwenImageEdit
-from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder
+from retouch_models.qwen_image.model import QwenImageEdit
+from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder
 from retouch_worlds.data import PlaygroundData, WordData, indirect
 from retouch_worlds.measuring import paper_and_ink
 from retouch_worlds.models.family import PlaygroundModel

@@ -11,11 +11,11 @@ import changed_recipes
 import tiny_models
 from retouch.config.errors import alternatives, keys_of
 from retouch.distributed.ranks import find_device, init_distributed_from_recipe, scoring_device
-from retouch.models.sd3 import SD3Model
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.document import apply, value_of
 from retouch.recipe.keys import Optimizer
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
+from retouch_models.sd3 import SD3Model
 from retouch_plan.system import PlannedDevice, check_kernels
 from tiny_recipes import SMALL
 

@@ -18,13 +18,13 @@ import tiny_writers
 import tiny_writing
 from families import FAMILIES
 from retouch.core.answers import answer_in
-from retouch.models.flux.model import Flux
-from retouch.models.qwen_image import model as qwen_model
-from retouch.models.qwen_image.model import QwenImage
 from retouch.protocols import Renderer
 from retouch.renderers.base import IgnoreCompletionsRenderer, noise_generators
 from retouch.renderers.prompts import PromptRenderer, accepts_prompt
 from retouch.types import Completion, Task
+from retouch_models.flux.model import Flux
+from retouch_models.qwen_image import model as qwen_model
+from retouch_models.qwen_image.model import QwenImage
 from retouch_worlds.models.family import PlaygroundTextToImage
 from retouch_worlds.testing import check_renderer
 

@@ -11,12 +11,12 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_module
 
 import tiny_editing
 import tiny_models
-from retouch.models.qwen_image.model import QwenImage
-from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder
 from retouch.protocols import Renderer
 from retouch.renderers.base import OdeSampler, noise_generators
-from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.types import Completion
+from retouch_models.qwen_image.model import QwenImage
+from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder
+from retouch_models.responses import ResponseRenderer, ResponseSampler
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.testing import check_renderer
 

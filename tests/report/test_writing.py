@@ -8,8 +8,8 @@ from PIL import Image
 from fake_run import write_new_run
 from html_check import read
 from retouch.records.folder import SampleRecord
-from retouch.rewards.text.completions import prompt_quality
 from retouch.types import Sample, Task
+from retouch_rewards.completions import prompt_quality
 from retouch_view.report.page import write_report
 
 INSTRUCTION = "a scarlet disc at twelve"

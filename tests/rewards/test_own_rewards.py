@@ -20,7 +20,7 @@ from retouch.rewards.function import ImportedReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.kinds import KINDS
 from retouch.rewards.loading import LoadedReward
-from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward
+from retouch.rewards.pixels import CompressibilityReward, ShareReward
 from retouch.rewards.scoring import score
 from retouch.run.build import assemble
 from retouch.types import Sample, Task

@@ -23,7 +23,7 @@ from retouch.rewards.combination import weighted_scores
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.judging import CalibratedScores, CompositeReward, RewardScorer
 from retouch.rewards.loading import LoadedReward
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.rewards.scoring import call_reward, scores_of
 from retouch.types import Column, Sample, Scores, Task
 from retouch_view.votes.commands import Calibration

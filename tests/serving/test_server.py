@@ -19,8 +19,8 @@ from live_server import LIMITS, body_of, host, live, noise_image, png, samples_o
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.judging import CalibratedScores
 from retouch.rewards.scoring import scores_of as scores_in_process
-from retouch.rewards.text.ocr import TextLine
 from retouch.types import Sample
+from retouch_rewards.ocr import TextLine
 from retouch_serve.hosted import build, fingerprint, parse_specs, rebuild
 from retouch_serve.requests import Limits, SingleScore
 from retouch_serve.service import Batcher, Metrics
@@ -151,7 +151,7 @@ def test_single_score_page_returns_three_scores_or_an_error_code(digest):
 
 def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt(monkeypatch):
     """Clients of the single-score page send a prompt without the text, and newer ones also a mask and a time step."""
-    monkeypatch.setattr("retouch.rewards.text.ocr.RapidReader", lambda *given, **options: lambda image: [TextLine("AZIR", 1.0)])
+    monkeypatch.setattr("retouch_rewards.ocr.RapidReader", lambda *given, **options: lambda image: [TextLine("AZIR", 1.0)])
     image, mask = (base64.b64encode(png(Image.new(mode, (32, 16), 255))).decode() for mode in ("RGB", "L"))
     columns = SingleScore(vlm="red/share", ocr="ocr/correctness", ocr_weight=1.0)
     with live("ocr", "red=share:red", single_score=columns) as server:

@@ -15,9 +15,9 @@ import torch
 
 import tiny_writers
 import tiny_writing
-from retouch.models.qwen_vl import QwenWriter
 from retouch.policies.decoding import CachedDecoding
 from retouch.policies.rollout import TokenRollout
+from retouch_models.qwen_vl import QwenWriter
 from retouch_plan.accelerator import DEVICE, Accelerator, register
 from retouch_plan.machines import MACHINES
 from retouch_plan.meter import Meter, Stage, Work

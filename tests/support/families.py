@@ -16,14 +16,14 @@ import tiny_models
 import tiny_pipelines
 import tiny_qwen_image_2
 from retouch.models.base import DiffusersModel
-from retouch.models.flux import FluxFillModel, FluxKontextModel, FluxModel
-from retouch.models.flux2 import Flux2KleinModel
-from retouch.models.qwen_image import QwenImageEditModel, QwenImageEditPlusModel, QwenImageModel
-from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, TEXT_TO_IMAGE
-from retouch.models.qwen_image_2 import QwenImage2Model
-from retouch.models.sd3 import SD3Model
-from retouch.models.z_image import ZImageModel
 from retouch.types import Task
+from retouch_models.flux import FluxFillModel, FluxKontextModel, FluxModel
+from retouch_models.flux2 import Flux2KleinModel
+from retouch_models.qwen_image import QwenImageEditModel, QwenImageEditPlusModel, QwenImageModel
+from retouch_models.qwen_image.model import EDIT, EDIT_PLUS, TEXT_TO_IMAGE
+from retouch_models.qwen_image_2 import QwenImage2Model
+from retouch_models.sd3 import SD3Model
+from retouch_models.z_image import ZImageModel
 
 TEXTS = ("a red circle", "blue")
 CPU = torch.device("cpu")

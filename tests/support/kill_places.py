@@ -127,9 +127,6 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
 
 def import_models() -> None:
     """Import the modules that take time to import, once and before the forks."""
-    import retouch.models.emu3
-    import retouch.models.qwen_image.model
-    import retouch.models.qwen_vl
     import retouch.run.session  # noqa: F401
 
 

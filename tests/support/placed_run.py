@@ -17,7 +17,7 @@ import several_devices
 from retouch.distributed.ranks import Placement, Ranks
 from retouch.models.offloading import parts_of
 from retouch.recipe.recipe import parse
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.run import build as assembly
 from retouch.run.step import accumulate, collect, make_minibatch
 from retouch.types import Sample, Scores

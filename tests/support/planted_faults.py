@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import tiny_pipelines
-from retouch.models.sd3 import SD3Model
-from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
+from retouch_models.sd3 import SD3Model
+from retouch_models.sd3.model import SD3
 from retouch_plan.dry_run import dry_run, error_line, fits
 from retouch_plan.fitting import smallest_changes
 from retouch_plan.machines import FREE_SHARE, MACHINES

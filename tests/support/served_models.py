@@ -12,11 +12,11 @@ import tiny_models
 import tiny_writer_runs
 import tiny_writers
 import tiny_writing
-from retouch.models.emu3 import DRAW, load_emu3, save_for_vllm
 from retouch.models.lora import write_lora
-from retouch.models.qwen_vl import QwenWriter, load_writer
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.rollout import EngineContext
+from retouch_models.emu3 import DRAW, load_emu3, save_for_vllm
+from retouch_models.qwen_vl import QwenWriter, load_writer
 from retouch_serve.engines.client import Client
 from retouch_serve.engines.sections import VllmEngine
 from retouch_serve.engines.vllm import FullWeightPublisher

@@ -7,12 +7,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import tiny_models
 import tiny_writers
-from retouch.models.qwen_image.model import QwenImageEdit
-from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch
+from retouch_models.qwen_image.model import QwenImageEdit
+from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
 
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 

@@ -8,7 +8,7 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenize
 
 import tiny_models
 from retouch.models.base import PretrainedLanguageModel
-from retouch.models.emu3 import BOI, BOS, DRAW, EOF, EOI, EOL, EOS, IMG, Emu3Editor, language_model
+from retouch_models.emu3 import BOI, BOS, DRAW, EOF, EOI, EOL, EOS, IMG, Emu3Editor, language_model
 
 CODES = 32
 SIZE = (16, 24)

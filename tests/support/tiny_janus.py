@@ -8,8 +8,8 @@ from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokeni
 
 import tiny_models
 from retouch.models.base import PretrainedLanguageModel
-from retouch.models.janus import BEGIN, JanusImageModel, JanusImageModules
 from retouch.types import Prompts
+from retouch_models.janus import BEGIN, JanusImageModel, JanusImageModules
 
 CODES, SIDE = 32, 4
 BOS, EOS, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<end_of_image>"

@@ -15,7 +15,7 @@ from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.renderers.base import LatentRenderer
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.run.metrics import Clock
 from retouch.run.step import Phase, Run
 

@@ -38,8 +38,8 @@ from transformers import (
     T5Tokenizer,
 )
 
-from retouch.models.flux.model import FluxText
 from retouch.types import Conditioning, Task
+from retouch_models.flux.model import FluxText
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SCHEDULER = {

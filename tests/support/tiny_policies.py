@@ -8,8 +8,6 @@ import tiny_models
 from retouch.core.random import generator
 from retouch.core.surrogates import loss_weights
 from retouch.models.pipeline import Guided
-from retouch.models.qwen_image.model import QwenImageEdit
-from retouch.models.sd3.model import SD3
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import (
     AllSteps,
@@ -22,6 +20,8 @@ from retouch.policies.rollout import (
 )
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Task
+from retouch_models.qwen_image.model import QwenImageEdit
+from retouch_models.sd3.model import SD3
 from retouch_worlds.testing.assertions import relative_distance
 
 NUM_STEPS = 4

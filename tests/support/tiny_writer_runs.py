@@ -8,9 +8,9 @@ import torch
 
 import tiny_models
 import tiny_writers
-from retouch.models.qwen_image.model import QwenImageEdit
-from retouch.models.sd3.model import SD3
 from retouch.recipe.document import apply
+from retouch_models.qwen_image.model import QwenImageEdit
+from retouch_models.sd3.model import SD3
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.pretraining import editor as qwen_parts
 from retouch_worlds.pretraining.emu3 import LONGEST, emu3_tokenizer, untrained_codes, untrained_emu3

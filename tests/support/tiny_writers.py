@@ -20,8 +20,8 @@ from transformers import (
 import tiny_models
 from retouch.core.random import generator
 from retouch.models.base import TURNS, PretrainedLanguageModel
-from retouch.models.qwen_vl import QwenWriter
 from retouch.types import Task
+from retouch_models.qwen_vl import QwenWriter
 
 VISION_KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 TEXT_KINDS = ("qwen2.5", "qwen3")

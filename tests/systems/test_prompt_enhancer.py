@@ -11,7 +11,7 @@ import tiny_pipelines
 import tiny_towers
 import tiny_writers
 from retouch.cli import main
-from retouch.rewards.text.completions import prompt_quality
+from retouch_rewards.completions import prompt_quality
 
 PROMPTS = ["a blue orange on a plate", "a round cube", "the idea of silence as a house", "a paper boat made of water"]
 

@@ -17,7 +17,7 @@ import tiny_models
 import tiny_pipelines
 from judge_double import KEY, Double
 from retouch.cli import main
-from retouch.models.qwen_image.model import EDIT, QwenImageEdit
+from retouch_models.qwen_image.model import EDIT, QwenImageEdit
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_grpo_trl.py"

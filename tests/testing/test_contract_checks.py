@@ -36,7 +36,7 @@ from retouch.policies.rollout import (
 from retouch.protocols import Policy
 from retouch.renderers.base import LatentRenderer
 from retouch.rewards.function import reward
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.types import Column, Evaluation, Loss, Needs, Sample, Slice
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel

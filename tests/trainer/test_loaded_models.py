@@ -31,11 +31,11 @@ import tiny_models
 import tiny_pipelines
 import tiny_qwen_image_2
 import tiny_writers
-from retouch.models.flux.model import Flux, FluxKontext
 from retouch.models.loaded import HARMLESS, TAKEN_OVER
-from retouch.models.qwen_image import model as qwen_text
-from retouch.models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
-from retouch.models.sd3.model import SD3
+from retouch_models.flux.model import Flux, FluxKontext
+from retouch_models.qwen_image import model as qwen_text
+from retouch_models.qwen_image.model import QwenImageEdit, QwenImageEditPlus
+from retouch_models.sd3.model import SD3
 from slow_params import slow_except
 from small_trainer import redness
 
@@ -344,6 +344,6 @@ def test_point_1_4_a_second_run_accepts_what_the_first_has_changed(tmp_path):
     pipe = tiny_pipelines.qwen_image()
     common = {"rollout": {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}}, "size": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retouch.models.qwen_image.model.OFFICIAL_PREFIX", {})
+        patch.setattr("retouch_models.qwen_image.model.OFFICIAL_PREFIX", {})
         for name in ("one", "two"):
             trained(tmp_path / name, pipe, gradient_checkpointing=True, **common)

@@ -16,7 +16,7 @@ from retouch.rewards import identity
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.judging import CompositeReward, RewardScorer
 from retouch.rewards.ledger.database import Database
-from retouch.rewards.scorers.pixels import PhotosReward, ShareReward
+from retouch.rewards.pixels import PhotosReward, ShareReward
 from retouch.run.ledger import Ledger
 from retouch.types import Batch, Sample, Task
 from retouch_judge.base import Panel

@@ -27,7 +27,7 @@ from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.reward_gradient import DRaFT
 from retouch.rewards.base import BudgetSpent
-from retouch.rewards.scorers.pixels import TargetReward
+from retouch.rewards.pixels import TargetReward
 from retouch.run.step import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
 from token_policy import TokenPolicy

@@ -14,9 +14,9 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.text.ocr import OcrReward
 from retouch.run.step import train
 from retouch.types import Task
+from retouch_rewards.ocr import OcrReward
 from retouch_worlds.models.tiny_fill import TinyFluxFill
 
 pytest.importorskip("rapidocr")

@@ -17,7 +17,7 @@ from retouch.rewards.identity import fingerprint
 from retouch.rewards.judging import CalibratedScores, RewardScorer
 from retouch.rewards.ledger.database import Database, image_hash
 from retouch.rewards.ledger.journal import Journal, journal_rows
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.rewards.several import CalibratedReward
 from retouch.types import Batch, Column, Sample, Task
 from retouch_view.votes.commands import Preference, SimulatedVoter, calibrate, export

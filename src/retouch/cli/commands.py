@@ -26,7 +26,7 @@ from retouch.cli.arguments import (
     set_option,
     utf8,
 )
-from retouch.config import consent
+from retouch.config import consent, wings
 from retouch.config.packaged import GOALS, TWIN, find, header, is_recipe, near_names, summaries
 from retouch.data.guard import find_test_sets
 
@@ -451,11 +451,12 @@ def _data_convert(arguments: argparse.Namespace) -> int:
 
 
 def _data_tokenize(arguments: argparse.Namespace) -> int:
-    from retouch.inference.tokenizing import Job, tokenize, tokenize_shard
-
+    tokenizing = wings.load("part.tokenizing")
     arguments.size = tuple(arguments.size)
-    job = called(Job, arguments)
+    job = called(tokenizing.Job, arguments)
     shard, of = arguments.shard or (0, 1)
-    found = tokenize_shard(job, shard, of=of) if arguments.shard else tokenize(job, processes=arguments.processes)
+    found = (
+        tokenizing.tokenize_shard(job, shard, of=of) if arguments.shard else tokenizing.tokenize(job, processes=arguments.processes)
+    )
     print(f"shard {shard} of {of} is done; the list is written when all shards are done" if found is None else found)
     return 0

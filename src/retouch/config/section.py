@@ -123,7 +123,8 @@ class Kinds:
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
     kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but that
     recipes may import by name. ``other_names``: a name that is not a kind, in lower case with underscores, to what a recipe has in
-    its place; such a name is an error that states it. ``with_wings``: the set has the kinds that the wings add under its name.
+    its place; such a name is an error that states it. ``with_wings``: the set has the kinds that the wings add under its name, or
+    under this name.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
@@ -138,18 +139,18 @@ class Kinds:
         tag: str = "kind",
         named: Collection[str] = (),
         other_names: Mapping[str, str] | None = None,
-        with_wings: bool = False,
+        with_wings: bool | str = False,
     ) -> None:
         self.name = name
         self.tag = tag
         self.other_names = dict(other_names or {})
         self._core = dict(table)
-        self._with_wings = with_wings
+        self._wings = name if with_wings is True else with_wings
         self._named = named
 
     @functools.cached_property
     def _table(self) -> dict[str, str]:
-        return self._core | (wings.of_set(self.name) if self._with_wings else {})
+        return self._core | (wings.of_set(self._wings) if self._wings else {})
 
     @property
     def _own(self) -> set[str]:

@@ -17,8 +17,7 @@ from retouch.data.sources.folder import read_instructions
 from retouch.data.tasks import require_same_size
 from retouch.distributed.ranks import scoring_device
 from retouch.inference.opening import open_policy, read_target
-from retouch.models.flux.model import FluxFill
-from retouch.models.pipeline import ModelWrapper
+from retouch.models.pipeline import ModelWrapper, PipelineModel
 from retouch.policies.decoding import AutoregressiveTrajectory
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import inside, jsonable, write_lines
@@ -310,11 +309,11 @@ def check_context(recipe: Recipe) -> None:
 def sized_by_source(model: object) -> Iterator[None]:
     """While this is open, the images of an inpainting model have the sizes of their source images, whatever its ``size`` is.
 
-    Raises ValueError for a model that is not FLUX.1-Fill.
+    Raises ValueError for a model that fills no masked part of an image.
     """
     while isinstance(model, ModelWrapper):
         model = model.model
-    if not isinstance(model, FluxFill):
+    if not isinstance(model, PipelineModel) or not model.FILLS_MASKS:
         raise ValueError(f"context: {type(model).__name__} fills no masked part of an image; use flux-fill")
     size, model.size = model.size, None
     try:

@@ -22,9 +22,7 @@ from PIL.Image import Resampling
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from retouch.distributed.ranks import Ranks
-from retouch.models.chat_template import PAD
 from retouch.models.pipeline import Area, fit
-from retouch.models.qwen_vl import QwenWriter
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
 from retouch.renderers.base import Completions
 from retouch.rewards.combination import Combine
@@ -122,6 +120,8 @@ def _number(task: str) -> int:
     return int.from_bytes(hashlib.sha256(task.encode()).digest()[:7], "big")
 
 
+PAD = "<|image_pad|>"
+"""Qwen's token of a part of an image."""
 _TRANSFORMERS = Version("5.23")  # the first release whose processors mark image tokens for TRL
 
 
@@ -147,11 +147,11 @@ class WriterProcessor(ProcessorMixin):
         return [*super().model_input_names, "mm_token_type_ids"]
 
 
-def processor_for(writer: QwenWriter) -> WriterProcessor:
+def processor_for(writer: Any) -> WriterProcessor:
     """Build the trainer's ``processing_class``: it encodes the prompts of ``dataset_of`` to the same ids as ``writer.encode``.
 
-    Also sets the end-of-sequence ids of the writer's model to the writer's stop ids. Raises ValueError if the writer takes no
-    images, or if transformers is too old.
+    ``writer``: a ``QwenWriter`` (``retouch_models.qwen_vl``). Also sets the end-of-sequence ids of its model to its stop ids.
+    Raises ValueError if the writer takes no images, or if transformers is too old.
     """
     if Version(transformers.__version__) < _TRANSFORMERS:
         raise ValueError(
@@ -178,7 +178,7 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
     return WriterProcessor(template.image_processor, tokenizer, chat_template=chat)
 
 
-def dataset_of(tasks: Sequence[Task], writer: QwenWriter) -> Dataset:
+def dataset_of(tasks: Sequence[Task], writer: Any) -> Dataset:
     """Build the trainer's ``train_dataset``: each task's ``prompt``, its ``images`` resized for the writer, and its index ``task``.
 
     Images are prepared when a row is read. A reward finds the task with ``task=lambda row: tasks[row["task"]]``.

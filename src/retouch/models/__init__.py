@@ -1,11 +1,11 @@
-"""Model families: the code that connects published architectures to the two kinds of policies.
+"""Models: what connects published architectures to the two kinds of policies.
 
-``base.py`` has the base classes of the recipe's sections, ``kinds.py`` lists the families, and ``train.py`` has the sections that
-say which weights train. An image model is a folder: its ``__init__.py`` has the sections, without torch, and ``model.py`` the code.
-The sections of all language models are in ``language.py``. This package may import ``core``, ``config``, ``records``, ``types`` and
-``protocols``; it knows no policy, objective or reward.
+``base.py`` has the base classes of the recipe's sections, ``kinds.py`` lists the kinds, ``train.py`` has the sections that say
+which weights train, and ``any_pipeline`` trains any pipeline of diffusers. Models with an adapter of their own are in
+``retouch_models``. This package may import ``core``, ``config``, ``records``, ``types`` and ``protocols``; it knows no policy,
+objective or reward.
 
-From Python, every family has a short name here, for example ``retouch.models.SD3(path=...)``.
+From Python, every model has a short name here, for example ``retouch.models.SD3(path=...)``.
 """
 
 from importlib import import_module

@@ -225,11 +225,13 @@ class PipelineModel(ABC):
     ``condition`` calls ``read_prompts``.
 
     ``scheduler_config``: the pipeline's scheduler, or its configuration. ``size``: (height, width) of the output in px; None:
-    ``condition`` chooses it. ``NEGATIVE``: the negative prompt. Raises ValueError for a size that does not divide into tokens, and
+    ``condition`` chooses it. ``NEGATIVE``: the negative prompt. ``FILLS_MASKS``: whether it paints the masked part of an
+    image. Raises ValueError for a size that does not divide into tokens, and
     as ``euler_scheduler``.
     """
 
     NEGATIVE: ClassVar[str] = ""
+    FILLS_MASKS: ClassVar[bool] = False
 
     def __init__(
         self,

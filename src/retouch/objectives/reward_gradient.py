@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 DIFFERENTIABLE_REWARDS = Kinds(
     "reward",
     {
-        "target": "retouch.rewards.scorers.pixels:TargetReward",
-        "share": "retouch.rewards.scorers.pixels:ShareReward",
-        "clip": "retouch.rewards.scorers.clip:ClipReward",
-        "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
-        "hps": "retouch.rewards.scorers.clip:HpsReward",
-        "aesthetic": "retouch.rewards.scorers.clip:AestheticReward",
-        "grade": "retouch.rewards.scorers.pixels:GradeReward",
+        "target": "retouch.rewards.pixels:TargetReward",
+        "share": "retouch.rewards.pixels:ShareReward",
+        "grade": "retouch.rewards.pixels:GradeReward",
         "several": "retouch.rewards.several:SeveralRewards",
     },
+    with_wings="differentiable_reward",
 )
 """The rewards with a gradient in the image (``retouch.protocols.DifferentiableReward``), and ``several`` of them."""
 

@@ -5,8 +5,8 @@ from retouch.config.section import Kinds
 RENDERERS = Kinds(
     "renderer",
     {
-        "response": "retouch.renderers.responses:ResponseRenderer",
         "prompt": "retouch.renderers.prompts:PromptRenderer",
         "codes": "retouch.renderers.base:CodesRenderer",
     },
+    with_wings=True,
 )

@@ -332,7 +332,7 @@ class ImportedReward(RewardSection):
 
     Example::
 
-        >>> own = {"class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"}}
+        >>> own = {"class": "retouch.rewards.pixels:ShareReward", "args": {"channel": "red"}}
         >>> retouch.rewards.load("import", **own)([image])
         {'share': [1.0]}
     """

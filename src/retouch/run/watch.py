@@ -17,6 +17,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from retouch.config import wings
 from retouch.core.intervals import MeanEstimate, estimate_mean
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
@@ -25,8 +26,7 @@ from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, RewardScorer, ScoredBatch
-from retouch.rewards.scorers.pixels import AppearanceReward, to_tensor
-from retouch.rewards.text.ocr import UnrequestedTextReward
+from retouch.rewards.pixels import AppearanceReward, to_tensor
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.run.build import Assembly
 from retouch.run.evaluation import EVALUATION_STEP, build_evaluator
@@ -191,7 +191,7 @@ def build_measures(
     """
     section = None if watch.judge is None else watch.judge.reward
     heldout = None if section is None else RewardScorer(section.build(device=device, keep=cached), section.combine)
-    return heldout, [AppearanceReward(), *([] if watch.text is None else [UnrequestedTextReward()])]
+    return heldout, [AppearanceReward(), *([] if watch.text is None else [wings.load("reward.unrequested_text")()])]
 
 
 def group_diversity(batch: Batch, images: Sequence[Image.Image | None], ranks: Ranks) -> float:

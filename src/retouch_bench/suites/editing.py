@@ -16,8 +16,7 @@ from retouch.data.sources.complex_edit import Levels, read_complex_edit
 from retouch.data.sources.folder import read_folder
 from retouch.data.sources.hub import read_hub
 from retouch.rewards.base import PathText, RewardSection, source_image
-from retouch.rewards.scorers.dino import DinoReward, LpipsReward
-from retouch.rewards.scorers.pixels import AppearanceReward
+from retouch.rewards.pixels import AppearanceReward
 from retouch.rewards.several import SeveralRewards
 from retouch.types import Column, Sample
 from retouch_bench.suite import Scored, SuiteItem, require_judge
@@ -27,6 +26,7 @@ from retouch_judge.models import JudgeModel
 from retouch_judge.questions import Part, ScoresForm
 from retouch_judge.rewards import ComplexEditReward, VieScore
 from retouch_judge.wording import Scale
+from retouch_rewards.dino import DinoReward, LpipsReward
 
 _VIE: Mapping[str, Column] = {name: VieScore.columns[name] for name in ("sc", "pq", "overall")}
 _VIE_TURNS: Mapping[str, Column] = {**_VIE, "restraint": VieScore.columns["restraint"]}

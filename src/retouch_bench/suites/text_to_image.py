@@ -16,9 +16,6 @@ from retouch.data.sources.folder import read_metadata, read_prompts
 from retouch.data.sources.hub import encoded_image
 from retouch.rewards.base import PathText, RewardSection
 from retouch.rewards.identity import Fingerprinted
-from retouch.rewards.scorers.clip import AestheticReward, HpsReward, PickScoreReward
-from retouch.rewards.scorers.geneval import GenEvalReward, requirements
-from retouch.rewards.text.ocr import RapidReader, TextReader, edit_distance, similarity
 from retouch.types import Column, Json, Sample, Scores, Task
 from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.rows import RowSuite, number_of, pooled_mean, published, texts_of
@@ -26,6 +23,9 @@ from retouch_judge.base import NAN, JudgeReward, Prompt, image_parts, quoted, ru
 from retouch_judge.models import JudgeModel
 from retouch_judge.questions import ChoiceForm, ScoresForm, WordForm
 from retouch_judge.wording import Scale
+from retouch_rewards.clip import AestheticReward, HpsReward, PickScoreReward
+from retouch_rewards.geneval import GenEvalReward, requirements
+from retouch_rewards.ocr import RapidReader, TextReader, edit_distance, similarity
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from retouch.core.answers import answer_in
 from retouch.core.intervals import paired_change
 from retouch.recipe.derived_facts import leaves
 from retouch.records.folder import RunFolder, Summary
-from retouch.rewards.text.completions import prompt_quality
+from retouch_rewards.completions import prompt_quality
 from retouch_view.report.markup import (
     LARGE,
     MISSING,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
 from retouch.models.base import DiffusersModel, Dtype, Size
-from retouch.models.flux import FluxFillModel
-from retouch.models.qwen_image import QwenImageEditModel, QwenImageModel
 from retouch.records.files import read_json
+from retouch_models.flux import FluxFillModel
+from retouch_models.qwen_image import QwenImageEditModel, QwenImageModel
 from retouch_worlds.playground import playground_weights
 
 if TYPE_CHECKING:

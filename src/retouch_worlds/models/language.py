@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.models.base import Dtype, PartConfigs, PretrainedLanguageModel, Size
-from retouch.models.language import Emu3Family, QwenFamily
 from retouch.records.files import read_json
+from retouch_models.language import Emu3Family, QwenFamily
 from retouch_worlds.playground import playground_weights
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransf
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from retouch.models.flux.model import FluxFill, FluxText
+from retouch_models.flux.model import FluxFill, FluxText
 from retouch_worlds.playground.words import LETTERS
 
 _LONGEST = 64

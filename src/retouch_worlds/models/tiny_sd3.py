@@ -6,7 +6,7 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from retouch.models.sd3.model import SD3
+from retouch_models.sd3.model import SD3
 
 _LONGEST = 128
 """Maximum number of tokens of a prompt in T5; each letter is a token."""

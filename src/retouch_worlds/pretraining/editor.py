@@ -22,12 +22,12 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from retouch.core.random import generator
-from retouch.models.chat_template import VISION
-from retouch.models.qwen_image.model import QwenImageEdit, use_last_temporal_tap
 from retouch.records import files
 from retouch.renderers.base import LatentRenderer
 from retouch.run.evaluation import score_table
 from retouch.types import Batch, Task
+from retouch_models.chat_template import VISION
+from retouch_models.qwen_image.model import QwenImageEdit, use_last_temporal_tap
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.playground import playground_weights

@@ -20,13 +20,13 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3VQVAE, Qw
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
 from retouch.core.random import generator
-from retouch.models.emu3 import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD, Emu3Editor, language_model
-from retouch.models.language import Emu3Model
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.base import CodesDecoder
 from retouch.run.evaluation import score_table
+from retouch_models.emu3 import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD, Emu3Editor, language_model
+from retouch_models.language import Emu3Model
 from retouch_worlds.data import PlaygroundData
 from retouch_worlds.playground import playground_weights
 from retouch_worlds.playground.rendering import pixels

@@ -15,8 +15,6 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 
 from retouch.core.random import generator
 from retouch.models.base import TURNS
-from retouch.models.qwen_image.model import QwenImage, QwenImageEdit
-from retouch.models.qwen_vl import QwenWriter
 from retouch.policies.autoregressive import AutoregressivePolicy, has_completion
 from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
@@ -24,6 +22,8 @@ from retouch.records import files
 from retouch.renderers.prompts import PromptRenderer
 from retouch.run.evaluation import score_table
 from retouch.types import Batch, Task
+from retouch_models.qwen_image.model import QwenImage, QwenImageEdit
+from retouch_models.qwen_vl import QwenWriter
 from retouch_worlds.data import TextToImageData
 from retouch_worlds.models.family import PlaygroundModel, PlaygroundTextToImage
 from retouch_worlds.playground import playground_weights

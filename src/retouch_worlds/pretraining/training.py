@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
 from retouch.models.pipeline import ModelWrapper
-from retouch.models.qwen_image.model import Prepared, QwenFlow
 from retouch.objectives.base import Objective
 from retouch.objectives.imitation import CrossEntropy, Supervised
 from retouch.policies.autoregressive import AutoregressivePolicy
@@ -32,6 +31,7 @@ from retouch.run.evaluation import EvaluationResult, Evaluator
 from retouch.run.metrics import Clock
 from retouch.run.step import Phase, Run, train
 from retouch.types import Batch, Conditioning, Task
+from retouch_models.qwen_image.model import Prepared, QwenFlow
 
 T = TypeVar("T")
 log = logging.getLogger("retouch")

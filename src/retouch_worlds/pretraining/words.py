@@ -15,14 +15,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.flux.model import FluxFill
 from retouch.models.pipeline import ModelWrapper
 from retouch.protocols import Reward
 from retouch.records import files
 from retouch.renderers.base import LatentRenderer
-from retouch.rewards.text.ocr import OcrReward
 from retouch.run.evaluation import score_table
 from retouch.types import Batch, Conditioning, Task
+from retouch_models.flux.model import FluxFill
+from retouch_rewards.ocr import OcrReward
 from retouch_worlds.data import WordData
 from retouch_worlds.models.tiny_fill import autoencoder, scheduler, untrained
 from retouch_worlds.playground import playground_weights

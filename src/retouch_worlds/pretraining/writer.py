@@ -17,15 +17,15 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from retouch.models.qwen_image.model import QwenImageEdit, QwenText
-from retouch.models.qwen_image.responses import CLOSING, QwenResponses, ResponseEncoder, writer_for
 from retouch.objectives.imitation import CrossEntropy
 from retouch.policies.autoregressive import AutoregressivePolicy, has_completion
 from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
-from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.run.evaluation import score_table
 from retouch.types import Loss, Minibatch, Task
+from retouch_models.qwen_image.model import QwenImageEdit, QwenText
+from retouch_models.qwen_image.responses import CLOSING, QwenResponses, ResponseEncoder, writer_for
+from retouch_models.responses import ResponseRenderer, ResponseSampler
 from retouch_worlds.data import IndirectPlaygroundData
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.playground import playground_weights

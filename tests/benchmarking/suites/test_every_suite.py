@@ -14,14 +14,14 @@ import suite_rows
 from canned_judge import JUDGE, headline, number_of, numbered_image
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
-from retouch.rewards.scorers.networks import AestheticModel
-from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.pixels import ShareReward
 from retouch.types import Sample
 from retouch_bench.images import ImageFolder, image_keys
 from retouch_bench.kinds import SUITES, find_suite
 from retouch_bench.running import run
 from retouch_bench.suite import Suite
 from retouch_bench.suites.text_to_image import AestheticSuite, HpsSuite
+from retouch_rewards.networks import AestheticModel
 
 NAN = math.nan
 VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall": 2.0})

@@ -11,9 +11,6 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from canned_judge import JUDGE, headline, scored
-from retouch.rewards.scorers.geneval import GenEvalModels
-from retouch.rewards.scorers.networks import Detection
-from retouch.rewards.text.ocr import TextLine
 from retouch.types import Sample, Task
 from retouch_bench.suites.text_to_image import (
     AestheticSuite,
@@ -29,6 +26,9 @@ from retouch_bench.suites.text_to_image import (
     accuracy,
     word_share,
 )
+from retouch_rewards.geneval import GenEvalModels
+from retouch_rewards.networks import Detection
+from retouch_rewards.ocr import TextLine
 from retouch_worlds.testing import check_reward
 from suite_rows import DPG_COLUMNS, dpg_row, lines, table
 

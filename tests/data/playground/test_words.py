@@ -7,9 +7,9 @@ from typing import get_args
 import numpy as np
 import pytest
 from PIL import ImageChops
+from retouch.rewards.text.ocr import OcrReward
 
 from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
-from retouch.rewards.text.ocr import OcrReward
 from retouch.types import Sample, SplitName
 from retouch_worlds.data import PROMPT, WordData
 from retouch_worlds.playground import words

@@ -17,9 +17,9 @@ from retouch.models.any_pipeline.model import AnyPipeline
 from retouch.models.base import ImageModel
 from retouch.models.lora import attention_layers
 from retouch.models.offloading import build_offloaded
-from retouch.models.sd3.model import SD3
 from retouch.policies.rollout import SDETransition
 from retouch.types import Conditioning, Task
+from retouch_models.sd3.model import SD3
 from small_trainer import redness
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "measurements" / "pipelines"))

@@ -19,12 +19,12 @@ from comfyui_loader import ComfyUILoader
 from families import FAMILIES
 from retouch.models.base import COMFYUI_FILE as FILE
 from retouch.models.base import DiffusersModel
-from retouch.models.flux2 import Flux2KleinModel
 from retouch.models.lora import write_lora
-from retouch.models.qwen_image import model as qwen_model
-from retouch.models.sd3 import SD3Model
 from retouch.models.train import Lora
 from retouch.types import Task
+from retouch_models.flux2 import Flux2KleinModel
+from retouch_models.qwen_image import model as qwen_model
+from retouch_models.sd3 import SD3Model
 from slow_params import slow_except
 
 # The dtype of LoRA weights, and of the weights that the optimizer updates; the alpha of a stored LoRA

@@ -13,10 +13,10 @@ from changed_recipes import values
 from retouch.cli import main
 from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
-from retouch.models.emu3 import DRAW, load_emu3
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
 from retouch.run.session import run
+from retouch_models.emu3 import DRAW, load_emu3
 from slow_params import slow_after, slow_except
 
 # EARL's ten RL recipes and their supervised stages

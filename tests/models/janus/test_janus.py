@@ -17,11 +17,11 @@ import tiny_writer_runs
 import tiny_writing
 from retouch.cli import main
 from retouch.inference.opening import open_recipe, read_target
-from retouch.models.janus import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules, load_janus
 from retouch.objectives.imitation import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.base import CodesDecoder, DecodesCodes
 from retouch.types import Kind, Minibatch, Needs, Slice, Task
+from retouch_models.janus import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules, load_janus
 from retouch_worlds.testing import check_policy
 from slow_params import slow_except
 from tiny_janus import CODES, SIDE

@@ -20,13 +20,13 @@ import tiny_recipes
 from families import FAMILIES
 from image_levels import ROUNDING, max_level_difference
 from retouch.models.offloading import CachedPrompts, EmbeddingStore, describe
-from retouch.models.qwen_image import model as qwen_model
-from retouch.models.qwen_image.model import QwenImageEdit
-from retouch.models.qwen_image_2.model import QwenImage2
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from retouch.types import Conditioning, Task
+from retouch_models.qwen_image import model as qwen_model
+from retouch_models.qwen_image.model import QwenImageEdit
+from retouch_models.qwen_image_2.model import QwenImage2
 from retouch_plan.checks import check_prompt_embeddings
 from slow_params import slow_except
 from warm_python import python

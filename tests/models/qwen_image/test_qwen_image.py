@@ -21,7 +21,8 @@ import tiny_editing
 import tiny_models
 import tiny_writers
 from retouch.models.pipeline import fit
-from retouch.models.qwen_image.model import (
+from retouch.types import Conditioning
+from retouch_models.qwen_image.model import (
     EDIT,
     EDIT_PLUS,
     OFFICIAL_PREFIX,
@@ -31,8 +32,7 @@ from retouch.models.qwen_image.model import (
     QwenImageEditPlus,
     QwenText,
 )
-from retouch.models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
-from retouch.types import Conditioning
+from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
 
 
 @pytest.fixture(scope="module")

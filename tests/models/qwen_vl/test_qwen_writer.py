@@ -12,12 +12,12 @@ import tiny_models
 import tiny_writers
 from retouch.models.base import TURNS, PretrainedLanguageModel, require_attention
 from retouch.models.causal import ROOM, PreallocatedCacheLayer, new_cache
-from retouch.models.chat_template import VISION
 from retouch.models.pipeline import fit
-from retouch.models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
-from retouch.models.qwen_vl import QwenWriter, load_writer
 from retouch.recipe.policy import LanguageModelLora
 from retouch.types import Prompts, Task
+from retouch_models.chat_template import VISION
+from retouch_models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
+from retouch_models.qwen_vl import QwenWriter, load_writer
 
 # Qwen writers
 
@@ -167,7 +167,7 @@ def test_default_lora_adapts_only_the_language_model(kind):
 @pytest.mark.parametrize(("template", "picture"), [(EDIT, ""), (EDIT_PLUS, "Picture {}: " + VISION)])
 def test_writer_prompt_equals_the_prompt_of_qwen_image_edit(template, picture, monkeypatch):
     """What the writer reads is, token for token, what Qwen-Image-Edit's encoder would read."""
-    monkeypatch.setattr("retouch.models.qwen_image.model.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
+    monkeypatch.setattr("retouch_models.qwen_image.model.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
     module, processor = tiny_writers.module(), tiny_writers.image_processor("qwen2.5-vl")
     writer = QwenWriter(
         module, tiny_writers.tokenizer(), template=template, image_processor=processor, image_block=picture, area=32 * 32

@@ -15,11 +15,11 @@ import tiny_models
 import tiny_writers
 import tiny_writing
 from retouch.core.tokens import sample_tokens
-from retouch.models.emu3 import THINK
-from retouch.models.qwen_vl import QwenWriter
 from retouch.policies.decoding import CachedDecoding, uniforms
 from retouch.policies.rollout import CachedEngine, EngineContext, TokenRollout
 from retouch.types import Task
+from retouch_models.emu3 import THINK
+from retouch_models.qwen_vl import QwenWriter
 from slow_params import slow_after
 
 # Decoding

@@ -12,7 +12,6 @@ import tiny_writer_runs
 import vllm_runner
 from retouch import cli
 from retouch.distributed.ranks import Ranks
-from retouch.models.emu3 import language_model
 from retouch.policies.engine import EngineFault
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
@@ -20,6 +19,7 @@ from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
 from retouch.run.build import assemble
 from retouch.run.session import run
+from retouch_models.emu3 import language_model
 from retouch_plan.checks import check_engines
 from retouch_serve.engines import sections as server_section
 from retouch_serve.engines.vllm_wire import PLUGIN

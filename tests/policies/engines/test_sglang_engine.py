@@ -14,13 +14,9 @@ import tiny_models
 import tiny_policies as tiny
 from lockstep import Lockstep
 from retouch.distributed.ranks import Ranks
-from retouch.models.flux import FluxModel
 from retouch.models.lora import write_lora
 from retouch.models.pipeline import Guided, PipelineModel
-from retouch.models.qwen_image import QwenImageModel
-from retouch.models.sd3 import SD3Model
 from retouch.models.train import FullWeights, Lora
-from retouch.models.z_image import ZImageModel
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import EngineContext
@@ -29,6 +25,10 @@ from retouch.recipe.recipe import parse
 from retouch.run.metrics import completion_metrics
 from retouch.run.session import run
 from retouch.types import Needs, Slice
+from retouch_models.flux import FluxModel
+from retouch_models.qwen_image import QwenImageModel
+from retouch_models.sd3 import SD3Model
+from retouch_models.z_image import ZImageModel
 from retouch_serve.engines.sections import SglangEngine
 from retouch_serve.wire import unpack
 from retouch_worlds.testing import check_policy

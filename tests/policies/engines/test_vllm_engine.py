@@ -21,13 +21,13 @@ import tiny_writing
 import vllm_double
 import vllm_runner
 from lockstep import Lockstep
-from retouch.models.emu3 import DRAW
 from retouch.models.lora import write_lora
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import EngineContext
 from retouch.recipe.recipe import parse
 from retouch.types import Needs, Slice
+from retouch_models.emu3 import DRAW
 from retouch_plan.checks import check_engines
 from retouch_serve.engines.client import Client, RequestRefused
 from retouch_serve.engines.sections import VllmEngine

@@ -12,8 +12,8 @@ import torch
 import retouch
 import tiny_emu3
 import vllm_runner
-from retouch.models.emu3 import Emu3Tokens, GridGrammar
 from retouch.types import Prompts
+from retouch_models.emu3 import Emu3Tokens, GridGrammar
 from retouch_serve.engines.grammar import KEY, ImageGrammar, check_grammar, grammar_to_json
 from vllm_runner import Request, Runner, params
 

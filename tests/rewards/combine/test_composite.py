@@ -11,9 +11,9 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.rewards.judging import CompositeReward, RewardScorer
-from retouch.rewards.scorers.pixels import ShareReward
-from retouch.rewards.text.completions import PromptQualityReward, ThinkReward, prompt_quality
+from retouch.rewards.pixels import ShareReward
 from retouch.types import Column, Sample, Task
+from retouch_rewards.completions import PromptQualityReward, ThinkReward, prompt_quality
 from retouch_worlds.testing import check_reward
 
 NAN = float("nan")

@@ -12,9 +12,9 @@ from transformers import OwlViTImageProcessorPil
 
 import tiny_detectors
 import tiny_towers
-from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
-from retouch.rewards.scorers.networks import Detection, load_detector, suppress_overlaps
 from retouch.types import Sample, Task
+from retouch_rewards.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
+from retouch_rewards.networks import Detection, load_detector, suppress_overlaps
 from retouch_worlds.testing import check_reward
 
 NAMES = ["dog", "red car", "cup"]

@@ -7,8 +7,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from retouch.rewards.scorers.dino import LpipsReward
 from retouch.types import Sample, Task
+from retouch_rewards.dino import LpipsReward
 from retouch_worlds.testing import check_reward
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import retouch
 import tiny_writers
-from retouch.rewards.scorers.clip import EditReward, HPSv3Reward
 from retouch.rewards.weights import MissingWeights
 from retouch.types import Sample, Task
+from retouch_rewards.clip import EditReward, HPSv3Reward
 from retouch_worlds.testing import check_reward
 
 REWARD = "<|Reward|>"

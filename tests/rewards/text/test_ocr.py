@@ -19,7 +19,10 @@ from retouch.protocols import Reward
 from retouch.recipe.recipe import load
 from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.identity import describe
-from retouch.rewards.text.ocr import (
+from retouch.run import build as assembly
+from retouch.types import Sample, Task
+from retouch_plan.checks import check_reward as check_reward_of
+from retouch_rewards.ocr import (
     OcrReward,
     PaddleReader,
     RapidReader,
@@ -29,9 +32,6 @@ from retouch.rewards.text.ocr import (
     edit_distance,
     similarity,
 )
-from retouch.run import build as assembly
-from retouch.types import Sample, Task
-from retouch_plan.checks import check_reward as check_reward_of
 from retouch_worlds.testing import check_reward
 
 

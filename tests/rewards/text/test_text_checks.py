@@ -10,8 +10,8 @@ from transformers import AutoModel, BertConfig, BertModel
 
 import tiny_towers
 from retouch.protocols import Reward
-from retouch.rewards.text.completions import PromptQuality, SentenceSimilarityReward, prompt_quality, think_format
 from retouch.types import Sample, Task
+from retouch_rewards.completions import PromptQuality, SentenceSimilarityReward, prompt_quality, think_format
 
 
 @pytest.mark.parametrize(

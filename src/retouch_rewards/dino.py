@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from retouch.rewards.scorers.networks import Dino, DualEncoder, Lpips
+    from retouch_rewards.networks import Dino, DualEncoder, Lpips
 
 
 class DinoReward(ModelReward):
@@ -51,7 +51,7 @@ class DinoReward(ModelReward):
 
         Raises ValueError if there are no DINOv2 weights, or if ``size`` is not a multiple of the patch size.
         """
-        from retouch.rewards.scorers.networks import Dino
+        from retouch_rewards.networks import Dino
 
         return Dino(self.path, size=self.size, device=device)
 
@@ -65,7 +65,7 @@ class DinoReward(ModelReward):
 
         Raises ValueError if a task has no source image.
         """
-        from retouch.rewards.scorers.networks import unmasked_share
+        from retouch_rewards.networks import unmasked_share
 
         sources = {id(sample.task): source_image(sample.task) for sample in samples}
         features: dict[int, Tensor] = {}
@@ -109,7 +109,7 @@ class LpipsReward(RewardSection):
 
     def load(self, device: torch.device | str) -> Lpips:
         """Load the network. Raises ValueError if the file does not exist or does not contain these weights."""
-        from retouch.rewards.scorers.networks import Lpips
+        from retouch_rewards.networks import Lpips
 
         return Lpips(self.weights, size=self.size, device=device)
 
@@ -161,7 +161,7 @@ class StyleReward(ModelReward):
 
     def load(self, device: torch.device | str) -> Dino | DualEncoder:
         """Load the encoder, frozen, in fp32. Raises ValueError if there are no weights, or if the model is of another type."""
-        from retouch.rewards.scorers.networks import Dino, DualEncoder
+        from retouch_rewards.networks import Dino, DualEncoder
 
         kind = read_json(weights_folder(self.path) / "config.json").get("model_type")
         return (Dino if kind == "dinov2" else DualEncoder)(self.path, device=device)
@@ -217,7 +217,7 @@ def dinov2_features(
 ) -> list[Float[Tensor, "n d"]]:
     """Return DINOv2's class tokens of each set of images, in fp32 on the CPU. ``path`` and errors are those of
     ``distance_of_sets``."""
-    from retouch.rewards.scorers.networks import Dino
+    from retouch_rewards.networks import Dino
 
     encoder = Dino(path, device=device)
     return [encoder.states(images) for images in sets]

@@ -17,7 +17,7 @@ class Flux2KleinModel(DiffusersModel):
     kind: Literal["flux2-klein"] = "flux2-klein"
 
     takes = TaskInputs(images=(0, 10))
-    adapter = "retouch.models.flux2.model:Flux2Klein"
+    adapter = "retouch_models.flux2.model:Flux2Klein"
     pipeline = "Flux2KleinPipeline"
     hub_ids = (
         "black-forest-labs/FLUX.2-klein-4B",

@@ -18,11 +18,11 @@ from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.chat_template import Qwen3Text
 from retouch.models.parts import Source, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size
 from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
+from retouch_models.chat_template import Qwen3Text
 
 REFERENCE_AREA = 1024 * 1024
 """Maximum area of a reference image in px; a larger image is resized."""

@@ -26,7 +26,7 @@ class QwenFamily(PretrainedLanguageModel):
 
         ``options``: further arguments of ``load_writer``; by default, ``template`` has the enhancer's system prompt.
         """
-        from retouch.models.qwen_vl import load_writer
+        from retouch_models.qwen_vl import load_writer
 
         # The prompt says: keep the subject, add style, lighting and technical terms, be concise.
         enhancer = (CONFIGS / "enhancer.txt").read_text(encoding="utf-8").strip()
@@ -82,7 +82,7 @@ class Emu3Family(PretrainedLanguageModel):
 
     def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
         """Load the model from local folders, or take a loaded one. ``options``: further arguments of ``load_emu3``."""
-        from retouch.models.emu3 import DRAW, THINK, load_emu3
+        from retouch_models.emu3 import DRAW, THINK, load_emu3
 
         return load_emu3(
             source,
@@ -97,7 +97,7 @@ class Emu3Family(PretrainedLanguageModel):
 
     def describe_parts(self, folder: Path | None, autoencoder: Path | None) -> PartConfigs:
         """Describe ``writer`` and ``autoencoder`` from their folders, or as published if one of them is not on this machine."""
-        from retouch.models.emu3 import parts_of_emu3
+        from retouch_models.emu3 import parts_of_emu3
 
         if folder is None or autoencoder is None:
             parts: PartConfigs = read_json(CONFIGS / "emu3.json")["parts"]
@@ -173,7 +173,7 @@ class JanusModel(PretrainedLanguageModel):
         return True
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        from retouch.models.janus import load_janus
+        from retouch_models.janus import load_janus
 
         return load_janus(
             self.fetch_weights(),

@@ -234,6 +234,7 @@ class FluxFill(Flux):
     """
 
     GUIDANCE: ClassVar[float] = 30.0
+    FILLS_MASKS: ClassVar[bool] = True
     LATENTS: ClassVar[type[PackedLatents]] = FillLatents
     latents: FillLatents
 

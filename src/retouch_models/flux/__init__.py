@@ -45,7 +45,7 @@ class FluxModel(FluxFamily):
 
     kind: Literal["flux"] = "flux"
 
-    adapter = "retouch.models.flux.model:Flux"
+    adapter = "retouch_models.flux.model:Flux"
     pipeline = "FluxPipeline"
     hub_ids = (
         "black-forest-labs/FLUX.1-dev",
@@ -62,7 +62,7 @@ class FluxFillModel(FluxFamily):
     kind: Literal["flux-fill"] = "flux-fill"
 
     takes = TaskInputs(images=(1, 1), mask=True)
-    adapter = "retouch.models.flux.model:FluxFill"
+    adapter = "retouch_models.flux.model:FluxFill"
     pipeline = "FluxFillPipeline"
     hub_ids = ("black-forest-labs/FLUX.1-Fill-dev",)
     configurations = (("", "flux.1-fill-dev.json"),)
@@ -77,6 +77,6 @@ class FluxKontextModel(FluxFamily):
     kind: Literal["flux-kontext"] = "flux-kontext"
 
     takes = TaskInputs(images=(1, 1))
-    adapter = "retouch.models.flux.model:FluxKontext"
+    adapter = "retouch_models.flux.model:FluxKontext"
     pipeline = "FluxKontextPipeline"
     hub_ids = ("black-forest-labs/FLUX.1-Kontext-dev",)

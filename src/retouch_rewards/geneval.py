@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from retouch.rewards.scorers.networks import Box, Detection, Detector
+    from retouch_rewards.networks import Box, Detection, Detector
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 DIRECTIONS = ("left of", "right of", "above", "below")
@@ -63,7 +63,7 @@ class GenEvalReward(RewardSection):
 
     def load(self, device: torch.device | str) -> GenEvalModels:
         """Load the detector, and the CLIP model if ``clip`` is set. Raises ValueError if there are no weights."""
-        from retouch.rewards.scorers.networks import load_detector
+        from retouch_rewards.networks import load_detector
 
         colours = None if self.clip is None else ClipColours(self.clip, device=device)
         return GenEvalModels(load_detector(self.detector, device=device), colours)
@@ -84,7 +84,7 @@ class GenEvalReward(RewardSection):
         """
         import torch
 
-        from retouch.rewards.scorers.networks import suppress_overlaps
+        from retouch_rewards.networks import suppress_overlaps
 
         scores = {name: torch.zeros(len(samples)) for name in self.columns}
         for row, sample in enumerate(samples):
@@ -149,7 +149,7 @@ class ClipColours:
     detector of boxes has no mask for that."""
 
     def __init__(self, path: str | Path = "openai/clip-vit-large-patch14", *, device: torch.device | str = "cpu") -> None:
-        from retouch.rewards.scorers.networks import DualEncoder
+        from retouch_rewards.networks import DualEncoder
 
         self._encoder = DualEncoder(path, device=device)
 

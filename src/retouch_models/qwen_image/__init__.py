@@ -32,7 +32,7 @@ class QwenImageModel(QwenImageFamily):
     kind: Literal["qwen-image"] = "qwen-image"
 
     takes = TaskInputs(images=(0, 0), responses=True)
-    adapter = "retouch.models.qwen_image.model:QwenImage"
+    adapter = "retouch_models.qwen_image.model:QwenImage"
     pipeline = "QwenImagePipeline"
     hub_ids = ("Qwen/Qwen-Image",)
 
@@ -50,7 +50,7 @@ class QwenImageEditModel(QwenImageEditor):
     kind: Literal["qwen-image-edit"] = "qwen-image-edit"
 
     takes = TaskInputs(images=(1, 1), responses=True)
-    adapter = "retouch.models.qwen_image.model:QwenImageEdit"
+    adapter = "retouch_models.qwen_image.model:QwenImageEdit"
     pipeline = "QwenImageEditPipeline"
     hub_ids = ("Qwen/Qwen-Image-Edit",)
 
@@ -64,7 +64,7 @@ class QwenImageEditPlusModel(QwenImageEditor):
     kind: Literal["qwen-image-edit-plus"] = "qwen-image-edit-plus"
 
     takes = TaskInputs(images=(1, 8), responses=True)
-    adapter = "retouch.models.qwen_image.model:QwenImageEditPlus"
+    adapter = "retouch_models.qwen_image.model:QwenImageEditPlus"
     pipeline = "QwenImageEditPlusPipeline"
     hub_ids = (
         "Qwen/Qwen-Image-Edit-2509",

@@ -16,7 +16,7 @@ class ZImageModel(DiffusersModel):
 
     kind: Literal["z-image"] = "z-image"
 
-    adapter = "retouch.models.z_image.model:ZImage"
+    adapter = "retouch_models.z_image.model:ZImage"
     pipeline = "ZImagePipeline"
     hub_ids = (
         "Tongyi-MAI/Z-Image",

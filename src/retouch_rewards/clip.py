@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from retouch.rewards.scorers.networks import AestheticModel, DualEncoder
-    from retouch.rewards.scorers.reward_heads import RewardHeads
+    from retouch_rewards.networks import AestheticModel, DualEncoder
+    from retouch_rewards.reward_heads import RewardHeads
 
 
 class _CosineReward(ModelReward):
@@ -40,7 +40,7 @@ class _CosineReward(ModelReward):
 
     def load(self, device: torch.device | str) -> DualEncoder:
         """Load the model. Raises ValueError if its weights are not on this machine, or are of another type of model."""
-        from retouch.rewards.scorers.networks import DualEncoder
+        from retouch_rewards.networks import DualEncoder
 
         return DualEncoder(self.path, device=device)
 
@@ -172,7 +172,7 @@ class AestheticReward(ModelReward):
 
     def load(self, device: torch.device | str) -> AestheticModel:
         """Load the CLIP model and the head. Raises ValueError if there are no weights, or if the layers do not fit together."""
-        from retouch.rewards.scorers.networks import AestheticModel
+        from retouch_rewards.networks import AestheticModel
 
         return AestheticModel.open(self.path, self.head, device=device)
 
@@ -264,7 +264,7 @@ class _HeadsReward(ModelReward):
         """Load the model. Raises ValueError if its weights are not on this machine, or are not those of the reward."""
         import torch
 
-        from retouch.rewards.scorers.reward_heads import RewardHeads
+        from retouch_rewards.reward_heads import RewardHeads
 
         return RewardHeads(self.path, self.heads, device=device, dtype=getattr(torch, self.dtype), bits=self.quantize)
 
@@ -279,7 +279,7 @@ class _HeadsReward(ModelReward):
 
     def mu(self, prompt: str, task: Task, images: Sequence[Image], *, head: int = 0) -> float:
         """The score of a head, -20 to 20. ``prompt``: the name of a file in ``prompts``."""
-        text = (resources.files("retouch.rewards.scorers") / "prompts" / f"{prompt}.txt").read_text(encoding="utf-8")
+        text = (resources.files("retouch_rewards") / "prompts" / f"{prompt}.txt").read_text(encoding="utf-8")
         found = self.model.score(images, text.replace("{text_prompt}", task.instruction), head=head)
         return min(max(found, -_LIMIT), _LIMIT) if math.isfinite(found) else math.nan
 

@@ -13,11 +13,11 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.chat_template import Qwen3Text
 from retouch.models.parts import Scheduler, Source, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, pack, unpack
 from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
+from retouch_models.chat_template import Qwen3Text
 
 
 class ZImageText(Qwen3Text):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.models.chat_template import VISION, Tokens
 from retouch.models.offloading import parts_of
 from retouch.models.parts import evaluating
-from retouch.models.qwen_image.model import Prepared, QwenFlow, QwenImageEdit, QwenImageEditPlus, QwenText
-from retouch.models.qwen_vl import STOP, QwenWriter, VisionModel
 from retouch.types import Conditioning, Task
+from retouch_models.chat_template import VISION, Tokens
+from retouch_models.qwen_image.model import Prepared, QwenFlow, QwenImageEdit, QwenImageEditPlus, QwenText
+from retouch_models.qwen_vl import STOP, QwenWriter, VisionModel
 
 CLOSING = "<|im_end|>"
 
@@ -116,7 +116,7 @@ class QwenContext:
 
 
 class QwenResponses:
-    """An image model that is conditioned on a task and a response, for ``retouch.renderers.responses``.
+    """An image model that is conditioned on a task and a response, for ``retouch_models.responses``.
 
     ``encoder`` replaces the editor's own text encoder and uses the editor's tokenizer, template and sizes. Its states are those of
     the last layer after the final norm. The constructor freezes the autoencoder.

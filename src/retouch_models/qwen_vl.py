@@ -26,12 +26,12 @@ from transformers import (
 
 from retouch.models.base import Attention, require_attention
 from retouch.models.causal import CausalText, LayerFeatures, TextGrammar, padded_left
-from retouch.models.chat_template import VISION, QwenTemplate
 from retouch.models.parts import LOCAL, evaluating
 from retouch.models.pipeline import Area, fit
 from retouch.protocols import Grammar
 from retouch.records.files import read_json
 from retouch.types import Prompts, Task
+from retouch_models.chat_template import VISION, QwenTemplate
 
 if TYPE_CHECKING:
     from retouch.models.loaded import LoadedLanguageModel

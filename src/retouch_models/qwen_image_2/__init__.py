@@ -24,7 +24,7 @@ class QwenImage2Model(DiffusersModel):
     """Area in pixels to which a source image is resized, with its aspect ratio; null takes the pipeline's 1024 x 1024."""
 
     takes = TaskInputs(images=(0, 10))
-    adapter = "retouch.models.qwen_image_2.model:QwenImage2"
+    adapter = "retouch_models.qwen_image_2.model:QwenImage2"
     pipeline = "QwenImage21Pipeline"
     hub_ids = ("Qwen/Qwen-Image-2.1",)
     # All linear layers of every block.

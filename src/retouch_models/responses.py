@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from retouch.models.qwen_image.model import QwenFlow
-    from retouch.models.qwen_image.responses import QwenContext, QwenResponses
-    from retouch.models.qwen_vl import QwenWriter
     from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
     from retouch.types import Task
+    from retouch_models.qwen_image.model import QwenFlow
+    from retouch_models.qwen_image.responses import QwenContext, QwenResponses
+    from retouch_models.qwen_vl import QwenWriter
 
 
 class ResponseRenderer(ImageModelRenderer):
@@ -80,7 +80,7 @@ class ResponseRenderer(ImageModelRenderer):
         """Return the policy's model with the editor's prompts, and the editor on the CPU."""
         import torch
 
-        from retouch.models.qwen_image.responses import with_prompts_of
+        from retouch_models.qwen_image.responses import with_prompts_of
 
         # The recipe's checks ensure both types.
         editor = cast("QwenFlow", self.model.build(device=torch.device("cpu")))
@@ -89,7 +89,7 @@ class ResponseRenderer(ImageModelRenderer):
     def load(
         self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
     ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
-        from retouch.models.qwen_image.responses import share_encoder
+        from retouch_models.qwen_image.responses import share_encoder
 
         writer, editor = self._load_on_cpu(build_writer)
         share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen, device=device)
@@ -104,7 +104,7 @@ class ResponseRenderer(ImageModelRenderer):
         sharded: bool = False,
     ) -> Renderer:
         from retouch.models.offloading import parts_of
-        from retouch.models.qwen_image.responses import QwenResponses, encoder_for
+        from retouch_models.qwen_image.responses import QwenResponses, encoder_for
 
         frozen = not self.policy_encodes
         editor = cast("QwenFlow", image_model)  # the recipe is checked for it

@@ -17,7 +17,7 @@ class SD3Model(DiffusersModel):
 
     kind: Literal["sd3"] = "sd3"
 
-    adapter = "retouch.models.sd3.model:SD3"
+    adapter = "retouch_models.sd3.model:SD3"
     pipeline = "StableDiffusion3Pipeline"
     hub_ids = (
         "stabilityai/stable-diffusion-3-medium-diffusers",
