@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr, field_serializer
 
+from retouch.config import wings
 from retouch.config.section import Kinds
 from retouch.protocols import Reward
 from retouch.rewards.base import JudgeClients, LoadedModel, RewardSection, RunFacts, TaskFacts, close, source_image, unchanged
@@ -329,7 +330,8 @@ class DeQAReward(OneTokenReward):
         return {"deqa": means(self.panel.judge([Prompt("", part, form, True, begins) for part in parts]), "deqa")}
 
 
-_INNER = Kinds("reward", SINGLE)
+_IN_PROCESS = {kind: path for kind, path in wings.of_set("reward").items() if path.startswith("retouch_rewards.")}
+_INNER = Kinds("reward", {**SINGLE, **_IN_PROCESS})
 
 
 class EditCaptionReward(JudgeReward):

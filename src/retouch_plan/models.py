@@ -9,6 +9,7 @@ numbers of the whole model. The peak of a stage is the largest over all kinds of
 """
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,7 +33,7 @@ from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import Bits, DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
 from retouch.models.ip_adapter import vision_part
 from retouch.models.offloading import EmbeddingStore
-from retouch.models.pretrained import find_encoder
+from retouch.models.pretrained import find_encoder, snapshot
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import read_json
 from retouch_models import emu3
@@ -297,9 +298,13 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
 def _described(model: Any, folder: Path, key: str) -> Any:
     if not isinstance(model, DiffusersModel | PretrainedLanguageModel):
         return model
+    if isinstance(model, DiffusersModel):
+        model = model.model_copy(update={"weights": None, "loras": {}})  # other weights, of the same shapes
     with suppress(ValueError):  # the path may be the folder of a run that does not exist yet
         if model.find_weights()[0] is not None:
             return model
+    if isinstance(model, DiffusersPipeline):
+        return model.model_copy(update={"path": str(_configurations(model.path, folder / key, key=key))})
     described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
     if described is None:
         message = f"{key}.path: the configuration of {model.source} is not known; download its configuration files"
@@ -316,6 +321,19 @@ def _described(model: Any, folder: Path, key: str) -> Any:
     _tokenizer(EMU3, size=151643, pad="<|endoftext|>", end=None, more=visual).save_pretrained(folder / "tokenizer")
     paths = {"path": target, "tokenizer": folder / "tokenizer", "autoencoder": autoencoder}
     return model.model_copy(update={name: str(path) for name, path in paths.items()})
+
+
+def _configurations(path: str, target: Path, *, key: str) -> Path:
+    """Download the configurations and tokenizers of a Hub id, some MB, and put an empty file of weights next to each."""
+    try:
+        found = snapshot(path, ("*.json", "*.txt", "*.model", "*.jinja"), ignore_patterns=["*.index.json"])
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnknownConfiguration(f"{key}.path: the configuration files of {path} could not be downloaded: {reason}") from error
+    shutil.copytree(found, target)
+    for config in target.glob("*/config.json"):
+        save_file({}, config.with_name("model.safetensors"))
+    return target
 
 
 def write_folder(folder: Path, described: PartConfigs) -> Path:

@@ -179,6 +179,12 @@ class DiffusersModel(ImageModel):
     512 x 512 px with null, the size at which published runs train them."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+    weights: str | None = Field(default=None, exclude_if=operator.not_)
+    """A file, ``.safetensors`` or ``.gguf``, with other weights of the denoiser, in the layout of diffusers or of ComfyUI. Of a
+    whole checkpoint, only the denoiser is read."""
+    loras: dict[str, float] = Field(default={}, exclude_if=operator.not_)
+    """Files of LoRAs, each with its scale, that are merged into the denoiser before anything is trained; every format that the
+    pipeline's ``load_lora_weights`` reads."""
     vae_slicing: bool = Field(default=False, exclude_if=operator.not_)
     """Encode and decode one image at a time: less memory, and the same images up to rounding."""
     vae_tiling: bool = Field(default=False, exclude_if=operator.not_)
@@ -208,7 +214,19 @@ class DiffusersModel(ImageModel):
         return self.load(self.fetch_weights(), device=device)
 
     def fetch_weights(self) -> Any:
+        self.require_files()
         return live_object(self.path, key="model.path") if self.path.startswith(LIVE) else fetch_weights(self.path)
+
+    def require_files(self) -> None:
+        """Raise ValueError if a file of ``weights`` or ``loras`` is missing or has another format."""
+        for key, file, formats in (
+            *([("weights", self.weights, (".safetensors", ".gguf"))] if self.weights else []),
+            *(("loras", file, (".safetensors",)) for file in self.loras),
+        ):
+            if not file.endswith(formats):
+                raise ValueError(f"policy.model.{key}: {file} is no {' or '.join(formats)} file")
+            if not Path(file).is_file():
+                raise ValueError(f"policy.model.{key}: there is no file {file}")
 
     def load(self, source: Path | DiffusionPipeline, *, device: torch.device) -> DenoisingModel:
         """Load the model from a local folder, or take it from a loaded pipeline."""
@@ -216,6 +234,13 @@ class DiffusersModel(ImageModel):
 
         options = {"dtype": getattr(torch, self.dtype), "device": device, "size": self.size, **self.options(source)}
         made: DenoisingModel = self.adapter_class().from_pretrained(source, **options)
+        if self.weights is not None or self.loras:
+            from retouch.models import single_file
+
+            if self.weights is not None:
+                single_file.replace_weights(made.module, self.weights, folder=source)
+            for file, scale in self.loras.items():
+                single_file.merge_lora(made.module, file, scale=scale, pipeline=self.pipeline)
         if self.vae_slicing or self.vae_tiling:
             self.limit_vae(made.latents.vae)  # type: ignore[attr-defined]
         return made
@@ -237,6 +262,7 @@ class DiffusersModel(ImageModel):
         return import_class(cls.adapter)
 
     def find_weights(self) -> tuple[Path | None, bool]:
+        self.require_files()
         if self.path.startswith(LIVE):
             return None, True
         folder = find_weights(self.path)

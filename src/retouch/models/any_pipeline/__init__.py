@@ -56,6 +56,7 @@ class DiffusersPipeline(DiffusersModel):
         return {"call": self.call}
 
     def find_weights(self) -> tuple[Path | None, bool]:
+        self.require_files()
         if self.path.startswith(LIVE):
             return None, True
         files = pipeline_files(self.path, local=True)
@@ -63,6 +64,7 @@ class DiffusersPipeline(DiffusersModel):
         return folder, folder is not None
 
     def fetch_weights(self) -> Any:
+        self.require_files()
         if self.path.startswith(LIVE):
             return live_object(self.path, key="model.path")
         files = pipeline_files(self.path)

@@ -400,7 +400,7 @@ class AnyPipeline:
         """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline."""
         pipe: Any = source
         if isinstance(source, Path | str):
-            pipe = DiffusionPipeline.from_pretrained(diffusers_folder(source), torch_dtype=dtype, **LOCAL)
+            pipe = DiffusionPipeline.from_pretrained(diffusers_folder(source), dtype=dtype, **LOCAL)
         return cls(pipe.to(device), size=size, call=call)
 
     @property
