@@ -50,7 +50,7 @@ LEDGER = (
         "rewards/ledger/database.py",
         "image.tobytes()",
         "image.tobytes()[:-1]",
-        f"{_JOURNAL}::test_image_hash_depends_on_size_mode_and_every_pixel",
+        f"{_JOURNAL}::test_images_are_stored_by_hash_and_damaged_files_read_as_none",
     ),
     Mutant(
         "the scores of a sample with a missing column are cached",
@@ -86,7 +86,7 @@ LEDGER = (
         "rewards/ledger/journal.py",
         "BETWEEN ? AND ? AND judge = ?",
         "BETWEEN ? AND ? AND ? IS NOT NULL",
-        f"{_JOURNAL}::test_samples_are_scored_again_for_another_judge_fingerprint",
+        f"{_JOURNAL}::test_only_changed_images_are_scored_and_they_replace_the_stored_rows",
     ),
     Mutant(
         "stored scores of another image are reused",

@@ -18,7 +18,7 @@ SERVING = (
         "retouch_serve/wire.py",
         'scores[item["id"]] = _item_scores(item, expected)',
         "scores[list(ids)[len(scores)]] = _item_scores(item, expected)",
-        f"{FAULTS}::test_items_of_a_reply_may_be_in_any_order",
+        f"{FAULTS}::test_remote_scores_equal_local_scores_and_pass_the_contract_checks",
     ),
     Mutant(
         "scores outside their declared range are accepted",
@@ -54,7 +54,7 @@ SERVING = (
         "retouch_serve/client.py",
         "if fault.slow or (fault.blames_server and others):",
         "if fault.slow or fault.blames_server:",
-        f"{CLIENT}::test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one",
+        f"{CLIENT}::test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one_until_a_probe_finds_it_ready",
     ),
     Mutant(
         "an endpoint that recovers is never used again",
