@@ -36,14 +36,14 @@ LEDGER = (
         "retouch_judge/cache.py",
         "json_hash([judge, question.rubric,",
         "json_hash([question.rubric,",
-        f"{_KEPT}::test_stored_answers_are_not_reused_for_another_judge",
+        f"{_KEPT}::test_the_same_question_is_asked_once_also_after_a_restart",
     ),
     Mutant(
         "the hash of a sample ignores the completion",
         "rewards/ledger/database.py",
         "task.text, sample.completion, dict",
         "task.text, dict",
-        f"{_KEPT}::test_samples_that_differ_in_completion_or_image_are_scored_separately",
+        f"{_KEPT}::test_samples_that_differ_in_any_field_or_reward_are_scored_separately",
     ),
     Mutant(
         "the hash of an image ignores its last byte",
@@ -57,7 +57,7 @@ LEDGER = (
         "retouch_judge/cache.py",
         "scores=None if missing else scores,",
         "scores=scores,",
-        f"{_KEPT}::test_a_sample_with_a_missing_score_is_scored_again",
+        f"{_KEPT}::test_a_sample_with_a_missing_score_is_scored_again_and_its_requests_are_recorded",
     ),
     Mutant(
         "a key that another thread is already requesting is requested again",
