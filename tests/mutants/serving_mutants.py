@@ -105,7 +105,7 @@ SERVING = (
         "retouch_serve/front.py",
         "if len(content) + len(part) > max_bytes:",
         "if False:",
-        f"{HOSTILE}::test_bodies_that_are_too_long_return_too_large[own-a body that is too long without saying]",
+        f"{HOSTILE}::test_malformed_bodies_are_rejected[own-a body that is too long without saying]",
     ),
     Mutant(
         "a batch with a repeated id is accepted",
@@ -134,7 +134,7 @@ SERVING = (
         "retouch_serve/service.py",
         "if request.done.done():\n                continue",
         "if False:\n                continue",
-        f"{SERVER}::test_expired_deadline_returns_504_and_its_samples_are_not_scored",
+        f"{SERVER}::test_a_full_queue_returns_429_and_an_expired_deadline_504",
     ),
     Mutant(
         "a server that is shutting down accepts new requests",
