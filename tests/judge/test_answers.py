@@ -29,11 +29,7 @@ KINDS = {
     *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
     *("traps", "seldom"),  # texts made to mislead the parser; rare forms, which it need not read
 }
-FORMS = [
-    {"score": Scale(0, 10)},
-    {"score": Scale(1, 5, whole=True)},
-    {"alignment": Scale(0, 1), "quality": Scale(0, 1)},
-]
+FORMS = [{"score": Scale(0, 10)}, {"score": Scale(1, 5, whole=True)}, {"alignment": Scale(0, 1), "quality": Scale(0, 1)}]
 PARTS = [
     *(
         *("Score", "score", "**", "Final ", "Rating", ":", "=", " is ", "/10", "/5", " out of 10", "7", "10", "0", "8.5"),

@@ -16,15 +16,7 @@ from retouch.types import Sample, Task
 from retouch_judge.base import Panel, fingerprint, plain, quoted, rubric
 from retouch_judge.chat_client import ChatClient
 from retouch_judge.kinds import Endpoint
-from retouch_judge.rewards import (
-    AspectsReward,
-    ComplexEditReward,
-    DigitReward,
-    GroundReward,
-    VieScore,
-    WinRateReward,
-    YesReward,
-)
+from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, GroundReward, VieScore, WinRateReward, YesReward
 from retouch_worlds.testing import check_reward
 
 PATIENCE = {"timeout": 10, "deadline": 60, "attempts": 2, "pause": 0.002, "longest_pause": 0.01}

@@ -343,11 +343,7 @@ def test_a_reload_takes_the_new_code_and_keeps_the_old_reward_if_it_fails_or_its
 
 
 @pytest.mark.parametrize(
-    "word",
-    [
-        "user_reward:constant",
-        '{"kind": "several", "rewards": {"own": {"kind": "import", "class": "user_reward:Constant"}}}',
-    ],
+    "word", ["user_reward:constant", '{"kind": "several", "rewards": {"own": {"kind": "import", "class": "user_reward:Constant"}}}']
 )
 def test_a_reload_takes_the_new_code_of_functions_and_of_rewards_inside_a_reward(word, write_reward):
     write_reward("0.25")

@@ -257,10 +257,7 @@ def test_scores_are_missing_if_the_only_server_is_faulty(kind):
     samples = samples_of(6)
     timeout = 0.3 if kind in ("hang", "slow drip") else 10.0
     deadline = 1.0 if kind in ("429", "503") else DEADLINE  # these do not count as attempts, so only the deadline ends them
-    with (
-        bad_server(kind) as bad,
-        closing(remote([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)) as reward,
-    ):
+    with bad_server(kind) as bad, closing(remote([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)) as reward:
         scores = reward(samples)
         assert ("faults/out_of_time" in reward.stats()) is (kind in ("429", "503"))
     missing = scores["digest"].isnan()

@@ -47,11 +47,7 @@ def same(a, b):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_all_fields_of_a_sample_arrive_bitwise(form, encoding):
     task = full_task()
-    sent = [
-        Sample(task, noise_image(5)),
-        Sample(task, None),
-        Sample(Task(id="bare", instruction=""), noise_image(6, mode="L")),
-    ]
+    sent = [Sample(task, noise_image(5)), Sample(task, None), Sample(Task(id="bare", instruction=""), noise_image(6, mode="L"))]
     decoded = round_trip(sent, form, encoding)
     assert decoded.ids == ("0", "1", "2")
     for before, after in zip(sent, decoded.samples, strict=True):
