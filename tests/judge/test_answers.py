@@ -29,11 +29,7 @@ KINDS = {
     *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
     *("traps", "seldom"),  # texts made to mislead the parser; rare forms, which it need not read
 }
-FORMS = [
-    {"score": Scale(0, 10)},
-    {"score": Scale(1, 5, whole=True)},
-    {"alignment": Scale(0, 1), "quality": Scale(0, 1)},
-]
+FORMS = [{"score": Scale(0, 10)}, {"score": Scale(1, 5, whole=True)}, {"alignment": Scale(0, 1), "quality": Scale(0, 1)}]
 PARTS = [
     *(
         *("Score", "score", "**", "Final ", "Rating", ":", "=", " is ", "/10", "/5", " out of 10", "7", "10", "0", "8.5"),
@@ -60,17 +56,6 @@ def asked(row):
     return scales, label
 
 
-def check(found, scales):
-    """Check that the result is None, or one number on its scale for each name."""
-    if found is None:
-        return
-    assert set(found) == set(scales)
-    for name, value in found.items():
-        assert math.isfinite(value)
-        assert scales[name].low <= value <= scales[name].high
-        assert not scales[name].whole or value == int(value)
-
-
 def test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read():
     outcomes = Counter()
     wrong = []
@@ -93,26 +78,20 @@ def test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read()
 EDITS = {"success": Scale(0, 10), "restraint": Scale(0, 10)}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        *('"final_success": 2, "final_restraint": 1', '"revised_success": 2', '"Actual success": "2"', '"source_success": 2'),
-        *('"score": [2, 1]', '"final": {"success": 2, "restraint": 1}', '"correctedRestraint": 20'),
-    ],
+CONTRADICTING = (
+    *('"final_success": 2, "final_restraint": 1', '"revised_success": 2', '"Actual success": "2"', '"source_success": 2'),
+    *('"score": [2, 1]', '"final": {"success": 2, "restraint": 1}', '"correctedRestraint": 20'),
 )
-def test_json_with_two_different_scores_of_a_name_gives_no_score(more):
-    assert read_scores(f'{{"success": 8, "restraint": 9, {more}}}', EDITS) is None
+AGREEING = (
+    *('"overall": 4', '"score": [8, 9]', '"final": {"success": 8, "restraint": 9}', '"final_success": 8'),
+    *('"success_verdict": true', '"final_success": "as above"', '"success_reason": 2'),
+)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        *('"overall": 4', '"score": [8, 9]', '"final": {"success": 8, "restraint": 9}', '"final_success": 8'),
-        *('"success_verdict": true', '"final_success": "as above"', '"success_reason": 2'),
-    ],
-)
-def test_json_with_other_keys_that_contradict_no_score_is_read(more):
-    assert read_scores(f'{{"success": 8, "restraint": 9, {more}}}', EDITS) == {"success": 8, "restraint": 9}
+@pytest.mark.parametrize("more", [*CONTRADICTING, *AGREEING])
+def test_json_with_other_keys_is_read_unless_they_contradict_a_score(more):
+    expected = {"success": 8, "restraint": 9} if more in AGREEING else None
+    assert read_scores(f'{{"success": 8, "restraint": 9, {more}}}', EDITS) == expected
 
 
 def test_scores_are_never_clamped_or_rescaled():
@@ -122,20 +101,27 @@ def test_scores_are_never_clamped_or_rescaled():
     assert read_scores("3.5", {"score": Scale(0, 5, whole=True)}) is None
     assert read_scores("Score: -0.5", {"score": Scale(-1, 1)}) is None  # a sign before a figure may be a dash
     assert read_scores('{"score": -0.5}', {"score": Scale(-1, 1)}) == {"score": -0.5}
-
-
-def test_too_long_or_too_deeply_nested_answers_give_no_score():
-    assert read_scores("a. " * LONGEST + "Score: 7", {"score": Scale(0, 10)}) is None
+    # Too long or too deeply nested:
     for text in (
-        "[" * 15000,
-        '{"a":' * 3000,
-        "9" * 15000,
-        '{"score": ' + "9" * 15000 + "}",
-        " " * LONGEST,
-        "Score: 7\n" * 2000,
-        "*" * LONGEST,
+        *("a. " * LONGEST + "Score: 7", "[" * 15000, '{"a":' * 3000, "9" * 15000, '{"score": ' + "9" * 15000 + "}"),
+        *(" " * LONGEST, "Score: 7\n" * 2000, "*" * LONGEST),
     ):
         assert read_scores(text, {"score": Scale(0, 10)}) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        *((lambda scale=scale: Scale(*scale), "scale") for scale in ((1, 1), (2, 1), (0, math.inf), (math.nan, 1), (0, 2.5, True))),
+        (lambda: WordForm("x", {"yes": 1.0}, 0.5), "words"),
+        (lambda: WordForm("x", {"yes": 1.0, " YES": 0.0}, 0.5), "words"),
+        (lambda: WordForm("x", {"yes": 1.0, "no": 0.0}, 0.0), "min_mass"),
+        (lambda: ChoiceForm("x", {"yes": 1.0, "YES": 0.0}), "differ in their letters"),
+    ],
+)
+def test_an_invalid_scale_or_form_raises(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -147,25 +133,19 @@ def test_fuzzed_texts_give_valid_scores_or_none(count):
         if kind == 0:
             text = "".join(draw.choices(PARTS, k=draw.randrange(20)))
         elif kind == 1:
-            text = "".join(
-                chr(draw.choice((draw.randrange(128), draw.randrange(0x3000), draw.randrange(0x110000))))
-                for _ in range(draw.randrange(60))
-            )
+            limits = [(128, 0x3000, 0x110000)[draw.randrange(3)] for _ in range(draw.randrange(60))]
+            text = "".join(chr(draw.randrange(limit)) for limit in limits)
         else:
             text = draw.choice(texts)
             for _ in range(draw.randrange(1, 4)):
                 place = draw.randrange(len(text) + 1)
                 text = text[:place] + draw.choice(PARTS) + text[place + draw.randrange(3) :]
         scales = draw.choice(FORMS)
-        check(read_scores(text, scales), scales)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "whole"), [(1, 1, False), (2, 1, False), (0, float("inf"), False), (float("nan"), 1, False), (0, 2.5, True)]
-)
-def test_an_invalid_scale_raises(low, high, whole):
-    with pytest.raises(ValueError, match="scale"):
-        Scale(low, high, whole)
+        found = read_scores(text, scales)
+        assert found is None or found.keys() == scales.keys()
+        for name, value in (found or {}).items():
+            assert scales[name].low <= value <= scales[name].high
+            assert not scales[name].whole or value == int(value)
 
 
 VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
@@ -173,17 +153,8 @@ YES = WordForm("yes", {"no": 0.0, "yes": 1.0})
 DIGITS = WordForm("digit", {str(digit): digit / 5 for digit in range(6)})
 
 
-def first_word(**mass):
-    return JudgeReply("", "length", first={word: math.log(share) for word, share in mass.items()})
-
-
-def test_the_yes_score_is_its_share_of_the_probability_of_allowed_words():
-    found = YES.read(first_word(yes=0.6, no=0.2, maybe=0.15))
-    assert found == {"yes": pytest.approx(0.75)}
-
-
-def test_probabilities_of_spellings_of_a_word_are_summed():
-    first = {" Yes": math.log(0.3), "yes": math.log(0.3), "NO": math.log(0.2), "▁no": math.log(0.1)}
+def test_the_yes_score_is_its_share_of_the_probability_of_allowed_words_in_any_spelling():
+    first = {" Yes": math.log(0.3), "yes": math.log(0.3), "NO": math.log(0.2), "▁no": math.log(0.1), "maybe": math.log(0.05)}
     assert YES.read(JudgeReply("", "length", first=first)) == {"yes": pytest.approx(0.6 / 0.9)}
 
 
@@ -237,39 +208,22 @@ def test_the_schema_starts_with_reasoning_and_allows_only_the_scores():
     assert schema["properties"]["b"]["type"] == "integer"
     assert schema["additionalProperties"] is False
     assert "reasoning" not in ScoresForm({"a": Scale(0, 1)}, reasoning=False).schema()["properties"]
-
-
-@pytest.mark.parametrize(
-    ("values", "mass"), [({"yes": 1.0}, 0.5), ({"yes": 1.0, " YES": 0.0}, 0.5), ({"yes": 1.0, "no": 0.0}, 0.0)]
-)
-def test_invalid_words_or_min_mass_raise(values, mass):
-    with pytest.raises(ValueError, match=r"words|min_mass"):
-        WordForm("x", values, mass)
-
-
-@pytest.mark.parametrize("text", ["yes", "Yes", " YES.\n", '{"answer": "yes"}', '{ "answer" : "Yes" }'])
-def test_a_choice_is_read_if_the_answer_is_only_the_word(text):
-    assert VOTE.read(JudgeReply(text, "stop")) == {"yes": 1.0}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "maybe", "yes and no", "yes, it was", "no no", "y", "yesno", '"yes"', "- yes", "yes..", "1", "true"),
-        *('{"answer": "maybe"}', '{"answer": 1}', '{"answer": ["yes"]}', '{"answer": "yes"', '{"answer": "yes", "x": 1}'),
-        *('{"yes": 1}', "{}", '{"answer": "no", "answer": "yes"}', '{"answer": "yes"} {}'),
-    ],
-)
-def test_other_answers_to_a_choice_give_no_score(text):
-    assert VOTE.read(JudgeReply(text, "stop")) is None
-
-
-def test_a_choice_form_lists_its_words_in_choices_and_schema():
     assert VOTE.choices() == ("no", "yes")
     assert VOTE.schema()["properties"] == {"answer": {"type": "string", "enum": ["no", "yes"]}}
-    assert YES.choices() == ScoresForm({"score": Scale(0, 10)}).choices() == ()
-    with pytest.raises(ValueError, match="differ in their letters"):
-        ChoiceForm("x", {"yes": 1.0, "YES": 0.0})
+    assert YES.choices() == form.choices() == ()
+
+
+CHOSEN = ("yes", "Yes", " YES.\n", '{"answer": "yes"}', '{ "answer" : "Yes" }')
+UNCLEAR = (
+    *("", "maybe", "yes and no", "yes, it was", "no no", "y", "yesno", '"yes"', "- yes", "yes..", "1", "true"),
+    *('{"answer": "maybe"}', '{"answer": 1}', '{"answer": ["yes"]}', '{"answer": "yes"', '{"answer": "yes", "x": 1}'),
+    *('{"yes": 1}', "{}", '{"answer": "no", "answer": "yes"}', '{"answer": "yes"} {}'),
+)
+
+
+@pytest.mark.parametrize("text", [*CHOSEN, *UNCLEAR])
+def test_a_choice_is_read_only_if_the_answer_is_only_the_word(text):
+    assert VOTE.read(JudgeReply(text, "stop")) == ({"yes": 1.0} if text in CHOSEN else None)
 
 
 ONE = {"score": Scale(0, 10)}
@@ -329,16 +283,18 @@ def test_reading_time_grows_at_most_linearly_with_the_length(part):
 def unbounded(parsed):
     """Whether a parsed pattern repeats anything without a limit."""
     for code, argument in parsed:
+        inner = []
         if code in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-            if argument[1] is _constants.MAXREPEAT or unbounded(argument[2]):
+            if argument[1] is _constants.MAXREPEAT:
                 return True
+            inner = [argument[2]]
         elif code is _constants.SUBPATTERN:
-            if unbounded(argument[3]):
-                return True
+            inner = [argument[3]]
         elif code is _constants.BRANCH:
-            if any(unbounded(branch) for branch in argument[1]):
-                return True
-        elif code in (_constants.ASSERT, _constants.ASSERT_NOT) and unbounded(argument[1]):
+            inner = argument[1]
+        elif code in (_constants.ASSERT, _constants.ASSERT_NOT):
+            inner = [argument[1]]
+        if any(map(unbounded, inner)):
             return True
     return False
 
@@ -370,8 +326,5 @@ def test_regular_expressions_of_the_parser_have_no_unbounded_repeats(monkeypatch
     assert len(used) > 30
     allowed = {r"\s{33,}"}  # runs of spaces, each of which is matched once
     assert [pattern for pattern in used - allowed if unbounded(_parser.parse(pattern))] == []
-
-
-def test_bounded_limits_repeats_and_squeezed_shortens_runs_of_white_space():
     assert bounded(r"a*b+?[*+]\*\+c{2,}") == r"a{0,500}b{1,500}?[*+]\*\+c{2,500}"
     assert squeezed("a" + " " * 32 + "b" + " " * 33 + "c\n" + " " * 40 + "d" + "\n" * 40 + "e") == "a" + " " * 32 + "b c\nd\n\ne"

@@ -98,17 +98,6 @@ def test_special_tokens_in_the_text_of_a_question_are_encoded_as_text(judge):
     assert (inputs["input_ids"] == judge._image).sum() == (plain["input_ids"] == judge._image).sum() > 0
 
 
-def test_unusable_answers_are_missing_and_the_contract_checks_pass(judge):
-    assert isinstance(judge, JudgeClient)
-    (answer,) = judge.ask([question(ScoresForm({"score": Scale(0, 10)}, max_tokens=8), temperature=1.0)])
-    assert (answer.scores, answer.fault, answer.attempts) == ({}, "unusable answer", 1)
-    assert answer.input_tokens > 0
-    assert answer.output_tokens > 0
-    samples = [Sample(Task(str(k), "blue", images=(PICTURE,)), Image.new("RGB", (24, 24), (40 * k, 9, 9))) for k in range(3)]
-    check_reward(on_panel(YesReward, Panel(judge), min_mass=1e-9), samples)
-    assert on_panel(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
-
-
 def test_a_quantised_judge_answers_nearly_as_the_whole_one_and_has_another_identity(judge, tmp_path):
     pytest.importorskip("torchao")
     for part in (judge.model, judge.tokenizer, judge.processor):
@@ -136,16 +125,15 @@ def test_absent_or_unsupported_weights_raise(tmp_path):
 def several():
     """Questions of several lengths, with images of several sizes, some sampled and some greedy, in two forms."""
     rng = np.random.default_rng(3)
-    made = []
-    for number in range(7):
-        side = 24 + 16 * (number % 3)
-        image = Image.fromarray(rng.integers(0, 256, (side, 32, 3), dtype=np.uint8))
-        form = SCORES if number % 3 == 2 else LETTERS
-        made.append(Question("Judge.", ("Picture: " + "word " * number, image), form, seed=number, temperature=0.9 * (number % 2)))
-    return made
+    images = [Image.fromarray(rng.integers(0, 256, (24 + 16 * (k % 3), 32, 3), dtype=np.uint8)) for k in range(7)]
+    return [
+        Question("Judge.", ("Picture: " + "word " * k, image), (LETTERS, LETTERS, SCORES)[k % 3], seed=k, temperature=0.9 * (k % 2))
+        for k, image in enumerate(images)
+    ]
 
 
 def test_batched_questions_get_the_same_answers_as_single_questions(judge, several, monkeypatch):
+    assert isinstance(judge, JudgeClient)
     alone = judge.ask(several)
     calls = []
     generate = judge.model.generate
@@ -159,6 +147,22 @@ def test_batched_questions_get_the_same_answers_as_single_questions(judge, sever
         assert other.scores == pytest.approx(dict(one.scores), abs=1e-5)
     assert any(answer.scores for answer in together)
     assert judge.ask(several[::-1])[::-1][0].text == together[0].text
+    (answer,) = judge.ask([question(SCORES, temperature=1.0)])
+    assert (answer.scores, answer.fault, answer.attempts) == ({}, "unusable answer", 1)
+    assert min(answer.input_tokens, answer.output_tokens) > 0
+    # Output tokens are counted up to the end token of each row; the rows of a batch go on until the last one ends.
+    asked = [question(SCORES, seed=seed) for seed in range(2)]
+    rows = torch.tensor([[5, judge._end, judge._end], [5, 6, judge._end]])
+    sequences = torch.cat([judge._inputs(asked)["input_ids"], rows], dim=1)
+    made = SimpleNamespace(sequences=sequences, logits=(torch.zeros(2, 8),))
+    monkeypatch.setattr(judge.model, "generate", lambda **_: made)
+    assert [answer.output_tokens for answer in judge.ask(asked)] == [2, 3]
+
+
+def test_judges_in_this_process_pass_the_contract_checks(judge):
+    samples = [Sample(Task(str(k), "blue", images=(PICTURE,)), Image.new("RGB", (24, 24), (40 * k, 9, 9))) for k in range(3)]
+    check_reward(on_panel(YesReward, Panel(judge), min_mass=1e-9), samples)
+    assert on_panel(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
 
 
 def test_sampling_does_not_depend_on_the_other_rows(judge):
@@ -173,15 +177,3 @@ def test_sampling_does_not_depend_on_the_other_rows(judge):
         drawn = together(ids, logits)
         assert torch.equal(drawn, torch.cat([each(ids[:1], row) for each, row in zip(alone, logits.split(1), strict=True)]))
         assert torch.equal(drawn[1], logits[1])
-
-
-def test_output_tokens_are_counted_up_to_the_end_token_of_each_row(judge, monkeypatch):
-    """The rows of a batch go on until the last one ends."""
-    asked = [question(SCORES, seed=seed) for seed in range(2)]
-    monkeypatch.setattr(judge, "batch", 2)
-    inputs = judge._inputs(asked)
-    rows = torch.tensor([[5, judge._end, judge._end], [5, 6, judge._end]])
-    sequences = torch.cat([inputs["input_ids"], rows], dim=1)
-    made = type("Made", (), {"sequences": sequences, "logits": (torch.zeros(2, 8),)})
-    monkeypatch.setattr(judge.model, "generate", lambda **_: made)
-    assert [answer.output_tokens for answer in judge.ask(asked)] == [2, 3]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import ExitStack, closing
 from importlib import resources
 
 import numpy as np
@@ -15,15 +16,7 @@ from retouch.types import Sample, Task
 from retouch_judge.base import Panel, fingerprint, plain, quoted, rubric
 from retouch_judge.chat_client import ChatClient
 from retouch_judge.kinds import Endpoint
-from retouch_judge.rewards import (
-    AspectsReward,
-    ComplexEditReward,
-    DigitReward,
-    GroundReward,
-    VieScore,
-    WinRateReward,
-    YesReward,
-)
+from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, GroundReward, VieScore, WinRateReward, YesReward
 from retouch_worlds.testing import check_reward
 
 PATIENCE = {"timeout": 10, "deadline": 60, "attempts": 2, "pause": 0.002, "longest_pause": 0.01}
@@ -48,25 +41,16 @@ def score_of(name, number, seed, top, *, whole=False):
 def open_panel(monkeypatch):
     """Creates panels that ask a test double; their clients are closed at the end."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    made = []
+    with ExitStack() as made:
 
-    def make(double, repeats=2):
-        made.append(ChatClient(Endpoint(model="judge", base_url=double.url, **PATIENCE)))
-        return Panel(made[-1], repeats=repeats, temperature=0.5)
+        def make(double, repeats=2):
+            client = ChatClient(Endpoint(model="judge", base_url=double.url, **PATIENCE))
+            return Panel(made.enter_context(closing(client)), repeats=repeats, temperature=0.5)
 
-    yield make
-    for client in made:
-        client.close()
+        yield make
 
 
-EVERY = [
-    AspectsReward,
-    VieScore,
-    ComplexEditReward,
-    GroundReward,
-    YesReward,
-    DigitReward,
-]
+EVERY = [AspectsReward, VieScore, ComplexEditReward, GroundReward, YesReward, DigitReward]
 
 
 def word_probabilities(pixels):
@@ -75,13 +59,17 @@ def word_probabilities(pixels):
     return {"yes": share, "no": 0.9 - share, "5": 0.02, "0": 0.02, "second": 0.01}
 
 
-@pytest.mark.parametrize("judge", EVERY, ids=lambda judge: judge.__name__)
+@pytest.mark.parametrize("judge", [*EVERY, WinRateReward], ids=lambda judge: judge.__name__)
 def test_judges_pass_the_contract_checks(open_panel, judge):
     words = word_probabilities if judge is YesReward else {"0": 0.1, "3": 0.4, "5": 0.4}
     with Double(words=words) as double:
         reward = on_panel(judge, open_panel(double, repeats=1))
         assert isinstance(reward, Reward)
-        check_reward(reward, [sample(number) for number in range(3)])
+        empty = reward([])
+        assert empty
+        assert all(column.shape == (0,) and column.dtype == torch.float32 for column in empty.values())
+        if judge is not WinRateReward:
+            check_reward(reward, [sample(number) for number in range(3)])
         assert double.refused == []
 
 
@@ -93,17 +81,10 @@ def test_unreadable_answers_give_missing_scores_in_every_column(open_panel, judg
     assert all(column.shape == (2,) and column.isnan().all() for column in scores.values())
 
 
-@pytest.mark.parametrize("judge", [*EVERY, WinRateReward], ids=lambda judge: judge.__name__)
-def test_an_empty_list_gives_empty_columns(open_panel, judge):
-    with Double() as double:
-        scores = on_panel(judge, open_panel(double))([])
-    assert scores
-    assert all(column.shape == (0,) and column.dtype == torch.float32 for column in scores.values())
-
-
 def test_viescore_is_the_square_root_of_the_product_of_the_minima(open_panel):
     with Double() as double:
         scores = on_panel(VieScore, open_panel(double))([sample(1), sample(2)])
+        alone = on_panel(VieScore, open_panel(double, repeats=1))([sample(1, source=False)])
     for row, number in enumerate((1, 2)):
         sc = [min(score_of("success", number, seed, 10), score_of("restraint", number, seed, 10)) for seed in (0, 1)]
         pq = [min(score_of("naturalness", number, seed, 10), score_of("cleanness", number, seed, 10)) for seed in (0, 1)]
@@ -112,13 +93,8 @@ def test_viescore_is_the_square_root_of_the_product_of_the_minima(open_panel):
         assert scores["overall"][row] == pytest.approx(np.mean([math.sqrt(a * b) for a, b in zip(sc, pq, strict=True)]), abs=1e-5)
         for name in ("success", "restraint", "naturalness", "cleanness"):
             assert scores[name][row] == pytest.approx(np.mean([score_of(name, number, seed, 10) for seed in (0, 1)]), abs=1e-5)
-
-
-def test_viescore_without_a_source_image_has_no_restraint_score(open_panel):
-    with Double() as double:
-        scores = on_panel(VieScore, open_panel(double, repeats=1))([sample(1, source=False)])
-    assert scores["sc"].item() == scores["success"].item() == pytest.approx(score_of("success", 1, 0, 10), abs=1e-5)
-    assert scores["restraint"].isnan().all()
+    assert alone["sc"].item() == alone["success"].item() == pytest.approx(score_of("success", 1, 0, 10), abs=1e-5)
+    assert alone["restraint"].isnan().all()  # without a source image
 
 
 def test_prompts_of_ones_own_take_the_place_of_viescores(open_panel, tmp_path):
@@ -151,15 +127,6 @@ def test_complex_edit_averages_over_operations_and_repeats(open_panel):
     assert scores["overall"][0].item() == pytest.approx((np.mean(each) + np.mean(kept) + np.mean(looks)) / 3, abs=1e-5)
     with pytest.raises(ValueError, match="operations"):
         on_panel(ComplexEditReward, open_panel(double))([sample(4, meta={"operations": "add a hat"})])
-
-
-def test_ground_requests_contain_the_target_but_no_source_or_instruction(open_panel):
-    with Double() as double:
-        scores = on_panel(GroundReward, open_panel(double, repeats=1))([sample(6)])
-        (body,) = double.requests
-    assert scores["ground"].item() == pytest.approx(score_of("score", 6, 0, 10), abs=1e-5)
-    assert sum(part["type"] == "image_url" for part in body["messages"][1]["content"]) == 2
-    assert INJECTION[:12] not in json.dumps(body)
 
 
 def test_yes_and_digit_scores_are_expected_values_of_the_first_token(open_panel):
@@ -213,46 +180,39 @@ def test_win_rate_compares_samples_of_a_task_in_both_orders(open_panel):
     assert rates[:3].mean().item() == pytest.approx(0.5)
 
 
-def test_text_of_a_task_stays_inside_its_json_quotation(open_panel):
+def test_text_of_a_task_stays_inside_its_json_quotation_and_ground_shows_only_the_target(open_panel):
     with Double() as double:
         on_panel(AspectsReward, open_panel(double, repeats=1), aspects=("alignment",))([sample(1)])
-        (body,) = double.requests
+        scores = on_panel(GroundReward, open_panel(double, repeats=1))([sample(6)])
+        body, ground = double.requests
     line = body["messages"][1]["content"][0]["text"]
-    assert "\n" not in line
-    assert "<" not in line
+    assert not {"\n", "<"} & set(line)
     label, _, data = line.partition(": ")
     assert json.loads(data) == INJECTION
     assert INJECTION[:12] not in body["messages"][0]["content"]
     assert label == quoted("Instruction", "")[: len(label)]
+    assert scores["ground"].item() == pytest.approx(score_of("score", 6, 0, 10), abs=1e-5)
+    assert sum(part["type"] == "image_url" for part in ground["messages"][1]["content"]) == 2
+    assert INJECTION[:12] not in json.dumps(ground)
 
 
 TEMPLATE_TOKENS = {
-    "ChatML, Qwen": ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<tool_call>"),
-    "Llama 2, Mistral": (
-        "[INST]",
-        "[/INST]",
-        "<<SYS>>",
-        "<</SYS>>",
-        "<s>",
-        "</s>",
-        "[ INST ]",
-        "[SYSTEM_PROMPT]",
-        "[/SYSTEM_PROMPT]",
-    ),
-    "Mistral": ("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[THINK]", "[/THINK]"),
-    "Llama 3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "Gemma": ("<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>", "<start_of_image>", "<unused7>"),
-    "DeepSeek": ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
-    "Phi, Command R": ("<|user|>", "<|assistant|>", "<|end|>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-    "GLM": ("[gMASK]", "<sop>", "[MASK]", "[sMASK]", "<|observation|>"),
-    "Kimi": ("◁think▷", "◁/think▷", "<|im_middle|>"),
-    "InternVL, BERT": ("<img>", "<IMG_CONTEXT>", "[CLS]", "[SEP]", "[PAD]", "[UNK]"),
+    "ChatML, Qwen": "<|im_start|> <|im_end|> <|endoftext|> <|vision_start|> <|image_pad|> <tool_call>",
+    "Llama 2, Mistral": "[INST] [/INST] <<SYS>> <</SYS>> <s> </s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT]",
+    "Mistral": "[AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [IMG] [IMG_BREAK] [IMG_END] [THINK] [/THINK]",
+    "Llama 3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
+    "Gemma": "<start_of_turn> <end_of_turn> <bos> <eos> <start_of_image> <unused7>",
+    "DeepSeek": "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <think> </think>",
+    "Phi, Command R": "<|user|> <|assistant|> <|end|> <|START_OF_TURN_TOKEN|> <|SYSTEM_TOKEN|>",
+    "GLM": "[gMASK] <sop> [MASK] [sMASK] <|observation|>",
+    "Kimi": "◁think▷ ◁/think▷ <|im_middle|>",
+    "InternVL, BERT": "<img> <IMG_CONTEXT> [CLS] [SEP] [PAD] [UNK]",
 }
 
 
 @pytest.mark.parametrize("family", TEMPLATE_TOKENS)
 def test_quoted_text_contains_no_chat_template_tokens(family):
-    for token in TEMPLATE_TOKENS[family]:
+    for token in [*TEMPLATE_TOKENS[family].split(" "), "[ INST ]"]:
         for text in (token, f"x{token}\n{token}", f"\\{token}", f"[{token}]", token * 3):
             for value in (text, [text], {"a": [text, 1, None]}):
                 line = quoted("Instruction", value)

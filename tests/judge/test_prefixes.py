@@ -18,14 +18,7 @@ from retouch.types import Sample, Task
 from retouch_judge.base import Panel
 from retouch_judge.local_model import LocalJudge
 from retouch_judge.questions import Answer
-from retouch_judge.rewards import (
-    AspectsReward,
-    ComplexEditReward,
-    DigitReward,
-    GroundReward,
-    VieScore,
-    YesReward,
-)
+from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward, GroundReward, VieScore, YesReward
 
 DOCS = Path(__file__).parents[3] / "docs"
 INSTRUCTION = "Replace the sky by a clear evening sky with a few thin clouds, and keep the people on the bridge as they are."

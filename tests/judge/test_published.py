@@ -111,9 +111,8 @@ def test_spatialreward_weighs_the_numbers_behind_the_regions():
     region = (
         '{"edit_region": [{"id": 0, "label": "the score board", "bbox_2d": [10, 20, 300, 999]}], "reasoning": "<|bbox_0|> red", '
     )
-    found = scores(
-        SpatialReward, lambda q: region + '"score": [20, 10]}' if images_of(q) == 2 else '{"reasoning": "x", "score": [15, 5]}'
-    )
+    looks = '{"reasoning": "x", "score": [15, 5]}'
+    found = scores(SpatialReward, lambda q: region + '"score": [20, 10]}' if images_of(q) == 2 else looks)
     sc, pq = (0.6 * 20 + 0.4 * 10) / 2.5, (0.5 * 15 + 0.5 * 5) / 2.5
     assert (found["sc"], found["pq"]) == (pytest.approx([sc]), pytest.approx([pq]))
     assert found["overall"] == pytest.approx([sc**0.8 * pq**0.2])
@@ -126,12 +125,8 @@ def test_unifiedreward_reads_the_answers_of_its_three_protocols():
     point = "red (attribute): 1\nhat (object): 0\nFinal Score: 3.25"
     assert scores(UnifiedReward, lambda q: point, protocol="point") == {"final": pytest.approx([0.65])}
     edit = scores(UnifiedReward, pairs("[25, 5]", "[10, 20]"), protocol="edit")
-    assert edit == {
-        "success": [1],
-        "restraint": pytest.approx([0.2]),
-        "naturalness": pytest.approx([0.4]),
-        "cleanness": pytest.approx([0.8]),
-    }
+    assert list(edit) == ["success", "restraint", "naturalness", "cleanness"]
+    assert [value for (value,) in edit.values()] == pytest.approx([1, 0.2, 0.4, 0.8])
 
 
 RATIONAL = """# User Request Analysis
@@ -200,11 +195,6 @@ def asked(judge, **fields):
     return client.asked
 
 
-def published_text(question, tokens):
-    """The conversation as the published clients write it, with a mark for each image."""
-    return "".join(part if isinstance(part, str) else tokens for part in question.parts)
-
-
 def test_endpoints_get_the_published_messages():
     edit, looks = asked(EditScore)
     fields = request(edit, typed=True, urls=data_urls([edit]))
@@ -245,41 +235,33 @@ def test_a_judge_in_this_process_reads_the_chat_template_of_the_model(kind, tmp_
     for reward in (EditScore, RationalRewards, DeQAReward):
         question = replace(asked(reward)[0], temperature=0.0)
         own = f"<|im_start|>system\n{question.rubric}<|im_end|>\n" if question.rubric else system
-        image = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"  # 24 x 24 pixels are 32 x 32 for its processor
-        text = published_text(question, image)
-        expected = f"{own}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n{question.begins}"
         grid = judge._row(question).grids[0].tolist()
-        image_tokens = grid[1] * grid[2] // 4
-        expected = expected.replace("<|image_pad|>" * 4, "<|image_pad|>" * image_tokens)
+        image = "<|vision_start|>" + "<|image_pad|>" * (grid[1] * grid[2] // 4) + "<|vision_end|>"
+        text = "".join(part if isinstance(part, str) else image for part in question.parts)
+        expected = f"{own}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n{question.begins}"
         assert judge.tokenizer.decode(judge._row(question).ids) == expected
     check_reward(on_panel(VQAScore, Panel(judge), min_mass=1e-9), [sample(number) for number in range(2)])
 
 
-class Recorder:
-    """A text-to-image reward whose score is the length of the instruction."""
+def test_edit_caption_scores_the_edit_for_a_description_of_each_task():
+    seen = []
 
-    columns = None
-
-    def __init__(self):
-        self.samples = []
-
-    def __call__(self, samples):
-        self.samples += samples
+    def length(samples):
+        seen.extend(samples)
         return {"share": torch.tensor([float(len(sample.task.instruction)) for sample in samples]) / 100}
 
-
-def test_edit_caption_scores_the_edit_for_a_description_of_each_task():
     texts = {0: "a red house", 1: "a red house at night"}
     client = Says(lambda q: "" if "blue" in str(q.parts) else texts[q.seed])
     reward = on_panel(EditCaptionReward, Panel(client, repeats=2, temperature=0.5), of={"kind": "share", "channel": "red"})
-    reward._inner = Recorder()
+    assert list(reward.inner.columns) == ["share"]
+    reward._inner = length
     given = [sample(0, "make it red"), replace(sample(0, "make it red"), image=picture(9)), sample(1, "make it blue")]
     found = reward(given)["share"]
     assert found[:2].tolist() == pytest.approx([(len(texts[0]) + len(texts[1])) / 200] * 2)
     assert found[2].isnan()
     assert len(client.asked) == 4  # two tasks, two descriptions each
     assert all(images_of(question) == 1 and question.parts[-1] is not given[0].image for question in client.asked)
-    assert {one.task.instruction for one in reward.inner.samples} == set(texts.values())
+    assert {one.task.instruction for one in seen} == set(texts.values())
 
 
 def test_edit_caption_refuses_rewards_of_edits_and_counts_both_models():
@@ -288,8 +270,6 @@ def test_edit_caption_refuses_rewards_of_edits_and_counts_both_models():
     assert any("reward.of.kind: editreward scores edits" in line for line in lines)
     assert any("move them up" in line for line in lines)
     assert [model.path for model in section.loaded_models()] == ["a/b", "TIGER-Lab/EditReward-Qwen2.5-VL-7B"]
-    assert section.model_dump(mode="json")["of"] == {"kind": "editreward"} | {
-        key: value for key, value in section.model_dump(mode="json")["of"].items() if key not in ("kind", "combine", "max_missing")
-    }
-    share = EditCaptionReward(judge={"kind": "in_process", "path": "a/b"}, of={"kind": "share", "channel": "red"})
-    assert list(share.inner.columns) == ["share"]
+    of = section.model_dump(mode="json")["of"]
+    assert of["kind"] == "editreward"
+    assert not {"combine", "max_missing"} & set(of)

@@ -62,7 +62,7 @@ JUDGING = (
         "retouch_judge/chat_client.py",
         "text = redacted(received.reply.text)",
         "text = received.reply.text",
-        f"{_ASKS}::test_an_api_key_in_the_text_of_an_answer_is_redacted",
+        f"{_ASKS}::test_the_key_is_in_no_log_error_or_answer",
     ),
     Mutant(
         "the edited image comes before the source image in a judge's prompt",

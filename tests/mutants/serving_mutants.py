@@ -18,7 +18,7 @@ SERVING = (
         "retouch_serve/wire.py",
         'scores[item["id"]] = _item_scores(item, expected)',
         "scores[list(ids)[len(scores)]] = _item_scores(item, expected)",
-        f"{FAULTS}::test_items_of_a_reply_may_be_in_any_order",
+        f"{FAULTS}::test_remote_scores_equal_local_scores_and_pass_the_contract_checks",
     ),
     Mutant(
         "scores outside their declared range are accepted",
@@ -54,7 +54,7 @@ SERVING = (
         "retouch_serve/client.py",
         "if fault.slow or (fault.blames_server and others):",
         "if fault.slow or fault.blames_server:",
-        f"{CLIENT}::test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one",
+        f"{CLIENT}::test_a_failing_endpoint_is_excluded_unless_it_is_the_last_one_until_a_probe_finds_it_ready",
     ),
     Mutant(
         "an endpoint that recovers is never used again",
@@ -105,7 +105,7 @@ SERVING = (
         "retouch_serve/front.py",
         "if len(content) + len(part) > max_bytes:",
         "if False:",
-        f"{HOSTILE}::test_bodies_that_are_too_long_return_too_large[own-a body that is too long without saying]",
+        f"{HOSTILE}::test_malformed_bodies_are_rejected[own-a body that is too long without saying]",
     ),
     Mutant(
         "a batch with a repeated id is accepted",
@@ -134,7 +134,7 @@ SERVING = (
         "retouch_serve/service.py",
         "if request.done.done():\n                continue",
         "if False:\n                continue",
-        f"{SERVER}::test_expired_deadline_returns_504_and_its_samples_are_not_scored",
+        f"{SERVER}::test_a_full_queue_returns_429_and_an_expired_deadline_504",
     ),
     Mutant(
         "a server that is shutting down accepts new requests",

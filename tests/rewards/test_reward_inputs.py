@@ -134,12 +134,12 @@ def test_point_1_2_a_change_of_a_helper_module_is_noticed(project, name, helper,
     assert part in [key for key in before if before[key] != after[key]]
 
 
-@pytest.mark.parametrize("old", ["UNUSED = 1", "def unused(): return UNUSED", 'device="cpu"'])
 @pytest.mark.parametrize("name", ["plain", "deep", "bound", "data"])
-def test_point_1_2_what_a_reward_does_not_use_may_change(project, name, old):
-    assert described(project, name) == described(
-        project, name, reward=REWARD.replace(old, old.replace("1", "2").replace("cpu", "cuda"))
+def test_point_1_2_what_a_reward_does_not_use_may_change(project, name):
+    changed = (
+        REWARD.replace("UNUSED = 1", "UNUSED = 2").replace("return UNUSED", "return 3").replace('device="cpu"', 'device="cuda"')
     )
+    assert described(project, name) == described(project, name, reward=changed)
 
 
 def test_point_1_2_an_unchanged_reward_has_the_same_parts_in_every_process(project):
@@ -167,10 +167,6 @@ def test_point_1_2_what_a_run_itself_changes_in_its_reward_is_no_change(project)
     assert inputs_of(scorer)[0] == start
     scorer.weights[0] = 2.0
     assert {key for key, value in inputs_of(scorer)[0].items() if start[key] != value} == {"self.calls", "self.weights"}
-
-
-def test_point_1_2_a_part_of_unknown_content_is_named(project):
-    described(project, "connected")
     unknown = inputs_of(sys.modules["own_reward"].connected)[1]
     assert unknown == ["the default client of own_reward.connected['a'] (builtins.tuple_iterator)"]
 
@@ -179,7 +175,6 @@ def test_point_1_2_code_without_a_file_or_a_module_is_described():
     def made(factor):
         names: dict[str, Any] = {}
         exec(f"def typed(images, **kwargs): return [{factor} for _ in images]", names)
-        return names["typed"]
+        return inputs_of(names["typed"])
 
-    assert inputs_of(made("1.0")) == inputs_of(made("1.0"))
-    assert inputs_of(made("1.0")) != inputs_of(made("2.0"))
+    assert made("1.0") == made("1.0") != made("2.0")

@@ -111,12 +111,6 @@ class SpoilsTensors(Spoils):
         return images.mul_(0.5).mean((1, 2, 3))
 
 
-def spoils_arguments(**columns):
-    found = [float(np.asarray(image).sum() % 1000) for image in columns["images"]]
-    spoil(dict(columns))
-    return found
-
-
 def submitted(reward, samples):
     with closing(RewardScorer(reward, dict.fromkeys(reward.columns, 1.0))) as judge:
         futures = [judge.submit(samples) for _ in range(2)]
@@ -125,9 +119,26 @@ def submitted(reward, samples):
     return first
 
 
-def failed(reward, samples):
+def spoils_arguments(**columns):
+    found = [float(np.asarray(image).sum() % 1000) for image in columns["images"]]
+    spoil(dict(columns))
+    return found
+
+
+def spoils_and_fails(**columns):
+    spoil(dict(columns))
+    raise KeyError("boxes")
+
+
+def failed(samples):
     with pytest.raises(ValueError, match="KeyError: 'boxes'"):
-        call_reward(reward, samples)
+        call_reward(FunctionReward.of(spoils_and_fails), samples)
+
+
+def next_to_others(samples):
+    alone = scores_of(Looks(), samples)["score"].tolist()
+    together = submitted(CompositeReward({"before": Spoils(), "looks": Looks(), "later": SpoilsLater()}), samples)
+    assert [column.tolist() for column in together.values()] == [alone] * 3
 
 
 def of_tensors(reward, samples):
@@ -153,14 +164,10 @@ WAYS: dict[str, Callable[[list[Sample]], Any]] = {
         CalibratedScores(Spoils(), "score", Calibration("score", *[(0.0, 1.0)] * 5, votes=9, tasks=9)), samples
     ),
     "a function": lambda samples: scores_of(FunctionReward.of(spoils_arguments), samples),
-    "an error": lambda samples: failed(FunctionReward.of(spoils_and_fails), samples),
+    "an error": failed,
+    "next to rewards that spoil": next_to_others,
     "gradients of several": lambda samples: of_tensors(SpoilsTensors(), samples),
 }
-
-
-def spoils_and_fails(**columns):
-    spoil(dict(columns))
-    raise KeyError("boxes")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -169,13 +176,6 @@ def test_point_1_1_nothing_that_a_reward_changes_reaches_the_samples_of_the_run(
     before = content(samples)
     WAYS[way](samples)
     assert content(samples) == before
-
-
-def test_point_1_1_a_reward_scores_the_same_next_to_rewards_that_spoil_their_samples():
-    samples = made_samples()
-    alone = scores_of(Looks(), samples)["score"].tolist()
-    together = submitted(CompositeReward({"before": Spoils(), "looks": Looks(), "later": SpoilsLater()}), samples)
-    assert [together[f"{name}/score"].tolist() for name in ("before", "looks", "later")] == [alone] * 3
 
 
 def test_point_1_1_rewards_of_a_server_get_copies_of_their_own():
@@ -234,16 +234,13 @@ def test_point_1_1_training_leaves_the_rows_of_the_caller_and_the_sources_of_lat
     assert {len(sources) for sources in seen.values()} == {1}
 
 
-def changes_folder():
-    os.chdir("/")
-
-
-SETTINGS: dict[str, tuple[Callable[[], None], str]] = {
+SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
     "chdir": (lambda: os.chdir("/"), "the current folder from .* to /"),
     "dtype": (lambda: torch.set_default_dtype(torch.float64), "torch's default dtype from torch.float32 to torch.float64"),
     "deterministic": (lambda: torch.use_deterministic_algorithms(True), "torch's deterministic debug mode from 0 to 2"),
     "precision": (lambda: torch.set_float32_matmul_precision("medium"), "torch's float32 matmul precision from highest to medium"),
     "benchmark": (lambda: setattr(torch.backends.cudnn, "benchmark", True), "cudnn.benchmark from False to True"),
+    "of the thread": (lambda: (torch.set_default_device("meta"), torch.set_grad_enabled(False)), ""),
 }
 
 
@@ -262,19 +259,11 @@ def test_point_1_8_a_reward_that_changes_a_setting_of_the_process_is_named_and_t
         return [0.5] * len(images)
 
     before = settings()
-    with pytest.raises(ValueError, match=f"^reward function careless changed {says}"):
-        way(FunctionReward.of(careless), made_samples())
-    assert settings() == before
-
-
-def test_point_1_8_settings_of_the_thread_are_set_back():
-    def careless(images, **rest):
-        torch.set_default_device("meta")
-        torch.set_grad_enabled(False)
-        return [0.5] * len(images)
-
-    before = settings()
-    assert scores_of(FunctionReward.of(careless), made_samples())["careless"].tolist() == [0.5, 0.5]
+    if says:
+        with pytest.raises(ValueError, match=f"^reward function careless changed {says}"):
+            way(FunctionReward.of(careless), made_samples())
+    else:
+        assert way(FunctionReward.of(careless), made_samples())["careless"].tolist() == [0.5, 0.5]
     assert settings() == before
 
 
@@ -284,7 +273,7 @@ def test_point_1_8_only_rewards_that_may_have_changed_a_setting_are_named(overla
 
     def careless(images, **rest):
         assert not overlap or began.wait(30)
-        changes_folder()
+        os.chdir("/")
         return [0.5] * len(images)
 
     def innocent(images, **rest):
@@ -357,10 +346,7 @@ class StopsLater(SpoilsLater):
 def test_point_3_8_a_reward_that_exits_ends_the_run_with_its_name(reward, says):
     with pytest.raises(ValueError, match=says):
         submitted(reward, made_samples())
-
-
-def test_point_3_8_ctrl_c_in_a_call_on_the_main_thread_stays_ctrl_c():
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # on the main thread it is Ctrl-C
         scores_of(FunctionReward.of(interrupts), made_samples())
 
 

@@ -7,11 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -65,39 +64,22 @@ def test_incomplete_headers_end_the_connection_with_408(strict, start):
     with connect(strict) as connection:
         connection.sendall(start)
         began = time.monotonic()
-        reply = read_all(connection)
-        assert status(reply) == 408
+        assert status(read_all(connection)) == 408
         assert time.monotonic() - began < 10
-
-
-def test_slowly_sent_headers_do_not_extend_the_time_limit(strict):
-    with connect(strict) as connection:
-        stop = threading.Event()
-
-        def drip():
-            for byte in b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000:
-                try:
-                    connection.sendall(bytes([byte]))
-                except OSError:
-                    return
-                if stop.wait(0.02):
-                    return
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        try:
-            assert status(read_all(connection)) in (0, 408)  # 0: reset, since it went on writing
-        finally:
-            stop.set()
-            thread.join()
-
-
-def test_incomplete_second_request_on_a_connection_returns_408(strict):
-    with connect(strict) as connection:
+    with connect(strict) as connection:  # also in a second request
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /livez HTTP/1.1\r\nHo")
         assert status(read_all(connection)) == 408
+
+
+def test_slowly_sent_headers_do_not_extend_the_time_limit(strict):
+    began = time.monotonic()
+    with connect(strict) as connection, suppress(OSError):
+        for byte in b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+    assert time.monotonic() - began < 20  # all would take two minutes
 
 
 def test_server_answers_despite_many_slow_connections():
@@ -148,23 +130,18 @@ def test_new_connection_at_the_limit_replaces_a_waiting_one_or_is_refused():
 
 
 LONG = b"a" * 1000
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 HEADERS: dict[str, Sequence[bytes]] = {
-    "one header of 200 MB": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ", *[LONG * 1000] * 200],
-    "a name of 1 MB": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n", LONG * 1000],
-    "200 headers": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n"],
-    "a million headers": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n", *[b"X: y\r\n" * 1000] * 1000],
+    "one header of 200 MB": [GET + b"X: ", *[LONG * 1000] * 200],
+    "a name of 1 MB": [GET, LONG * 1000],
+    "200 headers": [GET + b"X: y\r\n" * 200 + b"\r\n"],
+    "a million headers": [GET, *[b"X: y\r\n" * 1000] * 1000],
     "a path of 1 MB": [b"GET /" + LONG * 1000],
-    "headers of 80 kB": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + LONG * 80 + b"\r\n\r\n"],
-    "folded headers": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: y\r\n" + b" z\r\n" * 50_000],
-    "200 trailers": [
-        b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
-        + b"T: y\r\n" * 200
-        + b"\r\n"
-    ],
-    "extensions of chunks": [
-        b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n",
-        *[b"1;" + LONG + b"\r\nx\r\n"] * 1000,
-    ],
+    "headers of 80 kB": [GET + b"X: " + LONG * 80 + b"\r\n\r\n"],
+    "folded headers": [GET + b"X: y\r\n" + b" z\r\n" * 50_000],
+    "200 trailers": [b"POST /nowhere" + CHUNKED + b"1\r\nx\r\n0\r\n" + b"T: y\r\n" * 200 + b"\r\n"],
+    "extensions of chunks": [b"POST /v1/score" + CHUNKED, *[b"1;" + LONG + b"\r\nx\r\n"] * 1000],
     "a method of 1 MB": [LONG * 1000],
 }
 
@@ -173,14 +150,11 @@ HEADERS: dict[str, Sequence[bytes]] = {
 def test_oversized_headers_are_rejected_early(strict, name):
     sent = 0
     with connect(strict) as connection:
-        try:
+        with suppress(OSError):
             for part in HEADERS[name]:
                 connection.sendall(part)
                 sent += len(part)
-        except OSError:
-            pass
-        reply = read_all(connection)
-    assert status(reply) in (0, 400, 404, 431)  # 0: reset, since it went on writing
+        assert status(read_all(connection)) in (0, 400, 404, 431)  # 0: reset, since it went on writing
     assert sent < 20e6
     assert answers(strict)
 
@@ -191,15 +165,15 @@ def test_connection_is_closed_if_the_body_continues_after_the_reply(strict, monk
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
         began = time.monotonic()
-
-        def send_on():
+        with suppress(OSError):  # a reset or a broken pipe
             while time.monotonic() < began + 20:
                 connection.sendall(bytes(1000))
                 time.sleep(0.01)
-
-        with pytest.raises(OSError):  # noqa: PT011  (a reset or a broken pipe)
-            send_on()
         assert time.monotonic() - began < 10
+    with httpx.Client(base_url=strict.url, trust_env=False) as client:  # a short body is read to its end
+        for _ in range(3):
+            assert client.post("/nowhere", content=bytes(2**20)).status_code == 404
+            assert client.get("/livez").status_code == 200
 
 
 def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(strict, monkeypatch):
@@ -222,12 +196,10 @@ def test_point_3_5_a_connection_may_have_few_requests_in_flight(strict):
 
 def test_point_3_5_slow_bodies_leave_room_for_requests_that_are_sent_at_once():
     """More bodies that stop halfway than there are requests in progress, with all of the memory for bodies."""
-    limits = Limits(
-        window=0.0, max_requests=4, max_pixels=2**12, max_total_pixels=2**13, max_body_bytes=2**18, max_memory_bytes=5 * 2**18
-    )
+    sizes = {"max_pixels": 2**12, "max_total_pixels": 2**13, "max_body_bytes": 2**18, "max_memory_bytes": 5 * 2**18}
     head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: x/y\r\nContent-Length: {2**18}\r\n\r\n".encode()
     body, kind = body_of(samples_of(1))
-    with live(host(Digest()), limits=limits) as server, ExitStack() as stack:
+    with live(host(Digest()), limits=Limits(window=0.0, max_requests=4, **sizes)) as server, ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(connect(server)).sendall(head + bytes(2**18 - 1))
         time.sleep(1.5)
@@ -238,40 +210,23 @@ def test_point_3_5_slow_bodies_leave_room_for_requests_that_are_sent_at_once():
 def test_point_3_5_the_time_for_a_body_grows_with_the_bytes_that_arrive():
     limits = replace(STRICT_LIMITS, header_seconds=5.0, body_seconds=0.5, min_body_rate=1000)
     body, kind = body_of(samples_of(1))
-    head = (
-        f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind['Content-Type']}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
+    lines = ("POST /v1/score HTTP/1.1", "Host: localhost", f"Content-Type: {kind['Content-Type']}", f"Content-Length: {len(body)}")
     with live(host(Digest()), limits=limits) as server:
         for first, expected in ((len(body) - 10, 200), (10, 408)):
             with connect(server) as connection:
-                connection.sendall(head.encode() + body[:first])
+                connection.sendall("\r\n".join([*lines, "", ""]).encode() + body[:first])
                 time.sleep(1.0)
                 connection.sendall(body[first:])
                 assert status(connection.recv(65536)) == expected
 
 
-def test_requests_after_a_rejected_body_succeed(strict):
-    with httpx.Client(base_url=strict.url, trust_env=False) as client:
-        for _ in range(3):
-            assert client.post("/nowhere", content=bytes(2**20)).status_code == 404
-            assert client.get("/livez").status_code == 200
-
-
 @pytest.mark.parametrize(
     "headers",
     [
-        "Host: evil.example",
-        "Host: evil.example:8700",
-        "Host: localhost.evil.example",
-        "Host: 127.0.0.1.evil.example",
-        "Host: 10.0.0.1",
-        "Host: [::2]",
-        "Host: ",
-        "Host: localhost\r\nHost: evil.example",
-        "Host: localhost\r\nOrigin: http://evil.example",
-        "Host: localhost\r\nOrigin: null",
+        *(f"Host: {name}" for name in ("evil.example", "evil.example:8700", "localhost.evil.example", "127.0.0.1.evil.example")),
+        *(f"Host: {name}" for name in ("10.0.0.1", "[::2]", "", "[", "localhost\r\nHost: evil.example")),
+        *(f"Host: localhost\r\nOrigin: {origin}" for origin in ("http://evil.example", "null")),
         "Host: localhost\r\nOrigin: http://localhost\r\nOrigin: http://evil.example",
-        "Host: [",
     ],
 )
 def test_other_host_and_origin_headers_are_rejected_without_a_token(strict, headers):
@@ -281,13 +236,10 @@ def test_other_host_and_origin_headers_are_rejected_without_a_token(strict, head
             assert status(read_all(connection)) in (400, 421)
 
 
-@pytest.mark.parametrize("host_name", ["localhost", "127.0.0.1", "127.0.0.1:8700", "[::1]:8700", "LOCALHOST:1", "127.3.2.1"])
-def test_loopback_host_headers_are_accepted_without_a_token(strict, host_name):
-    assert httpx.get(f"{strict.url}/v1/info", headers={"Host": host_name}).status_code == 200
-    assert httpx.get(f"{strict.url}/v1/info", headers={"Host": host_name, "Origin": f"http://{host_name}"}).status_code == 200
-
-
-def test_any_host_header_is_accepted_with_a_token():
+def test_loopback_host_headers_are_accepted_without_a_token_and_all_with_one(strict):
+    for name in ("localhost", "127.0.0.1", "127.0.0.1:8700", "[::1]:8700", "LOCALHOST:1", "127.3.2.1"):
+        for origin in ({}, {"Origin": f"http://{name}"}):
+            assert httpx.get(f"{strict.url}/v1/info", headers={"Host": name, **origin}).status_code == 200
     with live(host(Digest()), token="t" * 20) as server:
         for headers, expected in (({}, 401), ({"Authorization": f"Bearer {'t' * 20}"}, 200)):
             assert httpx.get(f"{server.url}/v1/info", headers={"Host": "judge.example", **headers}).status_code == expected
@@ -332,24 +284,6 @@ def test_a_log_is_written_at_a_bounded_rate():
 # Memory
 
 
-def flat_image(side):
-    """A WebP of one colour: a few kB whose pixels are many MB."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side)).save(buffer, "WEBP", lossless=True)
-    return buffer.getvalue()
-
-
-def request_of(images, blob):
-    document = {
-        "version": 1,
-        "tasks": [{"id": "a", "instruction": "b"}],
-        "items": [{"id": str(k), "task": 0, "picture": k} for k in range(images)],
-        "pictures": [{"form": "encoded"}] * images,
-    }
-    body, kind = encode_body(json.dumps(document).encode(), [blob] * images)
-    return body, {"Content-Type": kind}
-
-
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -358,7 +292,16 @@ def resident():
 def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_path):
     """20 requests of some kB that decode to 1.3 GB: those that exceed the budget get status 429, and memory is freed afterwards."""
     gate = tmp_path / "gate"
-    body, kind = request_of(4, flat_image(2048))
+    flat = io.BytesIO()  # a few kB whose pixels are many MB
+    Image.new("RGB", (2048, 2048)).save(flat, "WEBP", lossless=True)
+    document = {
+        "version": 1,
+        "tasks": [{"id": "a", "instruction": "b"}],
+        "items": [{"id": str(k), "task": 0, "picture": k} for k in range(4)],
+        "pictures": [{"form": "encoded"}] * 4,
+    }
+    body, name = encode_body(json.dumps(document).encode(), [flat.getvalue()] * 4)
+    kind = {"Content-Type": name}
     assert len(body) < 20_000
     limits = Limits(window=0.0, max_pixels=2**22, max_total_pixels=2**24, max_body_bytes=2**20, max_memory_bytes=200 * 2**20)
     with live(host(WaitsForFile(str(gate))), limits=limits) as server, ThreadPoolExecutor(20) as pool:
@@ -408,10 +351,8 @@ def test_memory_budget_refuses_what_exceeds_it_and_releases_memory():
 
 
 def test_request_bodies_count_against_the_memory_budget():
-    limits = Limits(
-        window=0.0, max_pixels=2**10, max_total_pixels=2**10, max_body_bytes=2**20, max_memory_bytes=5 * 2**20, body_seconds=2.0
-    )
-    with live(host(Digest()), limits=limits) as server, ExitStack() as stack:
+    sizes = {"max_pixels": 2**10, "max_total_pixels": 2**10, "max_body_bytes": 2**20, "max_memory_bytes": 5 * 2**20}
+    with live(host(Digest()), limits=Limits(window=0.0, body_seconds=2.0, **sizes)) as server, ExitStack() as stack:
         for _ in range(8):
             slow = stack.enter_context(connect(server))
             head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: x/y\r\nContent-Length: {2**20}\r\n\r\n"

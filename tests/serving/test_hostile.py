@@ -46,16 +46,18 @@ def bomb(side, *, depth=8, colour=2):
     return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def with_text_bomb():
-    whole = png(noise_image(0))
-    text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(64 * 2**20), 9))
-    return whole[:33] + text + whole[33:]
-
-
 def animated(format):
     buffer = io.BytesIO()
     noise_image(0).save(buffer, format, save_all=True, append_images=[noise_image(1), noise_image(2)])
     return buffer.getvalue()
+
+
+def endless_body():
+    for _ in range(1000):
+        yield bytes(2**20)
+
+
+TEXT_BOMB = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(64 * 2**20), 9))
 
 
 PICTURES: dict[str, bytes] = {
@@ -64,7 +66,7 @@ PICTURES: dict[str, bytes] = {
     "PNG that states 2^31 - 1 pixels a side": b"\x89PNG\r\n\x1a\n"
     + chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)),
     "PNG a little too large": png(Image.new("RGB", (1025, 1024))),
-    "PNG with a text bomb": with_text_bomb(),
+    "PNG with a text bomb": VALID_PNG[:33] + TEXT_BOMB + VALID_PNG[33:],
     "PNG with a flipped byte": png(noise_image(0))[:60] + b"\xff" + png(noise_image(0))[61:],
     "animated PNG": animated("PNG"),
     "animated WebP": animated("WEBP"),
@@ -98,11 +100,6 @@ def assert_rejected(response):
 
 def post(server, body, **headers):
     return server.client.post("/v1/score", content=body, headers=headers)
-
-
-def still_scores(server):
-    body, kind = body_of(samples_of(1))
-    return post(server, body, **kind).status_code == 200
 
 
 def batch(**changes):
@@ -177,100 +174,62 @@ def test_malformed_batch_documents_are_rejected(server, name):
     assert_rejected(send(server, DOCUMENTS[name], VALID_PNG))
 
 
-def endless_body():
-    for _ in range(1000):
-        yield bytes(2**20)
-
-
 M = "multipart/form-data; boundary=b"
+JSON, MSGPACK = "application/json", "application/msgpack"
+NAMED = b"--b\r\nContent-Disposition: form-data"
 BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] = {
-    "no content type": (lambda: b"x", {}),
-    "pickle by type": (lambda: PICTURES["pickle"], {"Content-Type": "application/octet-stream"}),
-    "python by type": (lambda: PICTURES["pickle"], {"Content-Type": "application/x-python-pickle"}),
-    "a gzip bomb": (lambda: gzip.compress(bytes(2**26)), {"Content-Type": "application/json", "Content-Encoding": "gzip"}),
-    "an unknown encoding": (lambda: b"{}", {"Content-Type": "application/json", "Content-Encoding": "br"}),
-    "a body that says it is too long": (lambda: bytes(9 * 2**20), {"Content-Type": M}),
-    "a body that is too long without saying": (endless_body, {"Content-Type": M}),
-    "no boundary": (lambda: b"--b\r\n", {"Content-Type": "multipart/form-data"}),
-    "an empty boundary": (lambda: b"--\r\n", {"Content-Type": "multipart/form-data; boundary="}),
-    "another boundary": (lambda: b"--c\r\n\r\n--c--", {"Content-Type": M}),
-    "a part without an end": (lambda: b'--b\r\nContent-Disposition: form-data; name="batch"\r\n\r\n{}', {"Content-Type": M}),
-    "a part without a name": (lambda: b"--b\r\nContent-Disposition: form-data\r\n\r\n{}\r\n--b--", {"Content-Type": M}),
-    "a part of another name": (
-        lambda: b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n{}\r\n--b--',
-        {"Content-Type": M},
-    ),
-    "a part with a long head": (lambda: b"--b\r\n" + b"X: y\r\n" * 9999 + b"\r\n\r\n{}\r\n--b--", {"Content-Type": M}),
-    "the batch twice": (
-        lambda: b'--b\r\nContent-Disposition: form-data; name="batch"\r\n\r\n{}\r\n' * 2 + b"--b--",
-        {"Content-Type": M},
-    ),
-    "the picture 9999": (
-        lambda: encode_body(b"{}", [b"a"])[0].replace(b"picture-0", b"picture-9999"),
-        {"Content-Type": M},
-    ),
-    "a million boundaries": (lambda: b"--b\r\n" * 1_000_000, {"Content-Type": M}),
-    "msgpack of nested lists": (lambda: b"\x91" * 100_000, {"Content-Type": "application/msgpack"}),
-    "msgpack of a huge length": (lambda: b"\x82\xa5batch\xc6\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
-    "msgpack of a huge map": (lambda: b"\xdf\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
-    "msgpack with an extension": (lambda: b"\x82\xa5batch\xc7\x10\x00", {"Content-Type": "application/msgpack"}),
-    "msgpack with more behind": (lambda: encode(b"{}", [], "msgpack")[0] + b"x", {"Content-Type": "application/msgpack"}),
-    "msgpack cut off": (lambda: encode(b"{}", [b"abc"], "msgpack")[0][:-1], {"Content-Type": "application/msgpack"}),
-    "JSON without pictures": (lambda: b'{"batch": {}}', {"Content-Type": "application/json"}),
-    "JSON with base64 that is none": (lambda: b'{"batch": {}, "pictures": ["&&&"]}', {"Content-Type": "application/json"}),
-    "JSON with numbers as pictures": (lambda: b'{"batch": {}, "pictures": [1]}', {"Content-Type": "application/json"}),
-    "JSON of a million lists": (lambda: b"[" + b"[]," * 1_000_000 + b"1]", {"Content-Type": "application/json"}),
-    "a deadline in the past": (lambda: b"{}", {"Content-Type": "application/json", "X-Deadline-Seconds": "-1"}),
-    "a deadline that is no number": (lambda: b"{}", {"Content-Type": "application/json", "X-Deadline-Seconds": "soon"}),
-    "a deadline that is NaN": (lambda: b"{}", {"Content-Type": "application/json", "X-Deadline-Seconds": "nan"}),
+    name: (make if callable(make) else lambda made=make: made, {"Content-Type": kind, **dict(more)} if kind else {})
+    for name, make, kind, *more in (
+        ("no content type", b"x", None),
+        ("pickle by type", PICTURES["pickle"], "application/octet-stream"),
+        ("python by type", PICTURES["pickle"], "application/x-python-pickle"),
+        ("a gzip bomb", lambda: gzip.compress(bytes(2**26)), JSON, ("Content-Encoding", "gzip")),
+        ("an unknown encoding", b"{}", JSON, ("Content-Encoding", "br")),
+        ("a body that says it is too long", lambda: bytes(9 * 2**20), M),
+        ("a body that is too long without saying", endless_body, M),
+        ("no boundary", b"--b\r\n", "multipart/form-data"),
+        ("an empty boundary", b"--\r\n", "multipart/form-data; boundary="),
+        ("another boundary", b"--c\r\n\r\n--c--", M),
+        ("a part without an end", NAMED + b'; name="batch"\r\n\r\n{}', M),
+        ("a part without a name", NAMED + b"\r\n\r\n{}\r\n--b--", M),
+        ("a part of another name", NAMED + b'; name="file"\r\n\r\n{}\r\n--b--', M),
+        ("a part with a long head", b"--b\r\n" + b"X: y\r\n" * 9999 + b"\r\n\r\n{}\r\n--b--", M),
+        ("the batch twice", (NAMED + b'; name="batch"\r\n\r\n{}\r\n') * 2 + b"--b--", M),
+        ("the picture 9999", lambda: encode_body(b"{}", [b"a"])[0].replace(b"picture-0", b"picture-9999"), M),
+        ("a million boundaries", lambda: b"--b\r\n" * 1_000_000, M),
+        ("msgpack of nested lists", b"\x91" * 100_000, MSGPACK),
+        ("msgpack of a huge length", b"\x82\xa5batch\xc6\xff\xff\xff\xff", MSGPACK),
+        ("msgpack of a huge map", b"\xdf\xff\xff\xff\xff", MSGPACK),
+        ("msgpack with an extension", b"\x82\xa5batch\xc7\x10\x00", MSGPACK),
+        ("msgpack with more behind", encode(b"{}", [], "msgpack")[0] + b"x", MSGPACK),
+        ("msgpack cut off", encode(b"{}", [b"abc"], "msgpack")[0][:-1], MSGPACK),
+        ("JSON without pictures", b'{"batch": {}}', JSON),
+        ("JSON with base64 that is none", b'{"batch": {}, "pictures": ["&&&"]}', JSON),
+        ("JSON with numbers as pictures", b'{"batch": {}, "pictures": [1]}', JSON),
+        ("JSON of a million lists", lambda: b"[" + b"[]," * 1_000_000 + b"1]", JSON),
+        ("a deadline in the past", b"{}", JSON, ("X-Deadline-Seconds", "-1")),
+        ("a deadline that is no number", b"{}", JSON, ("X-Deadline-Seconds", "soon")),
+        ("a deadline that is NaN", b"{}", JSON, ("X-Deadline-Seconds", "nan")),
+    )
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_malformed_bodies_are_rejected(server, name):
     make, headers = BODIES[name]
-    assert_rejected(post(server, make(), **headers))
+    response = post(server, make(), **headers)
+    assert_rejected(response)
+    assert "too long" not in name or response.json()["error"]["code"] == "too_large"
 
 
-@pytest.mark.parametrize("name", ["a body that says it is too long", "a body that is too long without saying"])
-def test_bodies_that_are_too_long_return_too_large(server, name):
-    make, headers = BODIES[name]
-    assert post(server, make(), **headers).json()["error"]["code"] == "too_large"
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"image": 7, "prompt": "x"}',
-        b'{"image": "%%%", "prompt": "x"}',
-        b'{"image": "", "prompt": "x", "y": 1}',
-    ],
-)
-def test_malformed_requests_to_the_single_score_page_are_rejected(server, document):
-    assert_rejected(server.client.post("/score", content=document))
-
-
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
-)
-def test_unknown_paths_and_methods_are_rejected(server, method, path):
-    assert_rejected(server.client.request(method, path))
-
-
-def exchange(server, data):
-    """What comes back for these bytes on a connection of their own."""
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
-        connection.sendall(data)
-        came = b""
-        while part := connection.recv(65536):
-            came += part
-            if b"\r\n\r\n" in came:
-                break
-    return came
+def test_malformed_requests_to_the_single_score_page_and_to_unknown_paths_are_rejected(server):
+    for document in (
+        *(b"", b"[]", b"{}", b'{"image": 7, "prompt": "x"}'),
+        *(b'{"image": "%%%", "prompt": "x"}', b'{"image": "", "prompt": "x", "y": 1}'),
+    ):
+        assert_rejected(server.client.post("/score", content=document))
+    for method, path in (("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")):
+        assert_rejected(server.client.request(method, path))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +246,12 @@ def exchange(server, data):
     ids=["TLS", "negative length", "two lengths", "bad chunk", "HTTP/9.9", "long path", "slow body"],
 )
 def test_malformed_http_requests_return_4xx(server, data):
-    answer = exchange(server, data)
+    address = urlsplit(server.url)
+    answer = b""
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        connection.sendall(data)
+        while b"\r\n\r\n" not in answer and (part := connection.recv(65536)):
+            answer += part
     assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert b"Traceback" not in answer
 
@@ -302,26 +266,18 @@ def test_malformed_http_requests_return_4xx(server, data):
     ids=["damaged images", "wrong documents", "broken bodies"],
 )
 def test_every_generated_payload_is_rejected(server, series, send_one):
-    wrong = []
-    for name, payload in series.items():
-        try:
-            assert_rejected(send_one(server, payload))
-        except AssertionError as error:
-            wrong.append((name, str(error)[:200]))
-    assert wrong == []
+    assert len(series) > 50
+    for payload in series.values():
+        assert_rejected(send_one(server, payload))
 
 
 def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server):
-    assert still_scores(server)
+    body, kind = body_of(samples_of(1))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for name in PICTURES:
-        send(server, batch(), PICTURES[name])
+    for image in PICTURES.values():
+        send(server, batch(), image)
     for document in DOCUMENTS.values():
         send(server, document, VALID_PNG)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * (1 if sys.platform == "darwin" else 1024) < 100e6
-    assert still_scores(server)
-
-
-def test_there_are_at_least_300_hostile_payloads():
-    assert sum(map(len, (PICTURES, DOCUMENTS, BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS, BROKEN_BODIES))) >= 300
+    assert post(server, body, **kind).status_code == 200

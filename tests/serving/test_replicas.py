@@ -204,30 +204,26 @@ def test_invalid_serve_options_are_reported_before_anything_starts(words, says, 
     assert says in capsys.readouterr().err
 
 
-def test_missing_ray_is_reported_with_the_pip_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(["serve", "share:red", "--engine", "ray"]) == 2
-    assert "pip install 'retouch[ray]'" in capsys.readouterr().err
+def test_a_port_in_use_a_short_token_a_wrong_host_and_a_missing_ray_are_refused(tmp_path, capsys, monkeypatch):
+    def said(*words):
+        assert cli.main(["serve", "share:red", *words, "--logs", str(tmp_path)]) == 2
+        return capsys.readouterr().err
 
-
-def test_a_port_in_use_and_a_short_token_are_refused(tmp_path, capsys, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert cli.main(["serve", "share:red", "--port", str(port), "--logs", str(tmp_path)]) == 2
-        assert f"port {port} is in use" in capsys.readouterr().err
-    monkeypatch.setenv("RETOUCH_TOKEN", "short")
-    assert cli.main(["serve", "share:red"]) == 2
-    assert "at least 16 characters" in capsys.readouterr().err
-
-
-def test_a_host_that_does_not_exist_is_reported(tmp_path, capsys, monkeypatch):
+        assert f"port {port} is in use" in said("--port", str(port))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'retouch[ray]'" in said("--engine", "ray")
     monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")
-    assert cli.main(["serve", "share:red", "--host", "nosuch.invalid", "--logs", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "--host nosuch.invalid --port 8700: " in said
-    assert "Unknown error" not in said
+    absent = said("--host", "nosuch.invalid")
+    assert "--host nosuch.invalid --port 8700: " in absent
+    assert "Unknown error" not in absent
+    monkeypatch.setenv("RETOUCH_TOKEN", "short")
+    assert "at least 16 characters" in said()
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
 
 
 def test_reserved_port_stays_in_use_while_no_replica_listens():
@@ -275,11 +271,6 @@ def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(t
         serve.process.wait()
         wait_until(lambda: not alive(int(start[3])))
     assert token not in "".join(serve.lines) + "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
-
-
-def test_is_loopback_is_true_only_for_loopback_hosts():
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
 
 
 LIMITS = Limits(window=0.0, stall_seconds=0.2, deadline_seconds=2.0)

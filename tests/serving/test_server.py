@@ -54,29 +54,19 @@ def scores_of(response, column="digest"):
     return [item["scores"].get(column) for item in response.json()["items"]]
 
 
-@pytest.mark.parametrize("form", ["multipart", "msgpack", "json"])
-def test_each_body_form_returns_one_score_per_item(digest, form):
+def test_each_body_form_returns_one_score_per_item_and_a_damaged_image_fails_only_its_own(digest):
     samples = samples_of(9)
-    response = ask(digest, samples, form=form)
-    assert scores_of(response) == [digest_score(sample) for sample in samples]
-    assert scores_of(response, "odd") == [1.0 if len(sample.task.id) % 2 else None for sample in samples]
-    assert [item["id"] for item in response.json()["items"]] == [str(row) for row in range(9)]
-
-
-def test_damaged_image_fails_only_its_own_item(digest):
-    samples = samples_of(3)
+    for form in ("multipart", "msgpack", "json"):
+        response = ask(digest, samples, form=form)
+        assert scores_of(response) == [digest_score(sample) for sample in samples]
+        assert scores_of(response, "odd") == [1.0 if len(sample.task.id) % 2 else None for sample in samples]
+        assert [item["id"] for item in response.json()["items"]] == [str(row) for row in range(9)]
     body, kind = body_of(samples, encoding="webp")
-    response = digest.client.post("/v1/score", content=with_damaged_image(body), headers=kind)
-    items = response.json()["items"]
-    assert [item["errors"] for item in items] == [{"failsontext": "bad_picture"}, {}, {}]
+    place = body.index(b"WEBP", body.index(b'name="picture-1"'))  # the first sample's image, after the source
+    damaged = body[:place] + b"WEBQ" + body[place + 4 :]
+    items = digest.client.post("/v1/score", content=damaged, headers=kind).json()["items"]
+    assert [item["errors"] for item in items] == [{"failsontext": "bad_picture"}, *[{}] * 8]
     assert [item["scores"].get("digest") for item in items] == [None, *map(digest_score, samples[1:])]
-
-
-def with_damaged_image(body):
-    """Return the body with the first sample's image (number 1, after the source) damaged."""
-    start = body.index(b'name="picture-1"')
-    place = body.index(b"WEBP", start)
-    return body[:place] + b"WEBQ" + body[place + 4 :]
 
 
 @pytest.mark.parametrize(
@@ -87,51 +77,51 @@ def with_damaged_image(body):
         ("unknown", {"digest": None}, {}),
     ],
 )
-def test_a_reward_that_fails_on_one_sample_scores_the_others(digest, text, scores, errors, caplog):
+def test_a_reward_that_fails_on_one_sample_scores_the_others(digest, text, scores, errors):
     samples = [*samples_of(5), *samples_of(1, text=text), *samples_of(2)]
     response = ask(digest, samples)
     items = response.json()["items"]
-    assert [items[row]["scores"]["digest"] for row in (0, 1, 2, 3, 4, 6, 7)] == [
-        digest_score(samples[row]) for row in (0, 1, 2, 3, 4, 6, 7)
-    ]
+    rows = (0, 1, 2, 3, 4, 6, 7)
+    assert [items[row]["scores"]["digest"] for row in rows] == [digest_score(samples[row]) for row in rows]
     assert items[5]["errors"] == errors
     assert items[5]["scores"].items() >= scores.items()
     assert "secret-of-the-server" not in response.text
-
-
-def test_reward_output_of_the_wrong_shape_gives_no_scores(digest):
-    response = ask(digest, samples_of(2, text="short"))
-    assert [item["scores"] for item in response.json()["items"]] == [{}, {}]
-    assert {code for item in response.json()["items"] for code in item["errors"].values()} == {"reward_disagrees"}
+    items = ask(digest, samples_of(2, text="short")).json()["items"]  # output of the wrong shape
+    assert [item["scores"] for item in items] == [{}, {}]
+    assert {code for item in items for code in item["errors"].values()} == {"reward_disagrees"}
 
 
 def test_a_sample_without_an_image_is_not_passed_to_the_reward_and_gets_the_worst_scores():
     samples = [*samples_of(1), Sample(samples_of(1)[0].task, None)]
     with live(host(Digest())) as server:
-        response = ask(server, samples)
-        alone = ask(server, samples[1:])
+        response, alone = ask(server, samples), ask(server, samples[1:])
+        text = server.client.get("/metrics").text
+        answer = server.client.post("/score", json={"image": "", "prompt": ""})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_configured")
     assert scores_of(response) == [digest_score(samples[0]), 0.0]
     assert scores_of(response, "odd")[1] is None
     assert (scores_of(alone), scores_of(alone, "odd")) == ([0.0], [None])
     in_process = scores_in_process(Digest(), samples)
     assert (in_process["digest"][1].item(), math.isnan(in_process["odd"][1].item())) == (0.0, True)
-
-
-def test_info_reports_columns_and_limits(digest):
-    info = digest.client.get("/v1/info").json()
-    assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True, "higher_is_better": True}
-    assert info["limits"]["max_items"] == LIMITS.max_items
+    assert 'retouch_items_total{outcome="scored",reward="digest"} 3.0' in text
+    assert 'retouch_requests_total{page="/v1/score",status="200"} 2.0' in text
+    assert "retouch_batch_items_bucket" in text
 
 
 def test_several_rewards_score_under_their_names_and_one_can_be_selected():
     with live(host(Digest()), "a=share:red", "b=share:blue") as server:
         body, kind = body_of(samples_of(2))
-        both = server.client.post("/v1/score", content=body, headers=kind).json()
-        assert set(both["items"][0]["scores"]) == {"digest", "odd", "a/share", "b/share"}
-        one = server.client.post("/v1/score", content=body.replace(b'{"tasks"', b'{"rewards": ["b"], "tasks"'), headers=kind)
-        assert set(one.json()["items"][0]["scores"]) == {"b/share"}
-        assert set(one.json()["judges"]) == {"b"}
-        none = server.client.post("/v1/score", content=body.replace(b'{"tasks"', b'{"rewards": ["c"], "tasks"'), headers=kind)
+
+        def select(name):
+            return server.client.post(
+                "/v1/score", content=body.replace(b'{"tasks"', b'{"rewards": %s, "tasks"' % name), headers=kind
+            )
+
+        assert set(select(b"null").json()["items"][0]["scores"]) == {"digest", "odd", "a/share", "b/share"}
+        one = select(b'["b"]').json()
+        assert set(one["items"][0]["scores"]) == {"b/share"}
+        assert set(one["judges"]) == {"b"}
+        none = select(b'["c"]')
         assert (none.status_code, none.json()["error"]["code"]) == (422, "bad_batch")
 
 
@@ -141,12 +131,24 @@ def test_single_score_page_returns_three_scores_or_an_error_code(digest):
     vlm = good.json()["vlm_score"]
     assert good.status_code == 200
     assert good.json() == {"vlm_score": vlm, "ocr_confidence": 1.0, "combined_score": 0.5 * vlm + 2.0}
-    bad = digest.client.post("/score", json={"image": image[:40], "prompt": "x"})
-    assert (bad.status_code, bad.json()["error"]["code"]) == (422, "bad_picture")
-    failed = digest.client.post("/score", json={"image": image, "prompt": "x", "text": "raise"})
-    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "reward_failed")
-    unknown = digest.client.post("/score", json={"image": image, "prompt": "x", "text": "unknown"})
-    assert unknown.status_code == 500
+    for changes, status, code in (
+        ({"image": image[:40]}, 422, "bad_picture"),
+        ({"text": "raise"}, 500, "reward_failed"),
+        ({"text": "unknown"}, 500, None),
+    ):
+        bad = digest.client.post("/score", json={"image": image, "prompt": "x", **changes})
+        assert bad.status_code == status
+        assert code in (None, bad.json()["error"]["code"])
+
+
+def test_info_reports_columns_and_limits_and_openapi_the_paths_and_body_forms(digest):
+    info = digest.client.get("/v1/info").json()
+    assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True, "higher_is_better": True}
+    assert info["limits"]["max_items"] == LIMITS.max_items
+    document = digest.client.get("/openapi.json").json()
+    assert {"/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics"} <= set(document["paths"])
+    forms = document["paths"]["/v1/score"]["post"]["requestBody"]["content"]
+    assert set(forms) == {"multipart/form-data", "application/msgpack", "application/json"}
 
 
 def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt(monkeypatch):
@@ -169,12 +171,6 @@ def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt(monkeypatch):
         assert (twice.status_code, twice.json()["error"]["code"]) == (422, "bad_batch")
 
 
-def test_single_score_page_returns_404_if_it_is_not_configured():
-    with live("share:red") as server:
-        answer = server.client.post("/score", json={"image": "", "prompt": ""})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_configured")
-
-
 def test_without_its_token_only_the_health_pages_answer():
     with live("share:red", token=TOKEN) as server:
         pages = {route.path for route in server.server.config.app._app.routes if isinstance(route, Route)}
@@ -186,13 +182,6 @@ def test_without_its_token_only_the_health_pages_answer():
                     status = server.client.request(method, page, headers=raw).status_code
                     assert (status == 401) is (page not in ("/livez", "/readyz")), page
         assert server.client.get("/v1/info", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
-
-
-def test_openapi_lists_the_paths_and_the_body_forms(digest):
-    document = digest.client.get("/openapi.json").json()
-    assert {"/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics"} <= set(document["paths"])
-    forms = document["paths"]["/v1/score"]["post"]["requestBody"]["content"]
-    assert set(forms) == {"multipart/form-data", "application/msgpack", "application/json"}
 
 
 def test_valid_request_id_is_kept_and_an_invalid_or_missing_one_is_replaced(digest):
@@ -217,15 +206,6 @@ def test_internal_error_returns_only_the_request_id_and_logs_the_cause(caplog):
     assert "request run-8 to /v1/info failed: KeyError" in caplog.text
 
 
-def test_metrics_count_scored_items_and_requests():
-    with live(host(Digest())) as server:
-        ask(server, samples_of(5))
-        text = server.client.get("/metrics").text
-    assert 'retouch_items_total{outcome="scored",reward="digest"} 5.0' in text
-    assert 'retouch_requests_total{page="/v1/score",status="200"} 1.0' in text
-    assert "retouch_batch_items_bucket" in text
-
-
 class WaitsForEvent(Digest):
     """Judges once ``go`` is set."""
 
@@ -244,7 +224,7 @@ def test_requests_of_many_callers_share_batches():
     with live(host(reward), limits=Limits(window=0.0, max_batch=16)) as server, ThreadPoolExecutor(12) as callers:
         groups = [samples_of(4, instruction=f"caller {k}") for k in range(12)]
         asked = [callers.submit(ask, server, samples) for samples in groups]
-        while waiting(server) < 48:
+        while sum(batcher.load for batcher in server.service._batchers.values()) < 48:  # waiting or being judged
             time.sleep(0.01)
         reward.go.set()
         for samples, response in zip(groups, asked, strict=True):
@@ -252,11 +232,6 @@ def test_requests_of_many_callers_share_batches():
     assert sum(reward.sizes) == 48
     assert max(reward.sizes) == 16
     assert len(reward.sizes) <= 4
-
-
-def waiting(server):
-    """Samples that wait or are being judged."""
-    return sum(batcher.load for batcher in server.service._batchers.values())
 
 
 def test_batcher_waits_for_arriving_requests_and_recently_answered_callers():
@@ -289,7 +264,7 @@ def test_batcher_waits_for_arriving_requests_and_recently_answered_callers():
     assert asyncio.run(judge()) == [5, 5]
 
 
-def test_full_queue_returns_429_with_retry_after_and_health_pages_answer():
+def test_a_full_queue_returns_429_and_an_expired_deadline_504():
     reward = WaitsForEvent()
     with live(host(reward), limits=Limits(window=0.0, max_batch=4, max_queue=4)) as server, ThreadPoolExecutor(1) as other:
         first = other.submit(ask, server, samples_of(4))
@@ -302,9 +277,6 @@ def test_full_queue_returns_429_with_retry_after_and_health_pages_answer():
         reward.go.set()
         assert None not in scores_of(first.result())
         assert server.client.get("/readyz").status_code == 200
-
-
-def test_expired_deadline_returns_504_and_its_samples_are_not_scored():
     reward = WaitsForEvent()
     with live(host(reward), limits=Limits(window=0.0, max_batch=4)) as server, ThreadPoolExecutor(1) as other:
         first = other.submit(ask, server, samples_of(4))
@@ -314,7 +286,7 @@ def test_expired_deadline_returns_504_and_its_samples_are_not_scored():
         reward.go.set()
         first.result()
         ask(server, samples_of(2))
-    assert reward.sizes == [4, 2]
+    assert reward.sizes == [4, 2]  # the samples of the late request are not scored
 
 
 def test_draining_server_completes_requests_in_flight_and_rejects_new_ones():
@@ -336,16 +308,17 @@ def test_draining_server_completes_requests_in_flight_and_rejects_new_ones():
 @pytest.fixture
 def write_reward(tmp_path, monkeypatch):
     """Writes the module ``user_reward``, whose function and class return the given score."""
-    source = (
-        "from retouch.types import Column\n\n\ndef constant(images):\n    return [VALUE] * len(images)\n\n\n"
-        "class Constant:\n    columns = {'own': Column(0.0, 1.0)}\n\n    def __call__(self, samples):\n"
-        "        return [VALUE] * len(samples)\n"
-    )
+    source = """
+from retouch.types import Column
+def constant(images): return [VALUE] * len(images)
+class Constant:
+    columns = {"own": Column(0.0, HIGH)}
+    def __call__(self, samples): return [VALUE] * len(samples)
+"""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield lambda value, high="1.0": (tmp_path / "user_reward.py").write_text(
-        source.replace("VALUE", value).replace("1.0)", f"{high})")
-    )
+    file = tmp_path / "user_reward.py"
+    yield lambda value, high="1.0": file.write_text(source.replace("VALUE", value).replace("HIGH", high))
     sys.modules.pop("user_reward", None)
 
 
@@ -370,11 +343,7 @@ def test_a_reload_takes_the_new_code_and_keeps_the_old_reward_if_it_fails_or_its
 
 
 @pytest.mark.parametrize(
-    "word",
-    [
-        "user_reward:constant",
-        '{"kind": "several", "rewards": {"own": {"kind": "import", "class": "user_reward:Constant"}}}',
-    ],
+    "word", ["user_reward:constant", '{"kind": "several", "rewards": {"own": {"kind": "import", "class": "user_reward:Constant"}}}']
 )
 def test_a_reload_takes_the_new_code_of_functions_and_of_rewards_inside_a_reward(word, write_reward):
     write_reward("0.25")
@@ -398,28 +367,24 @@ def test_a_reload_takes_the_new_code_of_functions_and_of_rewards_inside_a_reward
         (['{"kind": "photos", "coluor": [1, 2, 3]}'], "coluor|colour"),
         (["a b=share:red"], "'a b' cannot be a reward's name"),
         (["nothing.jsonnet"], "no such file"),
+        ({"max_pixels": 0}, "max_pixels 0"),
+        ({"max_batch": 64, "max_queue": 32}, "no batch would ever be full"),
+        ({"max_memory_bytes": 2**20}, "less than one request may take"),
     ],
 )
-def test_invalid_reward_specs_raise(words, says):
+def test_invalid_reward_specs_and_limits_raise(words, says):
     with pytest.raises(ValueError, match=says):
-        parse_specs(words)
+        Limits(**words) if isinstance(words, dict) else parse_specs(words)
 
 
-VOTES = {"kind": "votes", "queue": "nowhere"}
-
-
-@pytest.mark.parametrize(
-    "section", [VOTES, {"kind": "several", "rewards": {"people": VOTES, "red": {"kind": "photos", "colour": [255, 0, 0]}}}]
-)
-def test_rewards_that_compare_the_images_of_a_task_are_not_served(section):
-    (spec,) = parse_specs([json.dumps(section)])
-    with pytest.raises(ValueError, match="compares the images of a task, but a server scores batches that split groups"):
-        build(spec, sole=True)
-    with pytest.raises(ValueError, match="put this reward into the recipe of the run instead"):
-        retouch.serve(json.dumps(section), port=0)
-
-
-def test_a_calibrated_reward_compares_groups_if_the_wrapped_reward_does():
+def test_rewards_that_compare_the_images_of_a_task_are_not_served():
+    votes = {"kind": "votes", "queue": "nowhere"}
+    for section in (votes, {"kind": "several", "rewards": {"people": votes, "red": {"kind": "photos", "colour": [255, 0, 0]}}}):
+        (spec,) = parse_specs([json.dumps(section)])
+        with pytest.raises(ValueError, match="compares the images of a task, but a server scores batches that split groups"):
+            build(spec, sole=True)
+        with pytest.raises(ValueError, match="put this reward into the recipe of the run instead"):
+            retouch.serve(json.dumps(section), port=0)
     calibration = Calibration("preference", (0.0,), (0.5,), (0.1,), (0.4,), (0.6,), votes=10, tasks=10)
     assert CalibratedScores(retouch.rewards.Votes(queue="nowhere"), "preference", calibration).compares_groups
 
@@ -430,16 +395,3 @@ def test_fingerprint_depends_on_arguments_and_class_and_is_reproducible():
     )
     assert red == red_again != blue
     assert fingerprint({}, Digest()) != fingerprint({}, FailsOnText())
-
-
-@pytest.mark.parametrize(
-    ("limits", "says"),
-    [
-        ({"max_pixels": 0}, "max_pixels 0"),
-        ({"max_batch": 64, "max_queue": 32}, "no batch would ever be full"),
-        ({"max_memory_bytes": 2**20}, "less than one request may take"),
-    ],
-)
-def test_limits_that_make_no_sense_are_refused(limits, says):
-    with pytest.raises(ValueError, match=says):
-        Limits(**limits)

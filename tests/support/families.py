@@ -163,11 +163,7 @@ FAMILIES = {
     "qwen-image-edit": _qwen(QwenImageEditModel, EDIT, sources=1, asks=_edit),
     "qwen-image-edit-plus": _qwen(QwenImageEditPlusModel, EDIT_PLUS, sources=2, asks=_edit_plus),
     "qwen-image-2": Family(
-        QwenImage2Model,
-        tiny_qwen_image_2.save,
-        size=(64, 96),
-        asks=_qwen_image_2,
-        open=lambda _: tiny_qwen_image_2.pipeline(),
+        QwenImage2Model, tiny_qwen_image_2.save, size=(64, 96), asks=_qwen_image_2, open=lambda _: tiny_qwen_image_2.pipeline()
     ),
     "z-image": Family(ZImageModel, tiny_models.save_z_image, asks=lambda tasks, scale: {"guidance_scale": scale - 1}),
 }

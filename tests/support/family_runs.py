@@ -31,11 +31,6 @@ def write_edits(root: Path) -> Path:
     return folder
 
 
-def description_of(module: Any) -> dict[str, Any]:
-    """Return the description of the module that a memory plan reads."""
-    return {"class": type(module).__name__, "config": {key: value for key, value in module.config.items() if key[0] != "_"}}
-
-
 def metrics_rows(recipe: Any) -> list[dict[str, Any]]:
     """Return the rows of the run's metrics.jsonl."""
     return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]

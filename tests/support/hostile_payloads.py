@@ -74,23 +74,7 @@ def damaged_images() -> Iterator[tuple[str, bytes]]:
         whole = saved(format)
         for share in (1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80):
             yield f"the first {share} % of a {format}", whole[: len(whole) * share // 100]
-    for format in (
-        "GIF",
-        "BMP",
-        "DIB",
-        "TIFF",
-        "ICO",
-        "PPM",
-        "TGA",
-        "PCX",
-        "SGI",
-        "JPEG2000",
-        "XBM",
-        "MSP",
-        "DDS",
-        "PDF",
-        "EPS",
-    ):
+    for format in ("GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "SGI", "JPEG2000", "XBM", "MSP", "DDS", "PDF", "EPS"):
         if Image.SAVE.get(format) is not None or (Image.init() and format in Image.SAVE):
             yield f"{format} instead of PNG", saved(format)
     pixels = chunk(b"IDAT", zlib.compress((b"\0" + bytes(12)) * 4))

@@ -76,10 +76,7 @@ STALE_PLACES = (
 
 
 # Kills when the scores of a replacement group are in the ledger but its samples are not stored, and in the second round of a step.
-REFILL_PLACES = (
-    ("retouch.run.collecting:replace_rows", 1, "before"),
-    ("retouch.run.collecting:replace_rows", 4, "before"),
-)
+REFILL_PLACES = (("retouch.run.collecting:replace_rows", 1, "before"), ("retouch.run.collecting:replace_rows", 4, "before"))
 
 
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:

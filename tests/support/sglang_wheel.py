@@ -59,9 +59,7 @@ def one_process() -> Iterator[None]:
 
 def scheduler(steps: int) -> Any:
     """SGLang's scheduler of flow matching with a shift of 3, for ``steps`` denoising steps."""
-    from sglang.multimodal_gen.runtime.models.schedulers.scheduling_flow_match_euler_discrete import (
-        FlowMatchEulerDiscreteScheduler,
-    )
+    from sglang.multimodal_gen.runtime.models.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     made = FlowMatchEulerDiscreteScheduler(shift=3.0)
     made.set_timesteps(steps)

@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage21,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
-)
+from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Pipeline, QwenImage21Transformer2DModel
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
 import tiny_models

@@ -86,7 +86,7 @@ def recipe(out: Path, writer: Path, **changes: Any) -> dict[str, Any]:
         },
         "rollout": {"kind": "tokens", "max_new_tokens": 5},
         "renderer": {
-            **{"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2, "cut_off": "draw"},
+            **{"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2, "cut_off": "draw"}
         },
         "data": {"kind": "playground", "complexity": [1, 2], "count": 32},
         "reward": {"kind": "playground", "combine": {"overall": 1}},

@@ -10,25 +10,39 @@ from retouch_view.votes.log import Side, VoteLog, VotePair, Votes, logs_of, pair
 from retouch_view.votes.queue import REPEAT_EVERY, next_pair
 from vote_maker import VoteMaker
 
-HOSTILE = "</script><b>\u202egnp\n\r\t\0\u2028'\"{}[]\\ud800 " + "x" * 1_000_000
-
 
 @pytest.fixture
 def vote():
     return VoteMaker()
 
 
-def test_votes_are_read_back_in_order(tmp_path, vote):
+def test_votes_are_read_back_in_order_and_hostile_text_stays_in_its_line(tmp_path, vote):
+    hostile = "</script><b>\u202egnp\n\r\t\0\u2028'\"{}[]\\ud800 " + "x" * 1_000_000
     log = VoteLog(tmp_path / "run")
     given = [
         vote("left", scores=({"score": 0.25}, {"score": 1.0}), tags={"kind": "add"}, source="s.png"),
         vote("both_bad", repeat=True, text="a word", mask="m.png"),
+        vote("left", instruction=hostile, task=hostile),
     ]
     for each in given:
         log.add(each)
     assert log.read().votes == tuple(given)
     assert VoteLog(tmp_path / "run").read() == log.read()
     assert json.loads(log.path.read_text().splitlines()[0])["pair"] == given[0].pair
+    assert log.path.read_bytes().count(b"\n") == 3
+    log.add(vote("right", voter="\ud800"))
+    log.add(vote("left", scores=({"a": float("nan"), "b": 1.0}, {"a": 2.0})))
+    log.add(vote("right", scores=({"a": 10**400, "b": 3}, {"a": 2.0})))
+    assert [each.choice for each in log.read().votes[3:]] == ["right", "left", "right"]
+    kept = [(dict(each.left.scores), dict(each.right.scores)) for each in log.read().votes[4:]]  # only finite numbers
+    assert kept == [({"b": 1.0}, {"a": 2.0}), ({"b": 3.0}, {"a": 2.0})]
+    assert voter_name("  Ann \u202e\0 Lee\n") == "Ann Lee"
+    for name in ("", " \n", "\u202e", "x" * 65):
+        with pytest.raises(ValueError, match="1 to 64 characters"):
+            voter_name(name)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="--vote"):
+        logs_of(tmp_path / "other")
 
 
 def test_a_pair_is_the_same_with_its_sides_exchanged(vote):
@@ -86,23 +100,6 @@ def test_a_line_that_is_no_vote_is_counted_and_left_out(tmp_path, vote, key, val
     assert ([each.choice for each in found.votes], found.damaged) == (["tie"], 4)
 
 
-def test_scores_that_are_no_finite_numbers_are_left_out(tmp_path, vote):
-    log = VoteLog(tmp_path)
-    log.add(vote("left", scores=({"a": float("nan"), "b": 1.0}, {"a": 2.0})))
-    assert [side.scores for side in (log.read().votes[0].left, log.read().votes[0].right)] == [{"b": 1.0}, {"a": 2.0}]
-    log.add(vote("right", scores=({"a": 10**400, "b": 3}, {"a": 2.0})))
-    assert [dict(side.scores) for side in (log.read().votes[1].left, log.read().votes[1].right)] == [{"b": 3.0}, {"a": 2.0}]
-
-
-def test_hostile_text_stays_in_its_line(tmp_path, vote):
-    log = VoteLog(tmp_path)
-    log.add(vote("left", instruction=HOSTILE, task=HOSTILE, voter="\ud800"))
-    log.add(vote("right"))
-    assert [each.choice for each in log.read().votes] == ["left", "right"]
-    assert log.read().votes[0].instruction == HOSTILE
-    assert log.path.read_bytes().count(b"\n") == 2
-
-
 def test_concurrent_writers_lose_no_votes(tmp_path, vote):
     votes = [[vote("left", task=f"{writer}/{number}") for number in range(40)] for writer in range(4)]
 
@@ -133,18 +130,6 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path, vote):
     assert log.read().votes == ()
     log.add(vote("right"))
     assert [each.choice for each in log.read().votes] == ["right"]
-
-
-def test_voter_names_are_cleaned_and_invalid_names_raise():
-    assert voter_name("  Ann \u202e\0 Lee\n") == "Ann Lee"
-    for given in ("", " \n", "\u202e", "x" * 65):
-        with pytest.raises(ValueError, match="1 to 64 characters"):
-            voter_name(given)
-
-
-def test_a_folder_without_votes_raises_with_the_option_to_collect_them(tmp_path):
-    with pytest.raises(ValueError, match="--vote"):
-        logs_of(tmp_path)
 
 
 def pair(task):

@@ -38,9 +38,8 @@ def vote():
 @pytest.fixture
 def calibration(vote):
     scores = [({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}) for k in range(12)]
-    return calibrate(
-        [vote("right", task=str(k), scores=each, left=f"l{k}") for k, each in enumerate(scores)], "share", resamples=20
-    )
+    votes = [vote("right", task=str(k), scores=each, left=f"l{k}") for k, each in enumerate(scores)]
+    return calibrate(votes, "share", resamples=20)
 
 
 def samples(*reds, task="t"):
@@ -119,7 +118,7 @@ def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path):
     scorer.close()
 
 
-def test_closing_the_reward_stops_waiting_for_votes(tmp_path):
+def test_the_future_raises_an_error_while_waiting_and_the_end_of_the_reward(tmp_path, monkeypatch):
     reward = VotesReward(queue=str(tmp_path))
     future = reward.submit(samples(10, 200))
     reward.close()
@@ -127,18 +126,22 @@ def test_closing_the_reward_stops_waiting_for_votes(tmp_path):
         future.result(timeout=30)
     assert len(VoteQueue(tmp_path).open_groups()) == 1
 
-
-def test_an_error_while_waiting_for_votes_is_raised_by_the_future(tmp_path, monkeypatch):
     def broken(self, group):
         raise KeyError("no such image")
 
     monkeypatch.setattr(VoteQueue, "unanswered", broken)
-    future = VotesReward(queue=str(tmp_path)).submit(samples(10, 200))
     with pytest.raises(KeyError, match="no such image"):
-        future.result(timeout=5)
+        VotesReward(queue=str(tmp_path)).submit(samples(10, 200)).result(timeout=5)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
+@pytest.mark.parametrize("scores", [(math.nan, 0.5), (0.5, math.nan)])
+def test_a_simulated_voter_does_not_choose_without_a_score(scores):
+    for noise in (0.0, 0.5):
+        with pytest.raises(ValueError, match="has no score for an image; use a column that scores every image"):
+            Preference(noise=noise).choose(*scores, uniform=0.5)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 12])
 def test_pairs_cover_all_images_first_and_contain_every_pair_once(count):
     found = pairs_to_compare(count, most=None, seed="s")
     assert len({frozenset(pair) for pair in found}) == len(found) == count * (count - 1) // 2
@@ -169,21 +172,20 @@ def test_a_damaged_group_is_left_out(tmp_path):
 
 def test_recipes_with_votes_need_another_eval_column_and_whole_groups():
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=preference"])
-    several = {"kind": "several", "rewards": {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}}
-    several["combine"] = {"votes/preference": 1}
+    parts = {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}
+    several = {"kind": "several", "rewards": parts, "combine": {"votes/preference": 1}}
     recipe = load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
     assert recipe.reward.known_columns()["votes/preference"].high == 1
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=votes/preference"])
-    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups"):
-        load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
-
-
-def test_the_fingerprint_ignores_queue_and_wait_but_not_pairs():
+    column = r"eval\.column: votes compares the images of a task"
+    chunk = r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups"
+    for reward, changes, says in (
+        (votes, ["eval.column=null"], column),
+        (votes, ["eval.column=preference"], column),
+        (several, ["eval.column=votes/preference"], column),
+        (several, ["eval.column=judge/overall", "rollout.chunk=40"], chunk),
+    ):
+        with pytest.raises(ValueError, match=says):
+            load("playground/grpo", [f"reward={json.dumps(reward)}", *changes])
     first = fingerprint(VotesReward(queue="a", pairs=3))
     assert fingerprint(VotesReward(queue="b", pairs=3, wait=1.0)) == first
     assert fingerprint(VotesReward(queue="a", pairs=4)) != first
@@ -210,21 +212,13 @@ def test_votes_are_exported_as_pairs(tmp_path, vote):
         export([VoteLog(queue)], tmp_path / "pairs")
 
 
-def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_path):
+def test_pairs_without_a_decision_or_without_images_in_the_run_are_not_exported(tmp_path, vote):
     queue = VoteQueue(tmp_path / "queue")
     given = samples(10, 200, 90)
     group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
-    for choice in ("left", "right"):
-        queue.log.add(group.pair(group.pairs[0]).vote(choice, voter="ann"))
-    queue.log.add(group.pair(group.pairs[1]).vote("both_bad", voter="ann"))
-    queue.log.add(group.pair(group.pairs[2]).vote("left", voter="ann"))
+    for number, choice in ((0, "left"), (0, "right"), (1, "both_bad"), (2, "left")):
+        queue.log.add(group.pair(group.pairs[number]).vote(choice, voter="ann"))
     (queue.root / group.images[group.pairs[2][0]][0]).write_bytes(b"")
-    with pytest.raises(ValueError, match="2 are undecided, and 1 have missing"):
-        export([queue.log], tmp_path / "pairs")
-    assert not (tmp_path / "pairs").exists()
-
-
-def test_export_does_not_read_image_files_outside_the_run_folder(tmp_path, vote):
     SOURCE.save(tmp_path / "secret.png")
     log = VoteLog(tmp_path / "runs" / "one")
     row = vote("left").to_json()
@@ -232,8 +226,10 @@ def test_export_does_not_read_image_files_outside_the_run_folder(tmp_path, vote)
         row[side]["file"] = "../../secret.png"
     log.folder.mkdir(parents=True)
     log.path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match="1 have missing or changed images"):
-        export([log], tmp_path / "pairs")
+    for each, says in ((queue.log, "2 are undecided, and 1 have missing"), (log, "1 have missing or changed images")):
+        with pytest.raises(ValueError, match=says):
+            export([each], tmp_path / "pairs")
+    assert not (tmp_path / "pairs").exists()
 
 
 def test_a_calibrated_reward_gives_win_probabilities(tmp_path, vote):
@@ -267,7 +263,7 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path, vote):
         load("playground/grpo", [f"reward={json.dumps(other)}"])
 
 
-def test_a_calibrated_reward_works_inside_several(tmp_path, calibration):
+def test_a_calibrated_reward_works_inside_several_and_its_scores_are_checked_before_they_are_mapped(tmp_path, calibration):
     path = tmp_path / "map.json"
     calibration.save(path)
     red = {"kind": "calibrated", "of": {"kind": "share", "channel": "red"}, "column": "share", "map": str(path)}
@@ -288,17 +284,15 @@ def test_a_calibrated_reward_works_inside_several(tmp_path, calibration):
         with pytest.raises(ValueError, match=words):
             load("playground/grpo", [f"reward={json.dumps(faulty)}"])
 
-
-def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(calibration):
     class Listed:
         columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
+        name = "share"
 
         def __call__(self, given):
-            return {"share": [0.25] * len(given)}
+            return {self.name: [0.25] * len(given)}
 
     class Misnamed(Listed):
-        def __call__(self, given):
-            return {"shares": [0.25] * len(given)}
+        name = "shares"
 
     scores = CalibratedScores(Listed(), "share", calibration)(samples(10, 250))
     assert scores["win_probability"].tolist() == pytest.approx([calibration.at(0.25)[0]] * 2)
@@ -316,11 +310,8 @@ def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path):
         scores = {"judge": torch.tensor([0.1, 0.9, math.nan]), "votes/preference": torch.tensor([0.0, 1.0, 0.5])}
         Journal(database).record(journal_rows(batch, given, split="train", step=0), scores)
     votes = judged_votes([VoteLog(queue)])
-    assert sorted(str(dict(side.scores)) for vote in votes for side in (vote.left, vote.right)) == [
-        *(["{'judge': 0.10000000149011612}"] * 2),
-        *(["{'judge': 0.8999999761581421}"] * 2),
-        *(["{}"] * 2),
-    ]
+    found = sorted(str(dict(side.scores)) for vote in votes for side in (vote.left, vote.right))
+    assert found == [*["{'judge': 0.10000000149011612}"] * 2, *["{'judge': 0.8999999761581421}"] * 2, *["{}"] * 2]
     (agreement,) = [row for row in summarise([VoteLog(queue)])["judges"] if row["category"] == "all"]
     assert (agreement["column"], agreement["share"]["value"], agreement["share"]["count"]) == ("judge", 1.0, 1)
 
@@ -341,27 +332,19 @@ def test_an_image_of_two_tasks_gets_the_score_of_the_task_of_the_vote(tmp_path):
     assert [[side.scores["judge"] for side in (vote.left, vote.right)] for vote in votes] == [[1.0, 0.25], [0.0, 0.75]]
 
 
-@pytest.mark.parametrize("scores", [(math.nan, 0.5), (0.5, math.nan)])
-@pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_a_simulated_voter_does_not_choose_without_a_score(scores, noise):
-    with pytest.raises(ValueError, match="has no score for an image; use a column that scores every image"):
-        Preference(noise=noise).choose(*scores, uniform=0.5)
-
-
 def test_votes_command_simulates_summarises_exports_and_reports_errors(tmp_path, capsys):
+    def said(folder, *words, code=0):
+        assert cli.main(["votes", str(tmp_path / folder), *words]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
     queue = VoteQueue(tmp_path / "queue")
     for number in range(12):
         given = samples(10 + number, 200 - number, task=str(number))
         queue.put(given[0].task, [sample.image for sample in given], pairs=None)
-    assert cli.main(["votes", str(tmp_path), "simulate", "share:red", "--column", "share", "--limit", "12"]) == 0
-    assert "12 votes in" in capsys.readouterr().out
-    assert cli.main(["votes", str(tmp_path)]) == 0
-    assert "12 votes on 12 pairs of 12 tasks" in capsys.readouterr().out
-    assert cli.main(["votes", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["choices"]["left"] >= 0
-    assert cli.main(["votes", str(tmp_path), "export", "--to", str(tmp_path / "pairs")]) == 0
-    assert "12 pairs in" in capsys.readouterr().out
-    assert cli.main(["votes", str(tmp_path), "calibrate", "share", "--to", str(tmp_path / "map.json")]) == 2
-    assert "0 tasks have votes" in capsys.readouterr().err
-    assert cli.main(["votes", str(tmp_path / "none")]) == 2
-    assert "no votes.jsonl" in capsys.readouterr().err
+    assert "12 votes in" in said("", "simulate", "share:red", "--column", "share", "--limit", "12")
+    assert "12 votes on 12 pairs of 12 tasks" in said("")
+    assert json.loads(said("", "--json"))["choices"]["left"] >= 0
+    assert "12 pairs in" in said("", "export", "--to", str(tmp_path / "pairs"))
+    assert "0 tasks have votes" in said("", "calibrate", "share", "--to", str(tmp_path / "map.json"), code=2)
+    assert "no votes.jsonl" in said("none", code=2)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -26,9 +26,7 @@ class ValueFromMeta:
     columns: Mapping[str, Column] = {"x": Column(0.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
 
     def __init__(self, key="x"):
-        self.key = key
-        self.seen = []
-        self.closed = False
+        self.key, self.seen, self.closed = key, [], False
 
     def __call__(self, samples):
         self.seen += samples
@@ -54,38 +52,41 @@ def sample(number, x, y, image=RED, written=None):
 
 @pytest.fixture
 def make_reward():
-    made = []
-
-    def make(**rewards):
-        made.append(CompositeReward(rewards))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with ExitStack() as made:
+        yield lambda **rewards: made.enter_context(closing(CompositeReward(rewards)))
 
 
-def test_columns_are_prefixed_with_the_name_of_their_reward(make_reward):
+def test_columns_are_prefixed_and_only_those_of_the_combination_make_a_sample_missing():
     one, other = ValueFromMeta("x"), AsyncReward("y")
-    several = make_reward(one=one, other=other, red=ShareReward(channel="red"))
+    several = CompositeReward({"one": one, "other": other, "red": ShareReward(channel="red")})
     assert isinstance(several, Reward)
     assert list(several.columns) == ["one/x", "one/note", "other/x", "other/note", "red/share"]
-    scores = several([sample(1, 0.25, 0.75), sample(2, 0.5, 1.0)])
-    assert scores["one/x"].tolist() == [0.25, 0.5]
-    assert scores["other/x"].tolist() == [0.75, 1.0]
-    assert scores["red/share"].tolist() == [1.0, 1.0]
-    check_reward(make_reward(red=ShareReward(channel="red"), blue=ShareReward(channel="blue")), [sample(k, 0, 0) for k in range(3)])
+    with closing(RewardScorer(several, "0.5 * one/x + 0.5 * one/x")) as judge:
+        judged = judge([sample(1, 1.0, NAN), sample(2, NAN, 0.75), sample(3, 1.0, 1.0, image=None)])
+    assert judged.rewards.isnan().tolist() == [False, True, False]
+    assert judged.scores["other/x"].nan_to_num(-1).tolist() == [-1, 0.75, 0]
+    assert judged.scores["red/share"].tolist() == [1.0, 1.0, 0.0]
+    assert judged.scores["other/note"].isnan().all()
+    assert one.closed
+    assert other.closed
+    blue = CompositeReward({"red": ShareReward(channel="red"), "blue": ShareReward(channel="blue")})
+    with closing(blue):
+        check_reward(blue, [sample(k, 0, 0) for k in range(3)])
     with pytest.raises(ValueError, match="rewards is empty"):
         CompositeReward({})
 
 
-def test_only_columns_of_the_combination_make_a_sample_missing(make_reward):
-    judge = RewardScorer(make_reward(one=ValueFromMeta("x"), other=ValueFromMeta("y")), "0.5 * one/x + 0.5 * one/x")
-    judged = judge([sample(1, 1.0, NAN), sample(2, NAN, 1.0), sample(3, 1.0, 1.0, image=None)])
-    assert judged.rewards.isnan().tolist() == [False, True, False]
-    assert judged.scores["other/x"].isnan().tolist() == [True, False, False]
-    assert judged.scores["other/note"].isnan().all()
-    judge.close()
+def test_a_policys_own_fault_gets_the_worst_columns_and_the_lowest_reward_even_with_a_negative_weight():
+    class Distance(ValueFromMeta):
+        columns: Mapping[str, Column] = {"x": Column(0.0, 2.0, higher_is_better=False), "note": Column(0.0, 1.0, diagnostic=True)}
+
+    for reward, combine, rewards in ((Distance(), {"x": -1.0}, [-0.5, -2.0]), (ShareReward(), {"share": -1.0}, [-1.0, -1.0])):
+        with closing(RewardScorer(reward, combine)) as judge:
+            judged = judge([sample(1, 0.5, 0), sample(2, 0.5, 0, image=None)])
+        assert judged.rewards.tolist() == rewards  # the share's worst is 0, which would be the best reward
+        if "x" in judged.scores:
+            assert judged.scores["x"].tolist() == [0.5, 2.0]
+            assert judged.scores["note"].isnan().all()
 
 
 def test_rewards_run_concurrently(make_reward):
@@ -157,13 +158,6 @@ def test_completions_are_passed_only_to_rewards_that_read_them(make_reward):
     assert RewardScorer(think, {"think_format": 1.0})([sample(1, 0, 0, written="<think>a</think>b")]).rewards.tolist() == [1.0]
 
 
-def test_closing_closes_every_reward(make_reward):
-    one, other = ValueFromMeta(), ValueFromMeta()
-    RewardScorer(make_reward(one=one, other=other), "one/x").close()
-    assert one.closed
-    assert other.closed
-
-
 def test_prompt_quality_reward_returns_the_sub_scores_of_the_completion():
     reward = PromptQualityReward()
     written = ["<think>hm</think>a fluffy cat on a windowsill, highly detailed", "<think>hm</think>"]
@@ -174,23 +168,3 @@ def test_prompt_quality_reward_returns_the_sub_scores_of_the_completion():
     check_reward(PromptQualityReward(), [sample(k, 0, 0, written="a cat " * k) for k in range(4)])
     with pytest.raises(ValueError, match="has no completion"):
         reward([sample(1, 0, 0)])
-
-
-def test_a_policys_own_fault_gets_the_worst_value_of_each_column():
-    class Distance(ValueFromMeta):
-        columns: Mapping[str, Column] = {"x": Column(0.0, 2.0, higher_is_better=False), "note": Column(0.0, 1.0, diagnostic=True)}
-
-    judge = RewardScorer(Distance(), {"x": -1.0})
-    judged = judge([sample(1, 0.5, 0), sample(2, 0.5, 0, image=None)])
-    judge.close()
-    assert judged.scores["x"].tolist() == [0.5, 2.0]
-    assert judged.scores["note"].isnan().all()
-    assert judged.rewards.tolist() == [-0.5, -2.0]
-
-
-def test_a_policys_own_fault_gets_the_lowest_reward_even_with_a_negative_weight():
-    """The share's worst is 0, which at weight -1 would be the best reward of all."""
-    judge = RewardScorer(ShareReward(channel="red"), {"share": -1.0})
-    judged = judge([sample(1, 0, 0), sample(2, 0, 0, image=None)])
-    judge.close()
-    assert judged.rewards.tolist() == [-1.0, -1.0]

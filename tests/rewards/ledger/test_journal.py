@@ -3,6 +3,7 @@
 import random
 import sqlite3
 import struct
+from contextlib import closing
 
 import PIL.Image
 import pytest
@@ -64,15 +65,8 @@ def equal(one, other):
 
 
 @pytest.fixture
-def journal(tmp_path):
-    opened = Database(ledger_path(tmp_path, 0))
-    yield Journal(opened)
-    opened.close()
-
-
-@pytest.fixture
 def start(tmp_path):
-    """Starts a run's scorer with the same ledger file again and again."""
+    """Starts a run's scorer with the same ledger file again and again; the returned function scores a batch."""
     started: list[RewardScorer] = []
 
     def end():
@@ -85,49 +79,60 @@ def start(tmp_path):
         end()
         started[:] = [RewardScorer(reward, combine or {"quality": 2.0})]
         started[0].journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
-        return started[0]
+
+        def score(rows, samples=None, page=("train",)):
+            return started[0].for_split(*page)(rows, pictures(rows) if samples is None else samples).result()
+
+        score.judge = started[0]
+        return score
 
     yield begin
     end()
 
 
-def test_missing_scores_are_replayed_until_forget_missing_is_called(start):
+def test_missing_scores_are_replayed_until_forget_missing_is_called(start, tmp_path):
     rows, mended = batch(), Counting()
-    first = start(Counting(broken=True)).for_split("train")(rows, pictures(rows)).result()
+    first = start(Counting(broken=True))(rows)
     assert first.rewards.isnan().all()
-    judge = start(mended)
-    assert equal(judge.for_split("train")(rows, pictures(rows)).result(), first)
+    score = start(mended)
+    assert equal(score(rows), first)
+    score.judge.forget_missing("train", rows.step + 1)
+    score(rows)
     assert not mended.asked
-    judge.forget_missing("train", rows.step + 1)
-    judge.for_split("train")(rows, pictures(rows)).result()
-    assert not mended.asked
-    judge.forget_missing("train", rows.step)
-    assert not judge.for_split("train")(rows, pictures(rows)).result().rewards.isnan().any()
+    score.judge.forget_missing("train", rows.step)
+    found = score(rows)
+    assert not found.rewards.isnan().any()
     assert len(mended.asked) == 6
-
-
-def test_a_missing_diagnostic_does_not_cause_rescoring(start):
-    rows, reward = batch(), Counting()
-    judge = start(reward)
-    first = judge.for_split("train")(rows, pictures(rows)).result()
-    assert first.scores["notes"].isnan().any()
-    judge.forget_missing("train", rows.step)
-    assert equal(judge.for_split("train")(rows, pictures(rows)).result(), first)
-    assert len(reward.asked) == 6
+    assert found.scores["notes"].isnan().any()
+    score.judge.forget_missing("train", rows.step)  # a missing diagnostic is no missing score
+    assert equal(score(rows), found)
+    assert len(mended.asked) == 6
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as reader:
+        assert reader.execute("SELECT count(*) FROM scores").fetchone()[0] == 12
 
 
 def test_only_changed_images_are_scored_and_they_replace_the_stored_rows(start):
+    class Failing(Counting):
+        def __call__(self, samples):
+            raise ValueError("no answer")
+
     rows, reward = batch(), Counting()
-    judge = start(reward)
-    old = pictures(rows)
-    first = judge.for_split("train")(rows, old).result()
+    with pytest.raises(ValueError, match="no answer"):  # and nothing is stored
+        start(Failing())(rows)
+    score, old = start(reward), pictures(rows)
+    first = score(rows, old)
+    assert len(reward.asked) == 6
     mixed = [new if row in (1, 4) else before for row, (before, new) in enumerate(zip(old, pictures(rows, seed=9), strict=True))]
-    second = judge.for_split("train")(rows, mixed).result()
+    second = score(rows, mixed)
     assert [sample.image for sample in reward.asked[6:]] == [mixed[1].image, mixed[4].image]
     assert [bool(x) for x in first.rewards == second.rewards] == [True, False, True, True, False, True]
-    assert equal(judge.for_split("train")(rows, mixed).result(), second)
-    judge.for_split("train")(rows, old).result()
+    assert equal(score(rows, mixed), second)
+    score(rows, old)
     assert [sample.image for sample in reward.asked[8:]] == [old[1].image, old[4].image]
+    third = start(reward, "another judge")(rows)
+    assert len(reward.asked) == 16
+    assert equal(start(reward, "another judge")(rows), third)
+    assert len(reward.asked) == 16
 
 
 class Comparing(Counting):
@@ -138,67 +143,49 @@ class Comparing(Counting):
 def test_whole_groups_are_scored_again_if_the_reward_compares_the_samples_of_a_task(start, inside):
     rows, reward = batch(), Comparing()
     several = CompositeReward({"own": reward})
-    judge = start(several, combine={"own/quality": 1.0}) if inside else start(reward)
-    first = judge.for_split("train")(rows, pictures(rows)).result()
-    with judge.journal.database.writing() as connection:
+    score = start(several, combine={"own/quality": 1.0}) if inside else start(reward)
+    first = score(rows)
+    with score.judge.journal.database.writing() as connection:
         connection.execute("DELETE FROM samples WHERE group_id = 1 AND slot = 2")
-    second = judge.for_split("train")(rows, pictures(rows)).result()
-    assert [(sample.task.id, sample.image) for sample in reward.asked[6:]] == [
-        (sample.task.id, sample.image) for sample in pictures(rows)[3:]
-    ]
+    second = score(rows)
+    asked, whole = ([(sample.task.id, sample.image) for sample in each] for each in (reward.asked[6:], pictures(rows)[3:]))
+    assert asked == whole
     assert same(second.rewards[:3], first.rewards[:3])
-    assert equal(judge.for_split("train")(rows, pictures(rows)).result(), second)
+    assert equal(score(rows), second)
 
 
-@pytest.mark.parametrize("change", ["step", "group", "slot", "task"])
-def test_the_same_image_in_another_step_group_slot_or_task_is_scored_again(start, change):
+def test_the_same_image_in_another_step_group_slot_or_task_is_scored_again(start):
     rows, reward = batch(groups=1, slots=1), Counting()
-    samples = pictures(rows)
-    judge = start(reward)
-    judge.for_split("train")(rows, samples).result()
-    other = {
-        "step": Batch(1, 4, rows.tasks, (0,), (0,), (0,)),
-        "group": Batch(1, 3, rows.tasks, (7,), (0,), (0,)),
-        "slot": Batch(1, 3, rows.tasks, (0,), (0,), (1,)),
-        "task": rows,
-    }[change]
-    if change == "task":
-        samples = [Sample(Task(id="task/other", instruction="make it red"), samples[0].image)]
-    judge.for_split("train")(other, samples).result()
-    assert len(reward.asked) == 2
-
-
-def test_samples_are_scored_again_for_another_judge_fingerprint(start):
-    rows, reward = batch(), Counting()
-    start(reward).for_split("train")(rows, pictures(rows)).result()
-    second = start(reward, "two").for_split("train")(rows, pictures(rows)).result()
-    assert len(reward.asked) == 12
-    assert equal(start(reward, "two").for_split("train")(rows, pictures(rows)).result(), second)
-    assert len(reward.asked) == 12
+    (sample,) = pictures(rows)
+    score = start(reward)
+    score(rows, [sample])
+    for step, group, slot in ((4, 0, 0), (3, 7, 0), (3, 0, 1)):
+        score(Batch(1, step, rows.tasks, (group,), (0,), (slot,)), [sample])
+    score(rows, [Sample(Task(id="task/other", instruction="make it red"), sample.image)])
+    assert len(reward.asked) == 5
 
 
 def test_splits_and_evaluation_steps_have_separate_rows(start):
     """Held-out batches have the same groups and slots at each evaluation, and so do the target images of the ceiling."""
     rows, reward = batch(-1), Counting()
-    judge = start(reward)
     pages = [("train", -1), ("heldout", 0), ("heldout", 25), ("ceiling", 0)]
-    first = [judge.for_split(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
+    score = start(reward)
+    first = [score(rows, pictures(rows, seed=seed), page) for seed, page in enumerate(pages)]
     assert len(reward.asked) == 24
-    judge = start(reward)
-    again = [judge.for_split(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
+    score = start(reward)
+    again = [score(rows, pictures(rows, seed=seed), page) for seed, page in enumerate(pages)]
     assert all(equal(one, other) for one, other in zip(first, again, strict=True))
     assert len(reward.asked) == 24
 
 
 def test_the_first_score_is_replayed_if_a_batch_contains_a_row_twice(start):
     """The last rank of an evaluation repeats the last task; its first score is used."""
-    task = Task(id="last", instruction="")
-    rows = Batch(0, -1, (task,), (4,), (0, 0), (0, 0))
-    samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))] * 2
+    task, page = Task(id="last", instruction=""), ("heldout", 0)
+    rows, samples = Batch(0, -1, (task,), (4,), (0, 0), (0, 0)), [Sample(task, PIL.Image.new("RGB", (2, 2)))] * 2
     reward = Counting()
-    first = start(reward).for_split("heldout", 0)(rows, samples).result()
+    first = start(reward)(rows, samples, page)
     assert first.rewards[0] != first.rewards[1]
-    again = start(reward).for_split("heldout", 0)(rows, samples).result()
+    again = start(reward)(rows, samples, page)
     assert again.rewards.tolist() == [first.rewards[0].item()] * 2
     assert len(reward.asked) == 2
 
@@ -207,12 +194,11 @@ def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path):
     rows, kept = batch(), ImageStore(tmp_path)
     samples = pictures(rows)
     samples[1] = Sample(samples[1].task, None)
-    judge = RewardScorer(Counting(), {"quality": 1.0})
-    database = Database(tmp_path / "ledger.sqlite")
-    judge.journal = Journal(database, images=kept)
-    judge.for_split("train")(rows, samples).result()
-    query = "SELECT picture FROM samples WHERE picture != '' ORDER BY group_id, slot"
-    names = [name for (name,) in database._connection.execute(query)]
+    with closing(Database(tmp_path / "ledger.sqlite")) as database, closing(RewardScorer(Counting(), {"quality": 1.0})) as judge:
+        judge.journal = Journal(database, images=kept)
+        judge.for_split("train")(rows, samples).result()
+        query = "SELECT picture FROM samples WHERE picture != '' ORDER BY group_id, slot"
+        names = [name for (name,) in database._connection.execute(query)]
     for name, sample in zip(names, [samples[0], *samples[2:]], strict=True):
         found = kept.read(name)
         assert found is not None
@@ -221,37 +207,30 @@ def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path):
     assert kept.read(names[0]) is None
     kept.path(names[1]).write_bytes(b"cut")
     assert kept.read(names[1]) is None
-    judge.close()
-    database.close()
+    image = PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
+    digest = image_hash(image)
+    kept.save(digest, image)
+    damaged = bytearray(kept.path(digest).read_bytes())
+    # The chunk of the pixels seems to be shorter, so the name of the next chunk is read from the middle of the pixels.
+    damaged[33:37] = (int.from_bytes(damaged[33:37]) // 2).to_bytes(4)
+    kept.path(digest).write_bytes(damaged)
+    assert kept.read(digest) is None
+    black = PIL.Image.new("RGB", (4, 6))
+    speck = black.copy()
+    speck.putpixel((3, 5), (0, 0, 1))
+    others = [None, speck, PIL.Image.new("RGB", (6, 4)), PIL.Image.new("L", (4, 18)), PIL.Image.new("RGB", (2, 12))]
+    assert image_hash(black) == image_hash(black.copy())
+    assert len({image_hash(image) for image in [black, *others]}) == 6
 
 
 def test_policys_own_faults_are_not_scored_and_are_counted_at_every_replay(start):
     rows, reward = batch(), Counting()
     samples = [Sample(sample.task, None if row % 2 else sample.image) for row, sample in enumerate(pictures(rows))]
-    first = start(reward).for_split("train")(rows, samples).result()
+    first = start(reward)(rows, samples)
     assert first.faults == 3
     assert first.scores["quality"][1::2].tolist() == [-1.0] * 3
-    assert equal(start(reward).for_split("train")(rows, samples).result(), first)
+    assert equal(start(reward)(rows, samples), first)
     assert len(reward.asked) == 3
-
-
-def test_rows_without_a_requested_column_are_not_recalled(journal):
-    rows = batch()
-    journal.record(rows_of(rows), {"quality": torch.zeros(6)})
-    assert journal.recall(rows_of(rows), ["quality"])[0].all()
-    assert not journal.recall(rows_of(rows), ["quality", "notes"])[0].any()
-
-
-def test_a_failed_reward_call_stores_nothing(start):
-    class Failing(Counting):
-        def __call__(self, samples):
-            raise ValueError("no answer")
-
-    rows, reward = batch(), Counting()
-    with pytest.raises(ValueError, match="no answer"):
-        start(Failing()).for_split("train")(rows, pictures(rows)).result()
-    start(reward).for_split("train")(rows, pictures(rows)).result()
-    assert len(reward.asked) == 6
 
 
 @given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
@@ -282,63 +261,30 @@ def test_finite_floats_are_recalled_bitwise(tmp_path_factory, patterns):
     assert torch.equal(torch.tensor(stored).isnan(), column.isnan())
 
 
-def test_image_hash_depends_on_size_mode_and_every_pixel():
-    black = PIL.Image.new("RGB", (4, 6))
-    speck = black.copy()
-    speck.putpixel((3, 5), (0, 0, 1))
-    others = [None, speck, PIL.Image.new("RGB", (6, 4)), PIL.Image.new("L", (4, 18)), PIL.Image.new("RGB", (2, 12))]
-    assert image_hash(black) == image_hash(black.copy())
-    assert len({image_hash(image) for image in [black, *others]}) == 6
+def test_a_damaged_ledger_or_one_of_another_format_raises(tmp_path):
+    (tmp_path / "damaged.sqlite").write_bytes(b"this is no database, and yet it is long enough to be taken for one" * 50)
+    with closing(sqlite3.connect(tmp_path / "old.sqlite")) as database:
+        database.execute("PRAGMA user_version = 1")
+    for name, says in (
+        ("damaged", r"sqlite cannot be used: .*move it away"),
+        ("old", "format 1, but this version of Retouch reads 2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Database(tmp_path / f"{name}.sqlite")
 
 
-def test_a_damaged_ledger_file_raises(tmp_path):
-    path = tmp_path / "ledger.sqlite"
-    path.write_bytes(b"this is no database, and yet it is long enough to be taken for one" * 50)
-    with pytest.raises(ValueError, match=r"ledger.sqlite cannot be used: .*move it away"):
-        Database(path)
-
-
-def test_a_ledger_of_another_format_raises(tmp_path):
-    path = tmp_path / "ledger.sqlite"
-    database = sqlite3.connect(path)
-    database.execute("PRAGMA user_version = 1")
-    database.close()
-    with pytest.raises(ValueError, match="format 1, but this version of Retouch reads 2"):
-        Database(path)
-
-
-def test_a_full_disk_raises_and_keeps_earlier_rows(journal):
-    rows = batch()
-    journal.record(rows_of(rows), {"quality": torch.zeros(6)})
-    pages = journal.database._connection.execute("PRAGMA page_count").fetchone()[0]
-    journal.database._connection.execute(f"PRAGMA max_page_count = {pages}")
-    large = batch(4, slots=200)
-    with pytest.raises(ValueError, match="disk is full"):
+def test_a_full_disk_raises_and_keeps_earlier_rows(tmp_path):
+    rows, large = batch(), batch(4, slots=200)
+    with closing(Database(ledger_path(tmp_path, 0))) as database:
+        journal, connection = Journal(database), database._connection
+        journal.record(rows_of(rows), {"quality": torch.zeros(6)})
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(ValueError, match="disk is full"):
+            journal.record(rows_of(large), {"quality": torch.zeros(400)})
+        assert journal.recall(rows_of(rows), ["quality"])[0].all()
+        assert not journal.recall(rows_of(rows), ["quality", "notes"])[0].any()  # without a requested column
+        assert not journal.recall(rows_of(large), ["quality"])[0].any()
+        connection.execute("PRAGMA max_page_count = 100000")
         journal.record(rows_of(large), {"quality": torch.zeros(400)})
-    assert journal.recall(rows_of(rows), ["quality"])[0].all()
-    assert not journal.recall(rows_of(large), ["quality"])[0].any()
-    journal.database._connection.execute("PRAGMA max_page_count = 100000")
-    journal.record(rows_of(large), {"quality": torch.zeros(400)})
-    assert journal.recall(rows_of(large), ["quality"])[0].all()
-
-
-def test_a_damaged_image_file_reads_as_none(tmp_path):
-    kept, image = ImageStore(tmp_path), PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
-    digest = image_hash(image)
-    kept.save(digest, image)
-    damaged = bytearray(kept.path(digest).read_bytes())
-    # The chunk of the pixels seems to be shorter, so the name of the next chunk is read from the middle of the pixels.
-    damaged[33:37] = (int.from_bytes(damaged[33:37]) // 2).to_bytes(4)
-    kept.path(digest).write_bytes(damaged)
-    assert kept.read(digest) is None
-
-
-def test_scores_are_in_the_file_when_the_future_is_done(start, tmp_path):
-    rows, counts = batch(), []
-    judge = start(Counting())
-    future = judge.for_split("train")(rows, pictures(rows))
-    future.result()
-    reader = sqlite3.connect(tmp_path / "ledger.sqlite")
-    counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
-    reader.close()
-    assert counts == [12]
+        assert journal.recall(rows_of(large), ["quality"])[0].all()

@@ -15,12 +15,10 @@ from retouch_worlds.rewards import SceneReward
 
 JUDGE = SceneReward()
 TASKS = TextToImageData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
-EMPTY: list[Thing | None] = [None] * 9
 RED, BLUE = Thing("red", "circle"), Thing("blue", "square")
 
 
 def judge(task, image):
-    """The scores of one image."""
     return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
 
 
@@ -28,14 +26,13 @@ def scene_of(task):
     return Scene.from_json(task.meta["scene"])
 
 
-def task_with(*things, background=1):
-    """A task that asks for these things in these cells."""
-    return Task(id="t", instruction="paint", meta={"scene": scene_with(*things, background=background).to_json()})
-
-
 def scene_with(*things, background=1):
-    placed = dict(things)
-    return Scene(background, tuple(placed.get(cell) for cell in range(9)))
+    return Scene(background, tuple(dict(things).get(cell) for cell in range(9)))
+
+
+def task_with(*things):
+    """A task that asks for these things in these cells."""
+    return Task(id="t", instruction="paint", meta={"scene": scene_with(*things).to_json()})
 
 
 def reference_scores(task, image):
@@ -122,20 +119,13 @@ def test_missing_wrong_and_extra_things_lower_alignment_by_the_formula(painted, 
     assert found["exact"] == exact
 
 
-def test_an_empty_canvas_has_quality_and_overall_0():
-    found = judge(task_with((0, RED)), render(Scene(1, tuple(EMPTY))))
+def test_no_image_a_wrong_size_or_an_empty_canvas_scores_0_and_a_task_without_a_scene_raises():
+    for image in (None, Image.new("RGB", (48, 48))):
+        found = judge(TASKS[0], image)
+        assert math.isnan(found.pop("extra"))
+        assert set(found.values()) == {0.0}
+    found = judge(task_with((0, RED)), render(scene_with()))
     assert (found["quality"], found["overall"]) == (0, 0)
-
-
-@pytest.mark.parametrize("image", [None, Image.new("RGB", (48, 48))])
-def test_no_image_or_a_wrong_size_scores_0(image):
-    found = judge(TASKS[0], image)
-    assert math.isnan(found.pop("extra"))
-    assert set(found.values()) == {0.0}
-
-
-def test_tasks_without_a_scene_or_with_an_empty_scene_raise():
-    with pytest.raises(ValueError, match="no scene"):
-        judge(Task(id="x", instruction="y"), None)
-    with pytest.raises(ValueError, match="empty scene"):
-        judge(Task(id="x", instruction="y", meta={"scene": Scene(1, tuple(EMPTY)).to_json()}), None)
+    for task, says in ((Task(id="x", instruction="y"), "no scene"), (task_with(), "empty scene")):
+        with pytest.raises(ValueError, match=says):
+            judge(task, None)

@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     for kind in ("owlvit", "owlv2"):
         tiny_detectors.owl(root / kind, kind=kind)
     tiny_detectors.grounding_dino(root / "dino")
+    tiny_towers.clip(root / "clip", longest=48)
     return root
 
 
@@ -81,12 +82,8 @@ def test_grounding_dino_gives_each_name_its_own_tokens(folder):
 
 def test_boxes_that_overlap_a_more_confident_one_of_the_same_name_are_removed():
     left, shifted, right = (0.0, 0.0, 10.0, 10.0), (2.0, 0.0, 12.0, 10.0), (20.0, 0.0, 30.0, 10.0)
-    found = [
-        Detection("dog", 0.6, shifted),
-        Detection("dog", 0.9, left),
-        Detection("cat", 0.5, left),
-        Detection("dog", 0.35, right),
-    ]
+    boxes = (("dog", 0.6, shifted), ("dog", 0.9, left), ("cat", 0.5, left), ("dog", 0.35, right))
+    found = [Detection(*box) for box in boxes]
     assert suppress_overlaps(found, above=0.3) == [found[1], found[3], found[2]]
     assert suppress_overlaps(found, above=0.3, overlap=0.7) == [found[1], found[0], found[3], found[2]]  # their IoU is 8/12
     assert suppress_overlaps(found, above=0.4) == [found[1], found[2]]
@@ -94,47 +91,26 @@ def test_boxes_that_overlap_a_more_confident_one_of_the_same_name_are_removed():
     assert suppress_overlaps([], above=0.3) == []
 
 
-def test_unsupported_or_absent_detector_weights_raise(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match="owlvit, owlv2 or grounding-dino"):
-        load_detector(tiny_towers.clip(tmp_path / "clip"))
-    with pytest.raises(ValueError, match="hf download"):
-        load_detector("no-such-owner/no-such-model")
-
-
 WHITE = Image.new("RGB", (100, 100), "white")
 LEFT, RIGHT, UP, DOWN = (0.0, 40.0, 20.0, 60.0), (80.0, 40.0, 100.0, 60.0), (40.0, 0.0, 60.0, 20.0), (40.0, 80.0, 60.0, 100.0)
-
-
-class ReturnsColours:
-    """Returns the given colour of each box."""
-
-    def __init__(self, colours):
-        self.colours = colours
-
-    def __call__(self, image, boxes, name):
-        return [self.colours[box] for box in boxes]
 
 
 def is_satisfied(meta, *found, colours=None):
     wanted = requirements(Task("t", "", meta=meta))
     surest_first = sorted((Detection(*one) for one in found), key=lambda one: -one.confidence)
-    return met(wanted, surest_first, WHITE, None if colours is None else ReturnsColours(colours))
+    namer = None if colours is None else lambda image, boxes, name: [colours[box] for box in boxes]
+    return met(wanted, surest_first, WHITE, namer)
 
 
 def include(*wanted, **more):
     return {"include": list(wanted), **more}
 
 
-def test_a_requirement_is_met_if_its_object_is_detected():
+def test_include_needs_at_least_and_exclude_fewer_objects_than_the_count():
     dog = {"class": "dog", "count": 1}
-    assert is_satisfied(include(dog), ("dog", 0.9, LEFT)) == [True]
     assert is_satisfied(include(dog), ("cat", 0.9, LEFT)) == [False]
     assert is_satisfied(include(dog, {"class": "cat", "count": 1}), ("dog", 0.9, LEFT)) == [True, False]
     assert is_satisfied(include(dog)) == [False]
-
-
-def test_include_needs_at_least_and_exclude_fewer_objects_than_the_count():
     three = {"include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}], "tag": "counting"}
     dogs = [("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("dog", 0.7, UP), ("dog", 0.6, DOWN)]
     assert is_satisfied(three, *dogs[:2]) == [False, True]
@@ -162,7 +138,12 @@ def test_a_position_must_hold_for_every_pair_and_needs_its_target_object():
     assert is_satisfied(two, ("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("tie", 0.9, UP)) == [True, False]
 
 
-def test_directions_between_boxes_match_values_computed_by_hand():
+corners = st.tuples(*[st.floats(0, 100)] * 2, *[st.floats(1, 60)] * 2)
+boxes = corners.map(lambda box: (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+
+
+@given(boxes, boxes)
+def test_directions_between_boxes_match_values_computed_by_hand_and_mirror_each_other(a, b):
     assert directions(LEFT, RIGHT) == {"left of"}
     assert directions(UP, DOWN) == {"above"}
     assert directions((0, 0, 10, 10), (60, 60, 70, 70)) == {"left of", "above"}
@@ -172,14 +153,6 @@ def test_directions_between_boxes_match_values_computed_by_hand():
     # Offset 7: 7 - 4 = 3 is less than half of 7. Offset 9: 9 - 4 = 5 is more than half of 9.
     assert directions((0, 0, 20, 20), (7, 0, 27, 20)) == set()
     assert directions((0, 0, 20, 20), (9, 0, 29, 20)) == {"left of"}
-
-
-corners = st.tuples(*[st.floats(0, 100)] * 2, *[st.floats(1, 60)] * 2)
-boxes = corners.map(lambda box: (box[0], box[1], box[0] + box[2], box[1] + box[3]))
-
-
-@given(boxes, boxes)
-def test_directions_mirror_each_other(a, b):
     opposite = dict(zip(DIRECTIONS, ("right of", "left of", "below", "above"), strict=True))
     seen = directions(a, b)
     assert {opposite[direction] for direction in directions(b, a)} == seen
@@ -209,45 +182,39 @@ def test_invalid_requirements_raise_with_the_key_or_the_cause(meta, told):
         requirements(Task("t", "", meta=meta))
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    root = tmp_path_factory.mktemp("geneval")
-    tiny_detectors.owl(root / "owl", kind="owlv2")
-    tiny_towers.clip(root / "clip", longest=48)
-    return root
-
-
-def task_of(number, **meta):
-    return Task(f"t{number}", "a dog", meta=meta)
-
-
 def requests():
     meta = [
         include({"class": "dog", "count": 1}),
         include({"class": "dog", "count": 2, "color": "red"}, {"class": "cup", "position": ["left of", 0]}),
         {"include": [{"class": "cup", "count": 3}], "exclude": [{"class": "cup", "count": 4}], "tag": "counting"},
     ]
-    return [Sample(task_of(k, **given), Image.effect_noise((40 + k, 30), 90 + k).convert("RGB")) for k, given in enumerate(meta)]
+    return [
+        Sample(Task(f"t{k}", "a dog", meta=given), Image.effect_noise((40 + k, 30), 90 + k).convert("RGB"))
+        for k, given in enumerate(meta)
+    ]
 
 
-def test_geneval_reward_passes_the_contract_checks(weights):
-    reward = GenEvalReward(detector=weights / "owl", clip=weights / "clip", threshold=0.2, counting_threshold=0.2)
+def test_geneval_reward_passes_the_contract_checks_and_refuses_unusable_weights(folder, monkeypatch):
+    detector, clip = folder / "owlv2", folder / "clip"
+    reward = GenEvalReward(detector=detector, clip=clip, threshold=0.2, counting_threshold=0.2)
     check_reward(reward, requests())
     scores = reward([*requests(), Sample(requests()[0].task, None)])
     assert scores["correct"][-1] == scores["met"][-1] == 0
     assert (scores["met"] >= scores["correct"]).all()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for call, says in (
+        (lambda: GenEvalReward(detector=detector)(requests()), "set `clip`"),
+        (lambda: GenEvalReward(detector=detector, threshold=1.5), "threshold"),
+        (lambda: load_detector(clip), "owlvit, owlv2 or grounding-dino"),
+        (lambda: load_detector("no-such-owner/no-such-model"), "hf download"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
 
 
-def test_colour_requirements_without_clip_weights_raise(weights):
-    with pytest.raises(ValueError, match="set `clip`"):
-        GenEvalReward(detector=weights / "owl")(requests())
-    with pytest.raises(ValueError, match="threshold"):
-        GenEvalReward(detector=weights / "owl", threshold=1.5)
-
-
-def test_the_colour_is_the_one_with_the_nearest_mean_prompt_embedding(weights):
+def test_the_colour_is_the_one_with_the_nearest_mean_prompt_embedding(folder):
     """The colour with the nearest vector; a colour's vector is the mean over three prompts, as in zero-shot classification."""
-    namer = ClipColours(weights / "clip")
+    namer = ClipColours(folder / "clip")
     image = Image.effect_noise((60, 40), 100).convert("RGB")
     boxes = [(0.0, 0.0, 30.0, 40.0), (20.0, 5.0, 60.0, 35.0), (-5.0, 38.0, 3.0, 90.0)]
     towers = namer._encoder

@@ -66,6 +66,8 @@ def test_fid_is_the_frechet_distance_of_the_features(file, network):
 
 def test_files_of_other_networks_are_refused(file, tmp_path):
     two = images(0, 2)
+    with pytest.raises(ValueError, match="1 and 2 images: FID needs at least two of each"):  # before the weights are read
+        fid(images(0, 1), two, weights=tmp_path / "no.safetensors")
     with pytest.raises(ValueError, match=r"no\.safetensors is not a safetensors file; FID needs one with the tensors of pt_incep"):
         fid(two, two, weights=tmp_path / "no.safetensors")
     tensors = tiny_inception.weights()
@@ -74,8 +76,3 @@ def test_files_of_other_networks_are_refused(file, tmp_path):
         save_file({**tensors, name: value}, other)
         with pytest.raises(ValueError, match=rf"1 are missing or have another shape, such as '{name}'"):
             fid(two, two, weights=other)
-
-
-def test_fid_of_a_single_image_raises_before_the_weights_are_read(tmp_path):
-    with pytest.raises(ValueError, match="1 and 2 images: FID needs at least two of each"):
-        fid(images(0, 1), images(1, 2), weights=tmp_path / "no.safetensors")

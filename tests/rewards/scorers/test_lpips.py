@@ -18,50 +18,32 @@ def picture(seed, size=64):
 
 @pytest.fixture(scope="module")
 def network():
-    """AlexNet's features as torchvision lays them out."""
+    """AlexNet's features as torchvision lays them out, and a weight per channel of each layer."""
     torch.manual_seed(3)
-    return nn.Sequential(
-        *(
-            nn.Conv2d(3, 64, 11, 4, 2),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2),
-            nn.Conv2d(64, 192, 5, padding=2),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2),
-        ),
-        *(
-            nn.Conv2d(192, 384, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(384, 256, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(256, 256, 3, padding=1),
-        ),
-        nn.ReLU(),
-    )
+    first = [nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(64, 192, 5, padding=2), nn.ReLU()]
+    sizes = ((192, 384), (384, 256), (256, 256))
+    rest = [layer for size in sizes for layer in (nn.Conv2d(*size, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(*first, nn.MaxPool2d(3, 2), *rest), [torch.rand(width) for width in (64, 192, 384, 256, 256)]
 
 
 @pytest.fixture(scope="module")
-def linear():
-    torch.manual_seed(4)
-    return [torch.rand(width) for width in (64, 192, 384, 256, 256)]
-
-
-@pytest.fixture(scope="module")
-def weights(network, linear, tmp_path_factory):
+def weights(network, tmp_path_factory):
     path = tmp_path_factory.mktemp("lpips") / "alex.safetensors"
-    tensors = {f"features.{name}": tensor.contiguous() for name, tensor in network.state_dict().items()}
+    layers, linear = network
+    tensors = {f"features.{name}": tensor.contiguous() for name, tensor in layers.state_dict().items()}
     save_file(tensors | {f"lin{k}.model.1.weight": row.view(1, -1, 1, 1) for k, row in enumerate(linear)}, path)
     return path
 
 
-def test_the_distance_matches_the_published_definition(weights, network, linear):
+def test_the_distance_matches_the_published_definition(weights, network):
     a, b = picture(1), picture(2)
+    layers, linear = network
 
     def maps(image):
         x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()[None] / 255 * 2 - 1
         x = (x - torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1)) / torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1)
         found = []
-        for place, layer in enumerate(network):
+        for place, layer in enumerate(layers):
             x = layer(x)
             if place in (1, 4, 7, 9, 11):  # relu1 to relu5
                 found.append(nn.functional.normalize(x, dim=1))
@@ -76,13 +58,6 @@ def test_the_distance_matches_the_published_definition(weights, network, linear)
     assert expected > 0
 
 
-def test_lpips_reward_passes_the_contract_checks_and_is_1_for_the_same_image(weights):
-    reward = LpipsReward(weights=weights, size=64)
-    check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k),)), picture(k)) for k in range(3)])
-    same = Sample(Task("t", "", images=(picture(1),)), picture(1))
-    assert reward([same, Sample(same.task, None)])["preservation"].tolist() == [1, 0]
-
-
 def test_changes_under_the_mask_weigh_less(weights):
     source = picture(5, 128)
     edited = source.copy()
@@ -90,21 +65,22 @@ def test_changes_under_the_mask_weigh_less(weights):
     corner = Image.new("L", (128, 128), 0)
     corner.paste(255, (0, 0, 64, 64))
     reward = LpipsReward(weights=weights, size=128)
-    outside, inside = (
-        reward.distance(source, edited, corner),
-        reward.distance(source, edited, Image.eval(corner, lambda value: 255 - value)),
-    )
+    outside, inside = (reward.distance(source, edited, mask) for mask in (corner, Image.eval(corner, lambda value: 255 - value)))
     assert outside < reward.distance(source, edited) < inside
     assert reward.distance(source, edited, Image.new("L", (128, 128), 255)) == 0
+    reward = LpipsReward(weights=weights, size=64)
+    check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k),)), picture(k)) for k in range(3)])
+    same = Sample(Task("t", "", images=(picture(1),)), picture(1))
+    assert reward([same, Sample(same.task, None)])["preservation"].tolist() == [1, 0]
 
 
 def test_invalid_weights_size_or_samples_raise(weights, tmp_path):
     save_file({"features.0.weight": torch.zeros(2)}, tmp_path / "other")
-    with pytest.raises(ValueError, match="lacks"):
-        LpipsReward(weights=tmp_path / "other").build()
-    with pytest.raises(ValueError, match="not a safetensors"):
-        LpipsReward(weights=tmp_path / "nowhere").build()
-    with pytest.raises(ValueError, match="greater than or equal to 64"):
-        LpipsReward(weights=weights, size=32)
-    with pytest.raises(ValueError, match="no source"):
-        LpipsReward(weights=weights)([Sample(Task("t", ""), picture(1))])
+    for keys, says in (
+        ({"weights": tmp_path / "other"}, "lacks"),
+        ({"weights": tmp_path / "nowhere"}, "not a safetensors"),
+        ({"weights": weights, "size": 32}, "greater than or equal to 64"),
+        ({"weights": weights}, "no source"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            LpipsReward(**keys).build()([Sample(Task("t", ""), picture(1))])

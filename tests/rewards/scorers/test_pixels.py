@@ -1,6 +1,7 @@
 """Rewards of an image's pixels (appearance, compressibility, grade, photos, share), against closed forms."""
 
 import io
+import itertools
 import math
 
 import numpy as np
@@ -10,25 +11,67 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.protocols import Reward
-from retouch.rewards.pixels import AppearanceReward, CompressibilityReward, GradeReward, PhotosReward, ShareReward
+from retouch.rewards.scorers.pixels import AppearanceReward, CompressibilityReward, GradeReward, PhotosReward, ShareReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 
+RED = (200, 60, 40)
 
-def noise_of(seed, spread=255, size=(24, 20)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, spread + 1, (size[1], size[0], 3), dtype=np.uint8))
+
+def noise_of(seed, size=(24, 20)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def photograph(width=24, height=16):
+    ramp = np.linspace(0, 255, width * height * 3).reshape(height, width, 3)
+    return Image.fromarray((ramp * [1.0, 0.6, 0.3]).astype(np.uint8))
+
+
+def photo(seed, height=48, width=48):
+    """Grey shapes and noise with a slight tint: the channels are correlated, as in photographs."""
+    random = np.random.default_rng(seed)
+    shapes = Image.fromarray(random.integers(0, 255, (6, 6), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    grey = np.asarray(shapes).astype(float) + random.normal(0, 8, (height, width))
+    return Image.fromarray((grey[..., None] * [1.0, 0.9, 0.8]).clip(0, 255).round().astype(np.uint8))
+
+
+REWARDS = [AppearanceReward(), CompressibilityReward(), GradeReward(), PhotosReward(colour=RED, preserve=2.0), ShareReward()]
+
+
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda reward: type(reward).__name__)
+def test_rewards_of_pixels_pass_the_contract_checks(reward):
+    mask = Image.new("L", (24, 20))
+    mask.paste(255, (0, 0, 12, 20))
+    images = [noise_of(0), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9)), noise_of(3)]
+    images[0].paste(0, (0, 0, 1, 1))
+    check_reward(reward, [Sample(Task(str(k), "", (noise_of(9),), mask), image) for k, image in enumerate(images)])
+
+
+@pytest.mark.parametrize(
+    ("reward", "keys", "says"),
+    [
+        (CompressibilityReward, {"quality": 0}, "equal to 1"),
+        (CompressibilityReward, {"quality": 96}, "equal to 95"),
+        (GradeReward, {"saturation": -1}, "saturation"),
+        (GradeReward, {"strength": 1.5}, "strength"),
+        (GradeReward, {"colour": [0, 0, 256]}, "colour"),
+        (GradeReward, {}, "source"),
+        (PhotosReward, {"colour": (1, 2)}, "colour"),
+        (PhotosReward, {"colour": RED, "preserve": -1.0}, "preserve"),
+        (PhotosReward, {"colour": RED, "preserve": math.nan}, "preserve"),
+        (PhotosReward, {"colour": RED, "preserve": math.inf}, "preserve"),
+        (PhotosReward, {"colour": RED}, "'t' has no source image"),
+        (ShareReward, {"channel": "yellow"}, "'red', 'green' or 'blue'"),
+    ],
+)
+def test_keys_out_of_range_and_samples_without_a_source_raise(reward, keys, says):
+    with pytest.raises(ValueError, match=says):
+        reward(**keys)([Sample(Task("t", ""), photo(0))])
 
 
 def appearance(image, task=None):
     given = AppearanceReward()([Sample(task or Task("t", ""), image)])
     return {name: column[0].item() for name, column in given.items()}
-
-
-def test_appearance_reward_passes_the_contract_checks():
-    mask = Image.new("L", (24, 20))
-    mask.paste(255, (0, 0, 12, 20))
-    check_reward(AppearanceReward(), [Sample(Task(str(k), "", images=(noise_of(9),), mask=mask), noise_of(k)) for k in range(4)])
 
 
 def test_scores_of_flat_colours_match_closed_forms():
@@ -39,6 +82,7 @@ def test_scores_of_flat_colours_match_closed_forms():
     assert math.isnan(orange["preservation"])
     assert appearance(Image.new("RGB", (8, 8), (200, 100, 100)))["saturation"] == pytest.approx(0.5)
     assert appearance(Image.new("RGB", (8, 8)))["saturation"] == 0
+    assert appearance(None) == {"brightness": 0, "saturation": 0, "detail": 0, "preservation": 0}
 
 
 def test_detail_is_the_rms_amplitude_of_high_frequencies():
@@ -75,46 +119,19 @@ def test_preservation_compares_only_pixels_outside_the_mask():
     assert math.isnan(kept(None))
 
 
-def test_no_image_gets_the_lowest_scores():
-    assert appearance(None) == {"brightness": 0, "saturation": 0, "detail": 0, "preservation": 0}
-
-
-def square_noise(seed, size=64):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
 def compressibility(*images, quality=95):
     return CompressibilityReward(quality=quality)([Sample(Task("t", ""), image) for image in images])["compressibility"].tolist()
 
 
-def test_compressibility_reward_passes_the_contract_checks():
-    check_reward(CompressibilityReward(), [Sample(Task(str(seed), ""), square_noise(seed)) for seed in range(3)])
-
-
 def test_the_score_is_the_share_of_bytes_saved_by_jpeg():
-    image = square_noise(2)
-    buffer = io.BytesIO()
+    image, buffer = noise_of(2, (64, 64)), io.BytesIO()
     image.save(buffer, "JPEG", quality=30)
     assert compressibility(image, quality=30) == [pytest.approx(1 - len(buffer.getvalue()) / (3 * 64 * 64))]
-
-
-def test_an_image_smaller_than_its_jpeg_header_scores_0():
-    assert compressibility(Image.new("RGB", (2, 2))) == [0]
-
-
-@pytest.mark.parametrize("quality", [0, 96])
-def test_jpeg_quality_out_of_range_raises(quality):
-    with pytest.raises(ValueError, match=r"equal to (1|95)"):
-        CompressibilityReward(quality=quality)
-
-
-def photograph(width=24, height=16):
-    ramp = np.linspace(0, 255, width * height * 3).reshape(height, width, 3)
-    return Image.fromarray((ramp * [1.0, 0.6, 0.3]).astype(np.uint8))
+    assert compressibility(Image.new("RGB", (2, 2))) == [0]  # smaller than the header of a JPEG
 
 
 def graded_task(source):
-    return Task(id="one", instruction="grade it", images=() if source is None else (source,))
+    return Task(id="one", instruction="grade it", images=(source,))
 
 
 def closeness(reward, image, source):
@@ -125,10 +142,8 @@ def closeness(reward, image, source):
     ("keys", "expected"),
     [
         ({}, lambda pixels, grey: pixels),
-        ({"saturation": 0}, lambda pixels, grey: grey),
         ({"saturation": 0.25}, lambda pixels, grey: grey + 0.25 * (pixels - grey)),
         ({"saturation": 3}, lambda pixels, grey: np.clip(grey + 3 * (pixels - grey), 0, 1)),
-        ({"colour": [255, 0, 0], "strength": 0.5}, lambda pixels, grey: 0.5 * pixels + 0.5 * np.array([1.0, 0, 0])),
         ({"saturation": 0, "colour": [0, 0, 255], "strength": 0.25}, lambda p, grey: 0.75 * grey + 0.25 * np.array([0, 0, 1.0])),
     ],
 )
@@ -138,23 +153,10 @@ def test_closeness_equals_the_distance_to_a_grade_by_hand(keys, expected):
     grey = (pixels @ [0.299, 0.587, 0.114])[..., None]
     by_hand = 1 - np.sqrt(np.mean((np.asarray(image) / 255 - expected(pixels, grey)) ** 2))
     assert closeness(GradeReward(**keys), image, source) == pytest.approx(by_hand, abs=1e-6)
-
-
-def test_the_range_is_0_to_1_and_a_missing_image_scores_0():
     black, white = Image.new("RGB", (8, 8)), Image.new("RGB", (8, 8), (255, 255, 255))
-    assert closeness(GradeReward(), white, black) == 0
-    assert closeness(GradeReward(), None, black) == 0
-
-
-def test_a_source_of_another_size_is_resized_to_the_image():
-    source = photograph(48, 32)
-    small = source.resize((24, 16), Image.Resampling.LANCZOS)
-    assert closeness(GradeReward(), small, source) == 1
-
-
-def test_a_task_without_a_source_raises():
-    with pytest.raises(ValueError, match="source"):
-        GradeReward()([Sample(graded_task(None), photograph())])
+    assert closeness(GradeReward(), white, black) == closeness(GradeReward(), None, black) == 0
+    large = photograph(48, 32)  # is resized to the image
+    assert closeness(GradeReward(), large.resize((24, 16), Image.Resampling.LANCZOS), large) == 1
 
 
 def test_scores_of_tensors_equal_the_column_and_their_gradient_points_to_the_graded_source():
@@ -172,61 +174,29 @@ def test_scores_of_tensors_equal_the_column_and_their_gradient_points_to_the_gra
     assert torch.isfinite(flat).all()
 
 
-@pytest.mark.parametrize("keys", [{"saturation": -1}, {"strength": 1.5}, {"colour": [0, 0, 256]}])
-def test_keys_out_of_range_raise(keys):
-    with pytest.raises(ValueError, match=next(iter(keys))):
-        GradeReward(**keys)
-
-
-RED = (200, 60, 40)
-
-
-def from_array(values):
-    return Image.fromarray(np.asarray(values).clip(0, 255).round().astype(np.uint8))
-
-
-def photo(seed, height=48, width=48):
-    """Grey shapes and noise with a slight tint: the channels are correlated, as in photographs."""
-    random = np.random.default_rng(seed)
-    shapes = Image.fromarray(random.integers(0, 255, (6, 6), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    grey = np.asarray(shapes).astype(float) + random.normal(0, 8, (height, width))
-    return from_array(grey[..., None] * [1.0, 0.9, 0.8])
-
-
 def photo_score(source, image, **options):
     reward = PhotosReward(**{"colour": RED, **options})
     return {name: column.item() for name, column in reward([Sample(Task("t", "", (source,)), image)]).items()}
 
 
-def test_photos_reward_passes_the_contract_checks():
-    sources = [photo(0), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9))]
-    images = [photo(0), photo(2, 48, 40), photo(3, 16, 16)]
-    samples = [Sample(Task(str(k), "", (source,)), image) for k, (source, image) in enumerate(zip(sources, images, strict=True))]
-    reward = PhotosReward(colour=RED, preserve=2.0)
-    assert isinstance(reward, Reward)
-    check_reward(reward, samples)
-
-
 def test_colour_changes_lower_preservation_little_and_lost_structure_much():
     source = np.asarray(photo(0)).astype(float)
     noise = np.random.default_rng(5).normal(size=source.shape)
-    kept = {
-        name: photo_score(from_array(source), from_array(image))["preservation"]
-        for name, image in {
-            "redder": source * [0.9, 0.4, 0.3] + [20, 0, 0],
-            "dark": source * 0.4,
-            "little noise": source + 5 * noise,
-            "much noise": source + 60 * noise,
-            "flat": np.full_like(source, RED),
-            "unrelated": np.asarray(photo(1)),
-            "negative": 255 - source,
-        }.items()
+    changed = {
+        "redder": source * [0.9, 0.4, 0.3] + [20, 0, 0],
+        "dark": source * 0.4,
+        "little noise": source + 5 * noise,
+        "much noise": source + 60 * noise,
+        "flat": np.full_like(source, RED),
+        "unrelated": np.asarray(photo(1)),
+        "negative": 255 - source,
     }
+    images = {name: Image.fromarray(values.clip(0, 255).round().astype(np.uint8)) for name, values in changed.items()}
+    kept = {name: photo_score(photo(0), image)["preservation"] for name, image in images.items()}
     assert kept["redder"] > 0.85
     assert kept["dark"] > 0.85
     assert kept["redder"] > kept["little noise"] > kept["much noise"] > kept["flat"]
-    assert kept["flat"] < 0.2
-    assert kept["unrelated"] < 0.2
+    assert max(kept["flat"], kept["unrelated"]) < 0.2
     assert kept["negative"] < 0.1
 
 
@@ -234,15 +204,12 @@ def test_colour_changes_lower_preservation_little_and_lost_structure_much():
 @settings(max_examples=40, derandomize=True)
 def test_colour_is_one_minus_the_distance_relative_to_the_largest_distance(colour, shown):
     image = Image.new("RGB", (8, 8), shown)
-    farthest = max(math.dist(colour, corner) for corner in [(r, g, b) for r in (0, 255) for g in (0, 255) for b in (0, 255)])
+    farthest = max(math.dist(colour, corner) for corner in itertools.product((0, 255), repeat=3))
     expected = 1 - math.dist(colour, shown) / farthest
     assert photo_score(image, image, colour=colour)["colour"] == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("preserve", [0.0, 1.0, 2.5])
-def test_reward_is_preservation_to_a_power_times_colour(preserve):
-    given = photo_score(photo(0), photo(1), preserve=preserve)
-    assert given["reward"] == pytest.approx(given["preservation"] ** preserve * given["colour"], rel=1e-6)
+    for preserve in (0.0, 1.0, 2.5):
+        found = photo_score(photo(0), photo(1), preserve=preserve)
+        assert found["reward"] == pytest.approx(found["preservation"] ** preserve * found["colour"], rel=1e-6)
 
 
 def test_a_source_of_another_size_is_resized():
@@ -262,32 +229,6 @@ def test_a_small_side_compares_the_layout_and_not_the_detail():
     assert photo_score(photo(0, 40, 56), photo(0, 40, 56), side=6)["preservation"] == 1.0
 
 
-def test_samples_without_a_source_and_invalid_settings_raise():
-    with pytest.raises(ValueError, match="'t' has no source image"):
-        PhotosReward(colour=RED)([Sample(Task("t", ""), photo(0))])
-    for colour in [(1, 2), (0, 0, 256)]:
-        with pytest.raises(ValueError, match="colour"):
-            PhotosReward(colour=colour)
-    for preserve in [-1.0, math.nan, math.inf]:
-        with pytest.raises(ValueError, match="preserve"):
-            PhotosReward(colour=RED, preserve=preserve)
-
-
-def samples_of(pictures):
-    return [Sample(Task(str(k), ""), Image.fromarray(picture)) for k, picture in enumerate(pictures)]
-
-
-def pictures(seed, count=5):
-    drawn = np.random.default_rng(seed).integers(0, 256, (count, 6, 9, 3), dtype=np.uint8)
-    drawn[:, 0, 0] = 0
-    return drawn
-
-
-def test_share_reward_passes_the_contract_checks():
-    assert isinstance(ShareReward(), Reward)
-    check_reward(ShareReward(channel="blue"), samples_of(pictures(0)))
-
-
 @pytest.mark.parametrize(
     ("colour", "red", "blue"), [((255, 0, 0), 1, 0), ((9, 9, 9), 1 / 3, 1 / 3), ((0, 0, 0), 1 / 3, 1 / 3), ((0, 1, 3), 0, 0.75)]
 )
@@ -295,8 +236,3 @@ def test_share_of_an_image_of_one_colour_matches_the_closed_form(colour, red, bl
     plain = [Sample(Task("t", ""), Image.new("RGB", (3, 2), colour))]
     assert ShareReward(channel="red")(plain)["share"].item() == pytest.approx(red)
     assert ShareReward(channel="blue")(plain)["share"].item() == pytest.approx(blue)
-
-
-def test_refuses_an_unknown_channel():
-    with pytest.raises(ValueError, match="'red', 'green' or 'blue'"):
-        ShareReward(channel="yellow")

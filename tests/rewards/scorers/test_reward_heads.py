@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,14 +100,15 @@ def size(image, side=16):
 RATED = "\nPlease provide the overall ratings of this image: <|Reward|>\n\nEND\n"
 
 
+def prompt_of(name):
+    return Path(retouch.rewards.scorers.__path__[0], "prompts", f"{name}.txt").read_text(encoding="utf-8")
+
+
 def test_hpsv3_is_mu_of_the_published_procedure(stored):
     folder, model, tokenizer = stored["hpsv3"]
     reward = HPSv3Reward(path=folder, dtype="float32")
-    scores = reward(SAMPLES)["hpsv3"]
+    scores, text = reward(SAMPLES)["hpsv3"], prompt_of("hpsv3")
     begin = "\nYou are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall score"
-    prompt = (retouch.rewards.scorers.__path__[0] + "/prompts/hpsv3.txt", begin)
-    with open(prompt[0], encoding="utf-8") as file:
-        text = file.read()
     assert text.startswith(begin)
     assert text.endswith("original description.\nTextual prompt - {text_prompt}\n\n\n" + RATED.partition(REWARD)[0])
     for row, sample in enumerate(SAMPLES[:2]):
@@ -114,6 +116,10 @@ def test_hpsv3_is_mu_of_the_published_procedure(stored):
         assert scores[row].item() == pytest.approx(published(model, tokenizer, asked, [sample.image], head(0)), abs=1e-4)
     assert scores.std() > 1e-4
     check_reward(reward, SAMPLES)
+    # An instruction cannot contain the reward token.
+    ids = reward.model.tokenizer("a <|Reward|> b", split_special_tokens=True)["input_ids"]
+    assert reward.model.tokenizer.convert_tokens_to_ids(REWARD) not in ids
+    assert math.isfinite(reward.model.score([picture(1)], "a <|Reward|><|image_pad|> b"))
 
 
 def test_editreward_is_the_mean_of_two_heads_with_a_prompt_each(stored):
@@ -121,8 +127,7 @@ def test_editreward_is_the_mean_of_two_heads_with_a_prompt_each(stored):
     reward = EditReward(path=folder, dtype="float32")
     scores = reward(SAMPLES[:2])
     for seed, name in enumerate(("following", "quality")):
-        with open(f"{retouch.rewards.scorers.__path__[0]}/prompts/editreward-{name}.txt", encoding="utf-8") as file:
-            text = file.read()
+        text = prompt_of(f"editreward-{name}")
         assert text.endswith("\n\nText instruction - {text_prompt}\n" + RATED.partition(REWARD)[0])
         for row, sample in enumerate(SAMPLES[:2]):
             asked = text.format(text_prompt=sample.task.instruction) + RATED.partition(": ")[2]
@@ -132,13 +137,6 @@ def test_editreward_is_the_mean_of_two_heads_with_a_prompt_each(stored):
     assert EditReward(path=folder, dtype="float32")([Sample(SAMPLES[0].task, None)])["editreward"].tolist() == [-20]
     with pytest.raises(ValueError, match="has no source image"):
         reward([Sample(Task("t", "red"), picture(1))])
-
-
-def test_an_instruction_cannot_contain_the_reward_token(stored):
-    model = HPSv3Reward(path=stored["hpsv3"][0], dtype="float32").model
-    ids = model.tokenizer("a <|Reward|> b", split_special_tokens=True)["input_ids"]
-    assert model.tokenizer.convert_tokens_to_ids(REWARD) not in ids
-    assert math.isfinite(model.score([picture(1)], "a <|Reward|><|image_pad|> b"))
 
 
 def test_the_system_message_is_that_of_the_folders_chat_template(stored, tmp_path):
@@ -157,23 +155,20 @@ def test_the_system_message_is_that_of_the_folders_chat_template(stored, tmp_pat
         (lambda tensors: tensors.pop("rm_heads.head_1.3.bias"), "the head rm_heads.head_1 has the weights 0.bias, .*no layers"),
         (lambda tensors: tensors.pop("model.language_model.norm.weight"), "has no weights language_model.norm.weight"),
         (lambda tensors: tensors.pop("model.language_model.embed_tokens.weight"), "have 0 embeddings, but the tokenizer gives"),
+        (None, r"pickles are not read.*weights_only=True\), 'model.safetensors'\)"),
     ],
 )
-def test_weights_of_another_model_are_refused(stored, tmp_path, change, message):
+def test_weights_of_another_model_a_pickle_and_an_incomplete_download_are_refused(stored, tmp_path, change, message):
     shutil.copytree(stored["editreward"][0], tmp_path / "changed")
     file = tmp_path / "changed" / "editreward.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
+    if change is None:
+        file.rename(tmp_path / "changed" / "model.pth")
+    else:
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
     with pytest.raises(ValueError, match=message):
         EditReward(path=tmp_path / "changed").build()
-
-
-def test_a_pickle_and_an_incomplete_download_are_refused_with_what_to_do(stored, tmp_path):
-    shutil.copytree(stored["editreward"][0], tmp_path / "pickle")
-    (tmp_path / "pickle" / "editreward.safetensors").rename(tmp_path / "pickle" / "model.pth")
-    with pytest.raises(ValueError, match=r"pickles are not read.*weights_only=True\), 'model.safetensors'\)"):
-        EditReward(path=tmp_path / "pickle").build()
     both = r"HPSv3\.safetensors --local-dir weights/hpsv3 && hf download Qwen/Qwen2-VL-7B-Instruct config\.json"
     with pytest.raises(MissingWeights, match=both):
         HPSv3Reward().build()

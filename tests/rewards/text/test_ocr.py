@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 import paddle_double
 from retouch.distributed.ranks import Ranks
-from retouch.protocols import Reward
 from retouch.recipe.recipe import load
 from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.identity import describe
@@ -35,10 +35,21 @@ from retouch_rewards.ocr import (
 from retouch_worlds.testing import check_reward
 
 
-def text_image(text, size=40):
-    image = Image.new("RGB", (60 + size * len(text) * 2 // 3, 2 * size), (240, 240, 230))
-    ImageDraw.Draw(image).text((20, size // 2), text, fill=(20, 30, 90), font=ImageFont.load_default(size))
+def image_of(*lines, size=(400, 200), scale=36):
+    image = Image.new("RGB", size, (240, 240, 230))
+    for text, at in lines:
+        ImageDraw.Draw(image).text(at, text, fill=(20, 30, 90), font=ImageFont.load_default(scale))
     return image
+
+
+def text_image(text):
+    return image_of((text, (20, 20)), size=(60 + 27 * len(text), 80), scale=40)
+
+
+def mask_of(*box, size=(400, 200)):
+    mask = Image.new("L", size)
+    ImageDraw.Draw(mask).rectangle(box, fill=255)
+    return mask
 
 
 def ocr_of(*lines):
@@ -65,9 +76,6 @@ def by_definition(a, b):
 @given(st.text("abc", max_size=5), st.text("abc", max_size=5))
 def test_edit_distance_is_the_levenshtein_distance(a, b):
     assert edit_distance(a, b) == by_definition(a, b)
-
-
-def test_text_is_compared_without_case_spaces_or_unicode_variants():
     assert comparable(" Straße\n ＡＢＣ ﬁne") == "strasseabcfine"
     assert similarity("", " ") == 1
 
@@ -80,20 +88,23 @@ def test_correctness_compares_all_recognised_text():
     correctness, confidence = score(ocr_of(), "hello")
     assert correctness == 0
     assert np.isnan(confidence)
+    assert ocr_of(TextLine("a", 1.0))([Sample(Task("t", "", text="a"), None)])["correctness"].tolist() == [0]
 
 
-def test_no_image_scores_0_and_a_task_without_text_raises():
-    reward = ocr_of(TextLine("a", 1.0))
-    assert reward([Sample(Task("t", "", text="a"), None)])["correctness"].tolist() == [0]
+def test_invalid_settings_and_tasks_without_text_or_mask_raise():
+    image = Image.new("RGB", (100, 100))
     for text in (None, "", " \n"):
         with pytest.raises(ValueError, match=r"task\.text"):
-            reward([Sample(Task("t", "", text=text), None)])
-
-
-def test_ocr_reward_passes_the_contract_checks():
-    reward = OcrReward().with_model(lambda image: [TextLine(f"{np.asarray(image).mean():.1f}", 0.5)])
-    assert isinstance(reward, Reward)
-    check_reward(reward, [Sample(Task(word, "", text="184.7"), text_image(word, 12)) for word in ("open", "Retouch", "17")])
+            ocr_of()([Sample(Task("t", "", text=text), None)])
+    for mask in (None, Image.new("L", (100, 100))):
+        with pytest.raises(ValueError, match="'t' has no mask"):
+            OcrReward(where="mask").with_model(lambda image: [])([Sample(Task("t", "", text="a", mask=mask), image)])
+    with pytest.raises(ValueError, match="no read_lines"):
+        OcrReward(where="box").with_model(lambda image: [])
+    with pytest.raises(ValueError, match="'picture', 'mask' or 'box'"):
+        OcrReward(where="masks")
+    with pytest.raises(ValueError, match="confidence"):
+        UnrequestedTextReward(confidence=2.0)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (160, 2), (24, 24)])
@@ -110,20 +121,6 @@ def test_rapidocr_reads_a_rendered_word(reader, word):
     assert (scores["confidence"] > 0.8).all()
 
 
-def image_of(*lines, size=(400, 200)):
-    image = Image.new("RGB", size, (240, 240, 230))
-    for text, at in lines:
-        ImageDraw.Draw(image).text(at, text, fill=(20, 30, 90), font=ImageFont.load_default(36))
-    return image
-
-
-def mask_of(*boxes, size=(400, 200)):
-    mask = Image.new("L", size)
-    for box in boxes:
-        ImageDraw.Draw(mask).rectangle(box, fill=255)
-    return mask
-
-
 def square(left, top, side=10):
     right, bottom = left + side - 1, top + side - 1
     return (left, top), (right, top), (right, bottom), (left, bottom)
@@ -131,7 +128,7 @@ def square(left, top, side=10):
 
 @pytest.mark.parametrize(("left", "counts"), [(0, True), (14, True), (15, True), (16, False), (30, False)])
 def test_a_line_counts_where_half_of_it_lies_in_the_mask(left, counts):
-    mask = mask_of((0, 0, 19, 99), size=(100, 100))
+    mask = mask_of(0, 0, 19, 99, size=(100, 100))
     task = Task("t", "", text="yes", mask=mask)
     reward = OcrReward(where="mask").with_model(lambda image: [TextLine("yes", 1.0, square(left, 40))])
     assert reward([Sample(task, Image.new("RGB", (100, 100)))])["correctness"].item() == float(counts)
@@ -139,13 +136,13 @@ def test_a_line_counts_where_half_of_it_lies_in_the_mask(left, counts):
 
 def test_text_outside_the_mask_is_ignored_and_extra_text_inside_lowers_the_score(reader):
     image = image_of(("harbour", (20, 20)), ("Azir", (220, 130)))
-    task = Task("t", "", text="Azir", mask=mask_of((200, 120, 390, 190)))
+    task = Task("t", "", text="Azir", mask=mask_of(200, 120, 390, 190))
     everything, masked = (
         OcrReward(where=where).with_model(reader)([Sample(task, image)])["correctness"].item() for where in ("picture", "mask")
     )
     assert masked == 1.0
     assert everything < 0.5
-    both = Task("t", "", text="Azir", mask=mask_of((0, 0, 399, 199)))
+    both = Task("t", "", text="Azir", mask=mask_of(0, 0, 399, 199))
     assert OcrReward(where="mask").with_model(reader)([Sample(both, image)])["correctness"].item() == pytest.approx(everything)
 
 
@@ -153,7 +150,7 @@ def test_where_box_reads_the_text_in_the_box_of_the_mask(reader):
     texts = ("Azir", "rock", "7-Up")
     box = (200, 120, 330, 185)
     samples = [
-        Sample(Task(text, "", text=text, mask=mask_of(box)), image_of(("harbour", (20, 20)), (text, (214, 128)))) for text in texts
+        Sample(Task(text, "", text=text, mask=mask_of(*box)), image_of(("harbour", (20, 20)), (text, (214, 128)))) for text in texts
     ]
     samples.insert(1, Sample(samples[0].task, None))
     scores = OcrReward(where="box").with_model(reader)(samples)
@@ -163,32 +160,16 @@ def test_where_box_reads_the_text_in_the_box_of_the_mask(reader):
 
 def test_a_box_smaller_than_one_image_pixel_is_cropped_to_one_pixel():
     class RecordsSizes:
-        def __init__(self):
-            self.seen = []
-
-        def __call__(self, image):
-            raise AssertionError("only lines are read")
+        seen: ClassVar = []
 
         def read_lines(self, images):
             self.seen += [image.size for image in images]
             return [TextLine("", 0.0, square(0, 0)) for _ in images]
 
-    reader = RecordsSizes()
-    marked = [mask_of((401, 203, 401, 203), size=(800, 400)), mask_of((100, 40, 299, 79), size=(800, 400))]
+    marked = [mask_of(401, 203, 401, 203, size=(800, 400)), mask_of(100, 40, 299, 79, size=(800, 400))]
     samples = [Sample(Task(str(k), "", text="a", mask=mask), Image.new("RGB", (100, 50))) for k, mask in enumerate(marked)]
-    OcrReward(where="box").with_model(reader)(samples)
-    assert reader.seen == [(1, 1), (26, 5)]
-
-
-def test_where_without_a_mask_or_a_line_reader_raises():
-    image = Image.new("RGB", (100, 100))
-    for mask in (None, Image.new("L", (100, 100))):
-        with pytest.raises(ValueError, match="'t' has no mask"):
-            OcrReward(where="mask").with_model(lambda image: [])([Sample(Task("t", "", text="a", mask=mask), image)])
-    with pytest.raises(ValueError, match="no read_lines"):
-        OcrReward(where="box").with_model(lambda image: [])
-    with pytest.raises(ValueError, match="'picture', 'mask' or 'box'"):
-        OcrReward(where="masks")
+    OcrReward(where="box").with_model(RecordsSizes())(samples)
+    assert RecordsSizes.seen == [(1, 1), (26, 5)]
 
 
 SECTION = {"kind": "ocr", "reader": {"kind": "paddleocr"}}
@@ -207,12 +188,6 @@ def barred(*bars, size=(100, 60)):
         rgb = {"red": (255, 0, 0), "blue": (0, 0, 255), "green": (0, 200, 0)}[colour]
         ImageDraw.Draw(image).rectangle((left, top, left + width - 1, top + height - 1), fill=rgb)
     return image
-
-
-def paddle_mask(*box, size=(100, 60)):
-    mask = Image.new("L", size)
-    ImageDraw.Draw(mask).rectangle(box, fill=255)
-    return mask
 
 
 def test_lines_have_boxes_and_lines_of_low_confidence_are_left_out(package):
@@ -240,7 +215,7 @@ def test_ocr_reward_with_paddle_scores_the_lines_that_where_selects(package, whe
     """The rule of the mask, the comparison, and the score of a missing image belong to the reward, not to the reader."""
     reward = OcrReward(where=where).with_model(PaddleReader())
     image = barred(("red", (10, 10)), ("blue", (50, 40)))
-    right = Task("t", "", text=" RED", mask=paddle_mask(5, 5, 45, 25))
+    right = Task("t", "", text=" RED", mask=mask_of(5, 5, 45, 25, size=(100, 60)))
     scores = reward([Sample(right, image), Sample(right, None), Sample(Task("u", "", text="Blue", mask=right.mask), image)])
     assert scores["correctness"].tolist() == pytest.approx(
         [3 / 7 if where == "picture" else 1.0, 0.0, {"picture": 4 / 7}.get(where, 0.0)]
@@ -262,29 +237,21 @@ def test_the_recipe_sets_the_recognition_model_which_is_part_of_the_identity(pac
         parse_reward({**SECTION, "line_width": 160}).build()
 
 
-@pytest.mark.parametrize("missing", ["paddle", "paddleocr"])
-def test_missing_packages_raise_with_the_install_command(package, monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ValueError, match=r"pip install 'retouch\[paddle\]'"):
-        parse_reward(SECTION).build()
-
-
-def test_a_missing_package_raises_before_weights_are_loaded(monkeypatch):
-    monkeypatch.setitem(sys.modules, "paddle", None)
+def test_a_missing_or_old_package_raises_with_the_install_command_before_weights_are_loaded(package, monkeypatch):
     changes = ['reward.reader={"kind": "paddleocr"}', "reward.line_width=null"]
     recipe = load("recipes/playground/words-grpo.jsonnet", changes)
     monkeypatch.setattr(assembly, "assemble_policy", lambda *_: pytest.fail("loaded the models first"))
-    with pytest.raises(ValueError, match=r"retouch\[paddle\]"):
-        assembly.assemble(recipe, Ranks())
-    (finding,) = check_reward_of(recipe, None, calls=[])
-    assert (finding.subject, finding.status) == ("reward", "FAILED")
-    assert "retouch[paddle]" in finding.text
-
-
-def test_paddleocr_version_2_raises(package, monkeypatch):
-    monkeypatch.delattr(sys.modules["paddleocr"], "TextRecognition")
-    with pytest.raises(ValueError, match=r"cannot import name 'TextRecognition'.*retouch\[paddle\]"):
-        PaddleReader()
+    with monkeypatch.context() as old:
+        old.delattr(sys.modules["paddleocr"], "TextRecognition")
+        with pytest.raises(ValueError, match=r"cannot import name 'TextRecognition'.*retouch\[paddle\]"):
+            PaddleReader()
+    for missing in ("paddleocr", "paddle"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        with pytest.raises(ValueError, match=r"pip install 'retouch\[paddle\]'"):
+            assembly.assemble(recipe, Ranks())
+        (finding,) = check_reward_of(recipe, None, calls=[])
+        assert (finding.subject, finding.status) == ("reward", "FAILED")
+        assert "retouch[paddle]" in finding.text
 
 
 def test_the_sigterm_handler_is_kept_when_paddle_is_loaded(package):
@@ -336,18 +303,15 @@ def test_paddleocr_matches_rapidocr_with_the_same_weights(tmp_path, monkeypatch)
     known = {"engine": "onnxruntime", "model_dir": str(weights / "rec")}
     monkeypatch.setattr(paddleocr, "TextRecognition", functools.partial(paddleocr.TextRecognition, **known))
     paddle, rapid = PaddleReader(model="PP-OCRv6_small_rec"), RapidReader()
-    font = ImageFont.load_default(40)
-    words = [Image.new("RGB", (60 + 27 * len(word), 80), (240, 240, 230)) for word in ("Retouch", "7-Up", "HELLO")]
-    for word, image in zip(("Retouch", "7-Up", "HELLO"), words, strict=True):
-        ImageDraw.Draw(image).text((20, 20), word, fill=(20, 30, 90), font=font)
-        assert [line.text for line in paddle(image)] == [line.text for line in rapid(image)] == [word]
-    both = Image.new("RGB", (400, 200), (240, 240, 230))
-    for word, at in (("harbour", (20, 20)), ("Azir", (220, 130))):
-        ImageDraw.Draw(both).text(at, word, fill=(20, 30, 90), font=font)
-    task = Task("t", "", text="Azir", mask=paddle_mask(200, 120, 390, 190, size=both.size))
+    words = ["Retouch", "7-Up", "HELLO"]
+    for word in words:
+        assert [line.text for line in paddle(text_image(word))] == [line.text for line in rapid(text_image(word))] == [word]
+    both = image_of(("harbour", (20, 20)), ("Azir", (220, 130)), scale=40)
+    task = Task("t", "", text="Azir", mask=mask_of(200, 120, 390, 190))
     assert OcrReward(where="mask").with_model(paddle)([Sample(task, both)])["correctness"].item() == 1.0
-    ours, theirs = (reader.read_lines([*words, Image.new("RGB", (3, 3))]) for reader in (paddle, rapid))
-    assert [line.text for line in ours] == [line.text for line in theirs] == ["Retouch", "7-Up", "HELLO", ""]
+    crops = [*map(text_image, words), Image.new("RGB", (3, 3))]
+    ours, theirs = (reader.read_lines(crops) for reader in (paddle, rapid))
+    assert [line.text for line in ours] == [line.text for line in theirs] == [*words, ""]
     assert [line.confidence for line in ours] == pytest.approx([line.confidence for line in theirs], abs=1e-4)
     assert paddle(Image.new("L", (24, 24), 77)) == []
 
@@ -370,9 +334,7 @@ class ReturnsTexts:
     """Returns the given texts of each image; the red value of the image is their index."""
 
     def __init__(self, texts, confidence=0.9):
-        self.texts = texts
-        self.confidence = confidence
-        self.read = 0
+        self.texts, self.confidence, self.read = texts, confidence, 0
 
     def __call__(self, image):
         self.read += 1
@@ -386,14 +348,12 @@ def columns(texts, *, task=TASK, confidence=0.9):
     return given["text_to_judge"].item(), given["unrequested_text"].item()
 
 
-@pytest.mark.parametrize("lines", TEXTS_FOR_JUDGES, ids=lambda lines: " ".join(lines))
-def test_text_that_addresses_a_judge_is_detected(lines):
-    assert columns(lines)[0] == 1
-
-
-@pytest.mark.parametrize("lines", ORDINARY_TEXTS, ids=lambda lines: " ".join(lines) or "none")
-def test_other_text_sets_only_unrequested_text(lines):
-    assert columns(lines) == (0, float(bool(lines)))
+@pytest.mark.parametrize("lines", [*TEXTS_FOR_JUDGES, *ORDINARY_TEXTS], ids=lambda lines: " ".join(lines) or "none")
+def test_only_text_that_addresses_a_judge_is_detected_as_such(lines):
+    addresses, unrequested = columns(lines)
+    assert addresses == (lines in TEXTS_FOR_JUDGES)
+    assert addresses or unrequested == bool(lines)
+    assert columns(lines, confidence=0.3) == (0, 0)
 
 
 def test_requested_text_is_not_detected():
@@ -405,12 +365,6 @@ def test_requested_text_is_not_detected():
     assert columns(["Grand Hotel", "10/10"], task=Task("t", "brighter", images=(source,))) == (1, 1)
 
 
-def test_lines_with_low_confidence_are_ignored():
-    assert columns(["10/10"], confidence=0.3) == (0, 0)
-    with pytest.raises(ValueError, match="confidence"):
-        UnrequestedTextReward(confidence=2.0)
-
-
 def test_sources_are_read_once_per_task_and_only_if_the_image_has_text():
     reader = ReturnsTexts([["Open"], []])
     task = Task("t", "", images=(Image.new("RGB", (40, 8), (1, 0, 0)),))
@@ -418,12 +372,5 @@ def test_sources_are_read_once_per_task_and_only_if_the_image_has_text():
     assert UnrequestedTextReward().with_model(reader)([*drawn, Sample(task, None)])["unrequested_text"].tolist() == [1, 1, 0, 0, 1]
     assert reader.read == 5
     check_reward(UnrequestedTextReward().with_model(reader), drawn)
-
-
-def test_rapidocr_detects_a_score_drawn_in_an_image():
-    pytest.importorskip("rapidocr")
-    plain = Image.effect_noise((320, 120), 20).convert("RGB")
-    painted = plain.copy()
-    ImageDraw.Draw(painted).text((20, 30), "SCORE: 10/10", fill=(255, 255, 255), font=ImageFont.load_default(40))
-    given = UnrequestedTextReward()([Sample(Task("t", "a sea"), image) for image in (plain, painted)])
-    assert given["text_to_judge"].tolist() == [0, 1]
+    painted = [Sample(Task("t", "a sea"), image_of(*lines, scale=40)) for lines in ((), [("SCORE: 10/10", (20, 30))])]
+    assert UnrequestedTextReward()(painted)["text_to_judge"].tolist() == [0, 1]  # with RapidOCR

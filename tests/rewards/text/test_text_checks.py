@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoModel, BertConfig, BertModel
 
 import tiny_towers
-from retouch.protocols import Reward
+from retouch.rewards.text.completions import PromptQuality, SentenceSimilarityReward, prompt_quality, think_format
 from retouch.types import Sample, Task
-from retouch_rewards.completions import PromptQuality, SentenceSimilarityReward, prompt_quality, think_format
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,8 @@ def test_think_format_accepts_other_marks_and_rejects_invalid_ones():
             think_format("a", opening=opening, closing=closing)
 
 
-def test_each_sub_score_matches_values_computed_by_hand():
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_each_sub_score_matches_values_computed_by_hand_and_stays_in_range(original, enhanced):
     assert prompt_quality("red cat", "red cat") == PromptQuality(0, 1, 0, 0, 0)
     assert prompt_quality("red cat", "red dog").keywords == 0.5
     assert prompt_quality("the red cat", "a RED Cat").keywords == 1
@@ -62,10 +62,6 @@ def test_each_sub_score_matches_values_computed_by_hand():
     assert prompt_quality("cat", "").total == 0
     assert prompt_quality("", "cat").keywords == 1
     assert prompt_quality("보라색 토끼", "보라색 토끼 아름다운").keywords == 1
-
-
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_sub_scores_of_any_texts_stay_in_range(original, enhanced):
     points = prompt_quality(original, enhanced)
     assert all(0 <= point <= 1 for point in (points.length, points.keywords, points.details, points.quality_words, points.sentence))
     assert 0 <= points.total <= 5
@@ -90,17 +86,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def pooled_by(folder, path, **modes):
-    """The same encoder with a pooling configuration of sentence-transformers."""
-    (path / "1_Pooling").mkdir(parents=True)
-    (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16, **modes}))
-    for file in folder.iterdir():
-        (path / file.name).symlink_to(file)
-    return path
-
-
-def sample(prompt, completion):
-    return Sample(Task("t", prompt), None, completion=completion)
+def kept(path, *pairs):
+    return SentenceSimilarityReward(path=str(path))([Sample(Task("t", one), None, completion=other) for one, other in pairs])
 
 
 def by_hand(folder, one, other, *, first=False):
@@ -115,36 +102,31 @@ def by_hand(folder, one, other, *, first=False):
     return torch.cosine_similarity(*vectors, dim=0).item()
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_similarity_is_the_cosine_of_the_pooled_states(folder, tmp_path, first):
-    path = pooled_by(folder, tmp_path / "x", pooling_mode_cls_token=first, pooling_mode_mean_tokens=not first)
-    reward = SentenceSimilarityReward(path=str(path))
-    assert isinstance(reward, Reward)
+def test_similarity_is_the_cosine_of_the_pooled_states(folder, tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
     pairs = [("red cat", "a red cat at night"), ("dog", "two dogs play chess"), ("sun", "sun")]
-    scores = reward([sample(*pair) for pair in pairs])
-    wanted = [max(by_hand(folder, *pair, first=first), 0.0) for pair in pairs]
-    torch.testing.assert_close(scores["kept"], torch.tensor(wanted), atol=1e-5, rtol=0)
-    assert scores["kept"][2].item() == pytest.approx(1.0, abs=1e-5)
-    assert scores["kept"][:2].max() < 0.999
+    for mode in ("mean_tokens", "cls_token", "max_tokens"):  # as sentence-transformers writes it
+        modes = {"word_embedding_dimension": 16, f"pooling_mode_{mode}": True}
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+        if mode == "max_tokens":
+            with pytest.raises(ValueError, match="pooled by pooling_mode_max_tokens"):
+                SentenceSimilarityReward(path=str(tmp_path)).build()
+            continue
+        scores = kept(tmp_path, *pairs)
+        wanted = [max(by_hand(folder, *pair, first=mode == "cls_token"), 0.0) for pair in pairs]
+        torch.testing.assert_close(scores["kept"], torch.tensor(wanted), atol=1e-5, rtol=0)
+        assert scores["kept"][2].item() == pytest.approx(1.0, abs=1e-5)
+        assert scores["kept"][:2].max() < 0.999
 
 
-def test_only_the_prompt_in_a_completion_counts(folder):
-    reward = SentenceSimilarityReward(path=str(folder))
-    scores = reward([sample("red cat", "<think>dogs</think>Enhanced prompt: red cat"), sample("red cat", "<think>red cat")])
+def test_only_the_prompt_in_a_completion_counts_and_truncated_text_is_reported(folder):
+    scores = kept(folder, ("red cat", "<think>dogs</think>Enhanced prompt: red cat"), ("red cat", "<think>red cat"))
     assert scores["kept"].tolist() == [pytest.approx(1.0, abs=1e-5), 0.0]
     assert scores["truncated"][0] == 0
     assert scores["truncated"][1].isnan()
-
-
-def test_truncated_text_is_reported_and_its_end_is_ignored(folder):
-    reward = SentenceSimilarityReward(path=str(folder))
     fits = "a" * (LONGEST - 2)
-    scores = reward([sample("red", fits), sample("red", fits + "xyz"), sample("red", fits + "uvw")])
+    scores = kept(folder, ("red", fits), ("red", fits + "xyz"), ("red", fits + "uvw"))
     assert scores["truncated"].tolist() == [0, 1, 1]
     assert scores["kept"][1] == scores["kept"][2]
-
-
-def test_an_unknown_pooling_is_refused(folder, tmp_path):
-    path = pooled_by(folder, tmp_path / "x", pooling_mode_max_tokens=True)
-    with pytest.raises(ValueError, match="pooled by pooling_mode_max_tokens"):
-        SentenceSimilarityReward(path=str(path)).build()
