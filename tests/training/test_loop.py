@@ -178,11 +178,7 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
 
 @pytest.mark.parametrize(
     ("objective", "options"),
-    [
-        (STRONG_KL, {"mode": "window", "copies": ("reference",)}),
-        (NFT(), NFT_OPTIONS),
-        (DRAFT, DRAFT_OPTIONS),
-    ],
+    [(STRONG_KL, {"mode": "window", "copies": ("reference",)}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
     ids=["grpo", "nft", "draft"],
 )
 def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(objective, options):

@@ -178,8 +178,7 @@ def test_images_have_a_gradient_and_targets_are_decoded_again():
 
 
 @pytest.mark.parametrize(
-    ("name", "objective"),
-    [(SDXL, None), (SDXL, retouch.NFT()), ("SanaPipeline", None), ("Kandinsky5I2IPipeline", None)],
+    ("name", "objective"), [(SDXL, None), (SDXL, retouch.NFT()), ("SanaPipeline", None), ("Kandinsky5I2IPipeline", None)]
 )
 def test_a_loaded_pipeline_trains_in_three_lines(tmp_path, name, objective):
     pipe, call = tiny.PIPELINES[name]()

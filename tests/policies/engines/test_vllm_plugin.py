@@ -231,12 +231,7 @@ def test_the_plugin_imports_only_torch_vllm_and_the_standard_library():
     """It runs in vLLM's own environment, where little else of what this package needs is installed."""
     root = Path(retouch.__file__).parents[1] / "retouch_serve"
     names = set()
-    for file in (
-        "__init__",
-        "engines/__init__",
-        "engines/grammar",
-        "engines/plugin",
-    ):
+    for file in ("__init__", "engines/__init__", "engines/grammar", "engines/plugin"):
         for line in ast.parse((root / f"{file}.py").read_text()).body:
             names |= {line.module} if isinstance(line, ast.ImportFrom) else set()
             names |= {each.name for each in line.names} if isinstance(line, ast.Import) else set()
