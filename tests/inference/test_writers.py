@@ -77,13 +77,9 @@ def test_open_writer_loads_the_trained_weights_of_a_run(enhancer):
 def test_a_batch_with_images_gives_the_same_completions_as_single_calls(tmp_path, writer):
     write = retouch.open_writer(str(save(tmp_path, tiny_writer_runs.recipe(tmp_path, writer))))
     seen = [[tiny_models.image(k, 24, 24)] for k in range(3)]
-    alone = [write("make it red", images) for images in seen]
-    assert write.many(["make it red"] * 3, seen) == alone
+    assert write.many(["make it red"] * 3, seen) == [write("make it red", images) for images in seen]
     with pytest.raises(ValueError, match="3 instructions, but images for 1"):
         write.many(["a"] * 3, seen[:1])
-
-
-def test_open_writer_raises_for_a_policy_that_generates_no_text():
     with pytest.raises(ValueError, match="generates no text"):
         retouch.open_writer("recipes/quickstart.jsonnet")
 

@@ -113,7 +113,6 @@ def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path
 
 
 def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):
-
     rows = [{"text": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in pairs()]
     dataset = Dataset.from_list(rows, features=Features({"text": Value("string"), "good": ImageFeature(), "bad": ImageFeature()}))
     names = {"instruction": "text", "chosen": "good", "rejected": "bad"}
