@@ -216,16 +216,9 @@ class OwnPipeline(diffusers.DiffusionPipeline):
 
 
 def own_pipeline():
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        sample_size=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-        cross_attention_dim=32,
-        norm_num_groups=4,
-    )
+    blocks = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D")}
+    sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "attention_head_dim": 4, "norm_num_groups": 4}
+    unet = diffusers.UNet2DConditionModel(**blocks, **sizes, cross_attention_dim=32)
     return OwnPipeline(unet, DDIMScheduler(clip_sample=False))
 
 

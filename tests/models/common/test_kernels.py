@@ -56,17 +56,10 @@ def test_backend_with_wrong_output_or_gradient_is_rejected(monkeypatch, spoil, w
 
 def velocity(module):
     random = torch.Generator().manual_seed(0)
-    draw = [torch.randn(2, *shape, generator=random) for shape in ((6, 64), (5, 48), (16,))]
-    return module(
-        hidden_states=draw[0],
-        encoder_hidden_states=draw[1],
-        pooled_projections=draw[2],
-        timestep=torch.tensor([0.3, 0.7]),
-        guidance=torch.tensor([3.0, 3.0]),
-        img_ids=torch.zeros(6, 3),
-        txt_ids=torch.zeros(5, 3),
-        return_dict=False,
-    )[0]
+    hidden, words, pooled = (torch.randn(2, *shape, generator=random) for shape in ((6, 64), (5, 48), (16,)))
+    given = {"hidden_states": hidden, "encoder_hidden_states": words, "pooled_projections": pooled, "return_dict": False}
+    scales = {"timestep": torch.tensor([0.3, 0.7]), "guidance": torch.tensor([3.0, 3.0])}
+    return module(**given, **scales, img_ids=torch.zeros(6, 3), txt_ids=torch.zeros(5, 3))[0]
 
 
 def test_set_attention_changes_only_the_given_model():

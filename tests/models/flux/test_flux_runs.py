@@ -53,15 +53,8 @@ def test_tiny_recipe_trains_on_the_valid_item_and_reports_the_invalid_one(tmp_pa
 def test_phase_with_zero_steps_is_skipped_and_can_be_added_later(tmp_path: Path) -> None:
     def trained(name: str, warm_up: int, rl: int) -> tuple[dict[str, torch.Tensor], str]:
         phases = [{"name": "warm-up", "steps": warm_up, "objective": {"kind": "supervised"}}, {"name": "rl", "steps": rl}]
-        quiet = {
-            "steps": None,
-            "phases": phases,
-            "out": str(tmp_path),
-            "name": name,
-            "trackers": [],
-            "eval": {"tasks": 1, "every": 0},
-        }
-        recipe = parse({**SMALL, **quiet})
+        quiet = {"out": str(tmp_path), "name": name, "trackers": [], "eval": {"tasks": 1, "every": 0}}
+        recipe = parse({**SMALL, **quiet, "steps": None, "phases": phases})
         assert run(recipe, fresh=False) == 0
         newest = recipe.folder / "checkpoints" / f"step-{warm_up + rl:06d}" / "weights.safetensors"
         return load_file(newest), (recipe.folder / "train.log").read_text()

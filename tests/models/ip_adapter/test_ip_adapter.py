@@ -49,14 +49,8 @@ def encoder(encoders, name="clip"):
 
 def flux(kind=Flux, form=SMALL, *, width=12, moved=True, dtype=torch.float32):
     channels = tiny_models.FILL_CHANNELS if kind is FluxFill else 64
-    transformer = tiny_models.flux_transformer(channels=channels).to(dtype)
-    model = kind(
-        transformer=transformer,
-        vae=tiny_models.sd3_vae(),
-        text=tiny_models.flux_text(),
-        scheduler_config=tiny_models.FLUX_SCHEDULER,
-        size=(24, 40),
-    )
+    parts = {"transformer": tiny_models.flux_transformer(channels=channels).to(dtype), "vae": tiny_models.sd3_vae()}
+    model = kind(**parts, text=tiny_models.flux_text(), scheduler_config=tiny_models.FLUX_SCHEDULER, size=(24, 40))
     return with_adapter(model, form, width=width, moved=moved)
 
 
@@ -224,13 +218,10 @@ def without_adapter(model, kind):
 
 def pipeline(model):
     pipe = FluxPipeline(
-        transformer=model.module,
+        **{"transformer": model.module, "vae": model.latents.vae},
+        **{"text_encoder": model.text.clip, "tokenizer": model.text.clip_tokenizer},
+        **{"text_encoder_2": model.text.t5, "tokenizer_2": model.text.t5_tokenizer},
         scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.FLUX_SCHEDULER),
-        vae=model.latents.vae,
-        text_encoder=model.text.clip,
-        tokenizer=model.text.clip_tokenizer,
-        text_encoder_2=model.text.t5,
-        tokenizer_2=model.text.t5_tokenizer,
         feature_extractor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
     )
     pipe.set_progress_bar_config(disable=True)
@@ -242,39 +233,22 @@ def test_diffusers_pipeline_loads_the_adapter_and_generates_the_same_image(encod
     told = ReferenceModel(made, encoder(encoders)).encode(tasks()[:1])
     ip_adapter.write(made.module, tmp_path)
     theirs = without_adapter(made, Flux)
-    pipe = pipeline(theirs)
-    pipe.load_ip_adapter(
-        str(tmp_path),
-        weight_name=ip_adapter.FILE,
-        image_encoder_pretrained_model_name_or_path=str(encoders / "clip"),
-        image_encoder_dtype=torch.float32,
-        local_files_only=True,
-    )
+    pipe, clip = pipeline(theirs), str(encoders / "clip")
+    named = {"weight_name": ip_adapter.FILE, "image_encoder_pretrained_model_name_or_path": clip, "local_files_only": True}
+    pipe.load_ip_adapter(str(tmp_path), **named, image_encoder_dtype=torch.float32)
     assert torch.equal(velocity(made, told), velocity(theirs, told))
-    drawn = pipe(
-        "a red circle",
-        ip_adapter_image=tasks()[0].reference,
-        height=24,
-        width=40,
-        num_inference_steps=3,
-        max_sequence_length=20,
-        guidance_scale=3.5,
-        generator=tiny_models.generators(1),
-    ).images[0]
+    call = {"height": 24, "width": 40, "num_inference_steps": 3, "max_sequence_length": 20, "guidance_scale": 3.5}
+    call |= {"ip_adapter_image": tasks()[0].reference, "generator": tiny_models.generators(1)}
+    (drawn,) = pipe("a red circle", **call).images
     latents = tiny_models.euler(ReferenceModel(made, encoder(encoders)), told, tiny_models.generators(1), num_steps=3)
     assert made.decode(latents, told)[0].tobytes() == drawn.tobytes()
 
 
 def test_adapter_with_16_tokens_is_loadable_by_diffusers_at_full_width(encoders, tmp_path):
     torch.manual_seed(0)
-    transformer = tiny_models.flux_transformer().__class__(
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=4096,
-        axes_dims_rope=(8, 12, 12),
-    )
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2}
+    kind = type(tiny_models.flux_transformer())
+    transformer = kind(**sizes, joint_attention_dim=4096, axes_dims_rope=(8, 12, 12))
     sixteen = IpAdapter(encoder="playground", tokens=16, projection="linear", blocks="double")
     assert ip_adapter.loadable_by_diffusers(transformer, sixteen)
     assert not ip_adapter.loadable_by_diffusers(tiny_models.flux_transformer(), sixteen)
