@@ -319,10 +319,10 @@ def test_adapter_file_with_other_tensor_names_is_loaded(encoders, tmp_path):
 
 def test_unsupported_models_and_invalid_files_raise(tmp_path):
     broken, other = tmp_path / "broken", tmp_path / "other"
-    broken.mkdir()
+    for folder in (broken, other, tmp_path / "dino"):
+        folder.mkdir()
     (broken / "ip_adapter.safetensors").write_bytes(b"no")
     ip_adapter.write(flux().module, other)
-    (tmp_path / "dino").mkdir()
     (tmp_path / "dino" / "config.json").write_text(json.dumps({"model_type": "dinov2"}))
     mlp = flux(form=SMALL.model_copy(update={"tokens": 4, "projection": "mlp"})).module
     for message, call in (
