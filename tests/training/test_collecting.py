@@ -216,10 +216,14 @@ def test_refill_with_streamed_tasks_raises():
         """A stream of tasks in a fixed order."""
 
         first = SPARE
-        state = load_state = close = None
 
         def at_step(self, step, *, count, places):
             return SPARE[:count]
+
+        def state(self, *given):
+            return None
+
+        load_state = close = state
 
     recipe = load("recipes/playground/refill.jsonnet")
     (phase,) = recipe.resolved_phases()
