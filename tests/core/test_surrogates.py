@@ -81,13 +81,14 @@ def test_cispo_gradient_is_the_clamped_ratio_times_reinforce(low):
 def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
     log_probs, advantages = draw()
     log_ratio = log_probs - log_probs.detach()
+    sequence = sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="token")
+    plain = reinforce(log_probs, advantages)
+    torch.testing.assert_close(plain, -advantages * log_probs)
     for loss in (
+        plain,
         clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2, dual=3.0),
         cispo(log_ratio, log_probs, advantages, low=None, high=0.2),
-        reinforce(log_probs, advantages),
-        clipped_surrogate(
-            sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="token"), advantages, low=3e-4, high=4e-4
-        ),
+        clipped_surrogate(sequence, advantages, low=3e-4, high=4e-4),
     ):
         assert torch.equal(gradient(loss, log_probs), -advantages)
 
@@ -143,20 +144,10 @@ def test_clip_fraction_is_1_where_clipping_sets_the_gradient_to_0():
 
 
 def test_half_precision_is_computed_in_fp32():
-    log_ratio, advantages = draw()
-    ours = clipped_surrogate(log_ratio.bfloat16(), advantages.bfloat16(), low=0.2, high=0.2)
+    log_ratio, advantages = (each.bfloat16() for each in draw())
+    ours = clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2)
     assert ours.dtype == torch.float32
-    assert torch.equal(ours, clipped_surrogate(log_ratio.bfloat16().float(), advantages.bfloat16().float(), low=0.2, high=0.2))
-
-
-def test_bad_bounds_are_refused():
-    log_ratio, advantages = draw()
-    with pytest.raises(ValueError, match="dual"):
-        clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2, dual=1.0)
-    with pytest.raises(ValueError, match="low"):
-        cispo(log_ratio, log_ratio, advantages, low=1.5, high=0.2)
-    with pytest.raises(REFUSED, match=r"'sequence' or 'token'|Type-check"):
-        sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="row")
+    assert torch.equal(ours, clipped_surrogate(log_ratio.float(), advantages.float(), low=0.2, high=0.2))
 
 
 # Loss weights
@@ -201,6 +192,7 @@ def test_weights_do_not_depend_on_the_ranks(batch, mode, data):
 
 
 def test_each_normalisation_equals_its_published_mean():
+    """A valid row without actions does not dilute the mean over sequences."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
     valid = torch.tensor([True, True, False])
     loss = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 99.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]])
@@ -208,26 +200,32 @@ def test_each_normalisation_equals_its_published_mean():
     for normalise, max_length in MODES:
         weights = loss_weights(mask, valid, normalise=normalise, max_length=max_length)
         assert float((weights * loss).sum()) == pytest.approx(expected[normalise])
+    empty = torch.tensor([[True, True], [False, False]])
+    assert loss_weights(empty, torch.tensor([True, True]), normalise="sequence").tolist() == [[0.5, 0.5], [0, 0]]
 
 
-def test_a_valid_row_without_actions_does_not_dilute_the_sequence_mean():
-    mask = torch.tensor([[True, True], [False, False]])
-    weights = loss_weights(mask, torch.tensor([True, True]), normalise="sequence")
-    assert weights.tolist() == [[0.5, 0.5], [0, 0]]
+LOG_RATIO, EVERY = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+
+
+def weights_with(**options):
+    return loss_weights(EVERY, EVERY[:, 0], **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("call", "told"),
     [
-        ({"normalise": "dr_grpo"}, "needs max_length"),
-        ({"normalise": "token", "max_length": 3}, "only it takes one"),
-        ({"normalise": "dr_grpo", "max_length": 0}, "at least 1"),
-        ({"normalise": "mean"}, r"'token', 'sequence' or 'dr_grpo'|Type-check"),
+        (lambda: weights_with(normalise="dr_grpo"), "needs max_length"),
+        (lambda: weights_with(normalise="token", max_length=3), "only it takes one"),
+        (lambda: weights_with(normalise="dr_grpo", max_length=0), "at least 1"),
+        (lambda: weights_with(normalise="mean"), r"'token', 'sequence' or 'dr_grpo'|Type-check"),
+        (lambda: clipped_surrogate(LOG_RATIO, LOG_RATIO, low=0.2, high=0.2, dual=1.0), "dual"),
+        (lambda: cispo(LOG_RATIO, LOG_RATIO, LOG_RATIO, low=1.5, high=0.2), "low"),
+        (lambda: sequence_log_ratio(LOG_RATIO, EVERY, gradient="row"), r"'sequence' or 'token'|Type-check"),
     ],
 )
-def test_invalid_normalisation_options_raise(options, told):
+def test_invalid_bounds_and_normalisations_raise(call, told):
     with pytest.raises(REFUSED, match=told):
-        loss_weights(torch.ones(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.bool), **options)
+        call()
 
 
 # The sampled distribution
@@ -274,13 +272,9 @@ def test_forbidden_ids_are_excluded_from_the_distribution():
     assert not top_k_top_p_mask(ours, top_k=12, top_p=0.99)[:, [2, 7]].any()
 
 
-def test_ids_tied_with_the_last_top_k_id_are_kept():
+def test_ids_tied_with_the_last_top_k_id_are_kept_and_shorter_lists_of_ids_are_padded():
     assert top_k_top_p_mask(torch.tensor([[1.0, 0.0, 1.0, 0.0, -1.0]]), top_k=3).tolist() == [[True, True, True, True, False]]
-
-
-def test_kept_ids_are_padded_with_minus_1_and_their_logits_with_minus_inf():
-    stays = torch.tensor([[True, False, True, True], [False, True, False, False]])
-    ids = mask_to_ids(stays)
+    ids = mask_to_ids(torch.tensor([[True, False, True, True], [False, True, False, False]]))
     assert ids.tolist() == [[0, 2, 3], [1, -1, -1]]
     raw = logits(2, 4)
     assert gather_logits(raw, ids)[1].tolist() == [raw[1, 1].item(), -torch.inf, -torch.inf]
@@ -320,13 +314,6 @@ def test_gradients_of_log_prob_and_entropy_match_finite_differences(support):
     gradient = torch.autograd.grad(sum(part.sum() for part in measured(raw)), raw)[0]
     assert gradient.isfinite().all()
     assert (gradient[:, 5] == 0).all()
-
-
-def test_reinforce_is_minus_advantage_times_log_prob():
-    log_probs, advantages = draw()
-    ours = reinforce(log_probs, advantages)
-    torch.testing.assert_close(ours, -advantages * log_probs)
-    torch.testing.assert_close(gradient(ours, log_probs), -advantages)
 
 
 def test_approx_kl_is_the_kl_of_close_policies():

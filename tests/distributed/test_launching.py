@@ -44,27 +44,20 @@ def test_cpu_threads_are_divided_among_ranks_unless_omp_num_threads_is_set(monke
 
 
 def test_all_ranks_see_all_gpus_and_differ_in_local_rank() -> None:
-    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in rank_environments(2, [1, 3])] == [
-        ("1,3", "0"),
-        ("1,3", "1"),
-    ]
+    seen = [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in rank_environments(2, [1, 3])]
+    assert seen == [("1,3", "0"), ("1,3", "1")]
 
 
-@pytest.mark.parametrize(
-    ("nproc", "gpus", "says"),
-    [
+def test_invalid_numbers_of_ranks_or_gpus_and_a_launch_inside_a_rank_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[tuple[int, list[int] | None, str]] = [
         (0, None, "--nproc 0"),
         (2, [1], "devices for each of the 2 ranks"),
         (2, [1, 1], "each device once"),
         (2, [1, 2, 3], "the same number of devices"),
-    ],
-)
-def test_invalid_numbers_of_ranks_or_gpus_raise(nproc: int, gpus: list[int] | None, says: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says):
-        launch(nproc, gpus, ["recipes"], logs=tmp_path)
-
-
-def test_launch_inside_a_rank_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ]
+    for nproc, gpus, says in wrong:
+        with pytest.raises(ValueError, match=says):
+            launch(nproc, gpus, ["recipes"], logs=tmp_path)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="already"):
         launch(2, None, ["recipes"], logs=tmp_path)
@@ -82,38 +75,23 @@ def test_exit_code_of_a_killed_rank_is_128_plus_the_signal(tmp_path: Path) -> No
     assert run(code, 2, tmp_path) == 128 + signal.SIGKILL
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_with_its_child_processes(tmp_path: Path) -> None:
     stubborn = f"""
-import os, signal, sys, time
-from pathlib import Path
-ready = Path({str(tmp_path)!r}, 'ready')
-if os.environ['RANK'] == '0':
-    signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))
-    ready.touch()
-    {WAIT}
-while not ready.exists(): time.sleep(0.01)
-sys.exit(3)
-"""
-    assert run(stubborn, 2, tmp_path, grace=0.5) == 3
-    assert (tmp_path / "rank-0.log").read_text() == "no\n"
-
-
-def test_child_processes_of_a_killed_rank_are_killed(tmp_path: Path) -> None:
-    code = f"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
 ready = Path({str(tmp_path)!r}, 'ready')
 if os.environ['RANK'] == '0':
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))
     print(subprocess.Popen([sys.executable, '-c', {WAIT!r}]).pid, flush=True)
     ready.touch()
     {WAIT}
 while not ready.exists(): time.sleep(0.01)
 sys.exit(3)
 """
-    assert run(code, 2, tmp_path, grace=0.2) == 3
-    child = int((tmp_path / "rank-0.log").read_text())
-    assert not _alive(child)
+    assert run(stubborn, 2, tmp_path, grace=0.5) == 3
+    child, said = (tmp_path / "rank-0.log").read_text().split()
+    assert said == "no"
+    assert not _alive(int(child))
 
 
 def _alive(pid: int) -> bool:
@@ -171,24 +149,17 @@ def _wait_for_both(tmp_path: Path, what: str) -> None:
     raise AssertionError(f"the ranks never said {what!r}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_is_forwarded_once_and_ranks_finish_saving(tmp_path: Path, number: signal.Signals) -> None:
-    with launched(SAVER, tmp_path) as launcher:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, None])
+def test_signal_is_forwarded_once_and_ranks_finish_saving(tmp_path: Path, number: signal.Signals | None) -> None:
+    """None: SIGHUP is ignored under nohup, and SIGINT ends the ranks."""
+    with launched(SAVER, tmp_path, hang_up="SIG_DFL" if number else "SIG_IGN") as launcher:
         _wait_for_both(tmp_path, "ready")
-        launcher.send_signal(number)
+        for each in (number,) if number else (signal.SIGHUP, signal.SIGINT):
+            launcher.send_signal(each)
         assert launcher.wait(30) == 130
-    heard = "SIGTERM" if number == signal.SIGHUP else number.name
+    heard = "SIGTERM" if number == signal.SIGHUP else (number or signal.SIGINT).name
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}.log").read_text() == f"ready\n{heard}\nsaved\n"
-
-
-def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
-    with launched(SAVER, tmp_path, hang_up="SIG_IGN") as launcher:
-        _wait_for_both(tmp_path, "ready")
-        launcher.send_signal(signal.SIGHUP)
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(30) == 130
-    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["ready\nSIGINT\nsaved\n"] * 2
 
 
 PARENT = f"""

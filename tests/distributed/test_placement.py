@@ -75,14 +75,9 @@ def test_parts_on_separate_devices_match_parts_on_one_device(tmp_path: Path, wri
     assert apart["gradient"] == pytest.approx(alone["gradient"], rel=1e-4)
     assert len(alone["encoded_images"]) == 8
     assert alone["gradient"] > 0
-    places = {name: apart[name] for name in ("policy", "renderer", "drawn_on", "reward", "gradients")}
-    assert places == {
-        "policy": ["pretend:0"],
-        "renderer": ["pretend:1"],
-        "drawn_on": ["pretend:1"],
-        "reward": "pretend:2",
-        "gradients": ["pretend:0"],
-    }
+    places = {name: apart[name] for name in ("policy", "gradients", "renderer", "drawn_on", "reward")}
+    policy, renderer = ["pretend:0"], ["pretend:1"]
+    assert places == {"policy": policy, "gradients": policy, "renderer": renderer, "drawn_on": renderer, "reward": "pretend:2"}
 
 
 @pytest.mark.slow
@@ -91,9 +86,6 @@ def test_offloaded_renderer_runs_on_the_policy_device_and_returns_to_the_cpu(tmp
     assert shared["renderer"] == ["cpu"]
     assert shared["drawn_on"] == ["pretend:0"]
     assert max_level_difference(shared["encoded_images"], step(tmp_path, writer, ON_CPU)["encoded_images"]) <= ROUNDING
-
-
-# Offloaded weights
 
 
 def test_on_device_restores_the_original_tensors_after_an_exception() -> None:
@@ -123,22 +115,21 @@ def test_devices_offload_applies_to_the_image_model_and_not_to_the_policy(tmp_pa
     assert parts.model.module not in waiting
     assert len(waiting) == 2
     parts.judge.close()
-
-
-def test_offload_of_a_model_with_unknown_parts_raises() -> None:
     with pytest.raises(ValueError, match=r"devices\.offload.*SimpleNamespace"):
         parts_of(SimpleNamespace())  # type: ignore[arg-type]
 
 
-# Shared weights
+def editor_of(writer: Path, tmp_path: Path) -> Path:
+    """A folder with the playground's editor, whose text encoder has the writer's weights."""
+    editor = Path(shutil.copytree(playground_weights(), tmp_path / "editor"))
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy(writer / file, editor / "text_encoder" / file)
+    return editor
 
 
 def test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora(tmp_path: Path, writer: Path) -> None:
     """The editor's text encoder is saved with the writer's weights; the images match those with two copies of the weights."""
-    editor = tmp_path / "editor"
-    shutil.copytree(playground_weights(), editor)
-    for file in ("model.safetensors", "config.json"):
-        shutil.copy(writer / file, editor / "text_encoder" / file)
+    editor = editor_of(writer, tmp_path)
     encoded_images = []
     for train in ({"kind": "lora", "rank": 4, "alpha": 8}, {"kind": "full"}):
         changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "policy__train": train}
@@ -161,10 +152,7 @@ def test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora(tmp_pa
 
 @pytest.mark.parametrize("encoder", ["policy", "frozen"])
 def test_shared_encoder_weights_use_one_storage(tmp_path: Path, writer: Path, encoder: str) -> None:
-    editor = tmp_path / "editor"
-    shutil.copytree(playground_weights(), editor)
-    for file in ("model.safetensors", "config.json"):
-        shutil.copy(writer / file, editor / "text_encoder" / file)
+    editor = editor_of(writer, tmp_path)
     changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "renderer__encoder": encoder}
     parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
     image_model: Any = parts.image_model
@@ -177,9 +165,6 @@ def bytes_of(modules: list[nn.Module]) -> int:
     """Bytes of the storages of all their weights, each once."""
     storages = [weight.untyped_storage() for module in modules for weight in module.parameters()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-# Names in a recipe
 
 
 def test_device_names_are_resolved_relative_to_the_gpus_of_a_rank() -> None:
@@ -219,19 +204,14 @@ class Gpus:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.peaks = {index: 10**9 * (index + 1) for index in range(3)}
-        self.emptied = 0
+        self.emptied: list[None] = []
         self.limits: dict[int, float] = {}
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peaks[device.index])
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.peaks.update({device.index: 0}))
-        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
-        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: self._limit(share, device))
-
-    def _empty(self) -> None:
-        self.emptied += 1
-
-    def _limit(self, share: float, device: torch.device) -> None:
-        self.limits[device.index] = share
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.emptied.append(None))
+        limit = "set_per_process_memory_fraction"
+        monkeypatch.setattr(torch.cuda, limit, lambda share, device: self.limits.update({device.index: share}))
 
 
 @pytest.fixture
@@ -255,11 +235,11 @@ def test_single_device_reports_one_peak() -> None:
 
 def test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default(gpus: Gpus) -> None:
     for every, times in ((None, 0), (5, 2), (3, 4)):
-        gpus.emptied = 0
+        gpus.emptied.clear()
         memory = DeviceMemory(Ranks(), THREE, Devices(empty_cache_every=every))
         for done in range(1, 13):
             memory.after_step(done)
-        assert gpus.emptied == times
+        assert len(gpus.emptied) == times
 
 
 def test_memory_fraction_limits_every_gpu_of_the_rank_and_is_off_by_default(gpus: Gpus) -> None:

@@ -208,8 +208,7 @@ def test_quantisation_error_is_below_2_percent_of_the_block_maximum(signed: bool
     assert torch.equal(scales, blocks)
     whole = scales.repeat_interleave(BLOCK)[: x.numel()].view(shape)
     assert ((found - x).abs() / whole).max() < 0.02
-    exact = dequantise(*quantise(torch.zeros(shape), signed=signed), x, signed=signed)
-    assert torch.equal(exact, torch.zeros(shape))
+    assert not dequantise(*quantise(torch.zeros(shape), signed=signed), x, signed=signed).any()
 
 
 def trained(optimizer: str, width: int, steps: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,24 +229,16 @@ def trained(optimizer: str, width: int, steps: int = 60) -> tuple[torch.Tensor, 
     return loss.detach(), weight.detach()
 
 
-def test_8bit_adamw_matches_torch_on_small_tensors() -> None:
-    assert SMALLEST > 50 * 70
-    (loss, weight), (known, same) = trained("8bit", 50), trained("fp32", 50)
-    torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
-
-
-def test_8bit_adamw_stays_close_to_fp32_on_large_tensors() -> None:
-    assert SMALLEST < 100 * 70
+def test_8bit_adamw_matches_torch_on_small_tensors_and_stays_close_to_it_on_large_ones() -> None:
+    """With moments in CPU memory it matches torch on all."""
+    assert 50 * 70 < SMALLEST < 100 * 70
+    for moments, width in (("8bit", 50), ("cpu", 100)):
+        (loss, weight), (known, exact) = trained(moments, width), trained("fp32", width)
+        torch.testing.assert_close(weight, exact, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
     (loss, weight), (known, exact) = trained("8bit", 100), trained("fp32", 100)
     assert loss.item() == pytest.approx(known.item(), rel=0.05)
     assert (weight - exact).norm() / exact.norm() < 0.1
-
-
-def test_adamw_with_moments_in_cpu_memory_matches_torch() -> None:
-    (loss, weight), (known, exact) = trained("cpu", 100), trained("fp32", 100)
-    torch.testing.assert_close(weight, exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
 
 
 ON_A_DEVICE = """

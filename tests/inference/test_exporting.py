@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import retouch
 import tiny_models
 from retouch import cli
-from retouch.cli import main
 from retouch.inference.exporting import convert_adapter, export_target
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models import ip_adapter
@@ -88,23 +87,17 @@ def test_peft_and_diffusers_load_an_adapter(tmp_path, adapter, which):
     assert torch.equal(qwen_output(pipeline.transformer), wanted)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_other_users_may_read_exported_weights_if_the_umask_allows_it(tmp_path, kind, request):
-    folder = request.getfixturevalue(kind)
+def test_diffusers_loads_full_weights_and_other_users_may_read_them_if_the_umask_allows_it(tmp_path, full):
     before = os.umask(0o027)
     try:
-        written = export_target(str(folder), to=tmp_path / "out")
+        assert cli.main(["export", str(full), "--to", str(tmp_path / "out")]) == 0
     finally:
         os.umask(before)
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in written)
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == {path.name: "0o640" for path in written}
-
-
-def test_diffusers_loads_full_weights(tmp_path, full):
-    folder = full
-    assert cli.main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0
-    wanted = expected(folder, "average")
-    assert not torch.equal(wanted, expected(folder, "current"))
+    wanted = expected(full, "average")
+    assert not torch.equal(wanted, expected(full, "current"))
     assert torch.equal(qwen_output(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer")), wanted)
     about = read_json(tmp_path / "out" / "export.json")
     assert (about["step"], about["weights"], about["recipe"]["name"]) == (2, "average", "small")
@@ -176,14 +169,14 @@ def test_invalid_exports_raise_and_write_nothing(tmp_path):
     folder = trained(tmp_path, ema=None)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(ValueError, match="not empty"):
-        export_target(str(folder), to=tmp_path / "taken")
-    with pytest.raises(ValueError, match="this is a file; name a new folder"):
-        export_target(str(folder), to=tmp_path / "taken" / "file")
-    with pytest.raises(ValueError, match="kept no average"):
-        export_target(str(folder), to=tmp_path / "out", which="average")
-    with pytest.raises(ValueError, match="is not a run"):
-        export_target("recipes/quickstart.jsonnet", to=tmp_path / "out")
+    for target, to, which, says in (
+        (str(folder), "taken", None, "not empty"),
+        (str(folder), "taken/file", None, "this is a file; name a new folder"),
+        (str(folder), "out", "average", "kept no average"),
+        ("recipes/quickstart.jsonnet", "out", None, "is not a run"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            export_target(target, to=tmp_path / to, **({"which": which} if which else {}))
     assert not (tmp_path / "out").exists()
 
 
@@ -207,17 +200,17 @@ def parts(made, folder):
     """Projection and attention under the names of the source's state dicts."""
     folder.mkdir()
     stored = load_file(ip_adapter.write(made, folder))
-    projection = {name.removeprefix("image_proj."): tensor for name, tensor in stored.items() if name.startswith("image_proj.")}
-    return projection, {
-        name.removeprefix("ip_adapter."): tensor for name, tensor in stored.items() if name.startswith("ip_adapter.")
-    }
+    return tuple(
+        {name.removeprefix(part): tensor for name, tensor in stored.items() if name.startswith(part)}
+        for part in ("image_proj.", "ip_adapter.")
+    )
 
 
 def test_a_converted_adapter_has_the_weights_of_the_original(tmp_path, capsys):
     one = transformer(1)
     projection, attention = parts(one, tmp_path / "one")
     torch.save({"image_proj": projection, "ip_adapter": attention}, tmp_path / "adapter.bin")
-    assert main(["convert", str(tmp_path / "adapter.bin"), "--to", str(tmp_path / "made")]) == 0
+    assert cli.main(["convert", str(tmp_path / "adapter.bin"), "--to", str(tmp_path / "made")]) == 0
     assert "6 tokens, projection 'mlp'" in capsys.readouterr().out
     other = transformer(2)
     ip_adapter.read(other, tmp_path / "made")
@@ -244,7 +237,7 @@ def calligrapher(made, file):
 def test_converted_calligrapher_adapters_keep_qformer_and_mlp_weights(tmp_path, capsys):
     one = transformer(1, QFORMER)
     calligrapher(one, tmp_path / "calligrapher.bin")
-    assert main(["convert", str(tmp_path / "calligrapher.bin"), "--to", str(tmp_path / "made")]) == 0
+    assert cli.main(["convert", str(tmp_path / "calligrapher.bin"), "--to", str(tmp_path / "made")]) == 0
     assert "6 tokens, projection 'qformer'" in capsys.readouterr().out
     other, mlp = transformer(2, QFORMER), transformer(3)
     for made in (other, mlp):
@@ -291,15 +284,13 @@ class MaliciousPickle:
 
 def test_files_that_are_not_an_ip_adapter_raise_and_run_no_code(tmp_path, capsys):
     projection, attention = parts(transformer(1), tmp_path / "one")
+    latents = {"image_proj_qformer": {"latents": torch.zeros(2)}}
     cases = [
         ({"image_proj": MaliciousPickle(), "ip_adapter": attention}, "contains more than numbers"),
         ({"weights": attention}, "not an IP-Adapter; it should have image_proj and ip_adapter"),
         ({"image_proj": {"x": 3}, "ip_adapter": attention}, "image_proj should be a map of tensors"),
         ({"image_proj": {"layers.0.w": torch.zeros(1)}, "ip_adapter": attention}, "neither a linear layer nor an MLP"),
-        (
-            {"image_proj_mlp": projection, "attn_adapter": attention, "image_proj_qformer": {"latents": torch.zeros(2)}},
-            "Q-Former has 'latents'",
-        ),
+        ({"image_proj_mlp": projection, "attn_adapter": attention, **latents}, "Q-Former has 'latents'"),
         ({"image_proj": projection, "ip_adapter": {"0.to_q.weight": torch.zeros(1)}}, "has no to_k_ip and to_v_ip"),
         ({"image_proj": projection, "ip_adapter": {"0.to_k_ip.weight": torch.zeros(1)}}, r"has no ip_adapter\.0\.to_v_ip"),
     ]

@@ -43,24 +43,15 @@ def test_the_command_prints_the_distance_of_the_images_in_both_folders(folders, 
     assert text in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        ("missing", "missing is not a folder"),
-        ("dino", "dino has 0 PNG, JPEG or WebP images; a distance of sets needs at least two"),
-    ],
-)
-def test_folders_without_images_are_refused_before_a_network_is_loaded(folders, images, message):
-    with pytest.raises(ValueError, match=message):
-        distances_of_folders(folders / images, folders / "other", inception=folders / "none.safetensors")
-
-
-def test_a_file_without_the_weights_is_refused(folders, capsys):
+def test_folders_without_images_and_other_numbers_of_networks_are_refused(folders, capsys):
     assert main(["fid", str(folders / "one"), str(folders / "other"), "--inception", str(folders / "no.safetensors")]) == 2
     assert "no.safetensors is not a safetensors file; FID needs one" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("networks", [{}, {"inception": Path("a"), "dinov2": "b"}])
-def test_exactly_one_network_is_needed(folders, networks):
-    with pytest.raises(ValueError, match="give the weights of one network"):
-        distances_of_folders(folders / "one", folders / "other", **networks)
+    inception = {"inception": folders / "none.safetensors"}
+    for images, networks, message in (
+        ("missing", inception, "missing is not a folder"),
+        ("dino", inception, "dino has 0 PNG, JPEG or WebP images; a distance of sets needs at least two"),
+        ("one", {}, "give the weights of one network"),
+        ("one", {"inception": Path("a"), "dinov2": "b"}, "give the weights of one network"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distances_of_folders(folders / images, folders / "other", **networks)

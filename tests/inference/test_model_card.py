@@ -235,7 +235,7 @@ def test_missing_write_access_to_the_hub_raises_before_the_first_step(tmp_path, 
     assert not list(tmp_path.glob("*/metrics.jsonl"))
 
 
-def test_without_token_nothing_is_pushed_and_the_log_reports_it(tmp_path, hub, monkeypatch):
+def test_without_token_or_offline_nothing_is_pushed_and_the_log_reports_it(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(publishing, "get_token", lambda: None)
     pushing = recipe(tmp_path)
@@ -244,9 +244,6 @@ def test_without_token_nothing_is_pushed_and_the_log_reports_it(tmp_path, hub, m
     assert not hub.private
     [finding] = check_push(pushing)
     assert (finding.status, "nothing will be pushed" in finding.text) == ("note", True)
-
-
-def test_hub_offline_mode_is_reported_as_the_reason_not_to_push(monkeypatch):
     monkeypatch.setattr(publishing, "HF_HUB_OFFLINE", True)
     assert why_not_pushable() == "HF_HUB_OFFLINE is set"
 

@@ -175,29 +175,21 @@ def test_python_and_lists_make_the_image_of_the_command(world, tmp_path):
     assert made[1].image.size == (48, 32)
 
 
-@pytest.mark.parametrize(
-    ("without", "message"),
-    [
+def test_missing_images_are_refused_before_the_model_is_loaded(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "open_policy", lambda *given: pytest.fail("the policy was opened"))
+    run_folder, listed = str(world / "runs" / "small"), world / "triplets" / "without.jsonl"
+    for without, message in (
         ("mask", "this model fills the masked part of an image; give a mask with --mask"),
         ("reference", "the IP-Adapter of this policy reads a reference image; give one with --reference"),
-    ],
-)
-def test_missing_images_are_refused_before_the_model_is_loaded(without, message, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "open_policy", lambda *given: pytest.fail("the policy was opened"))
-    given = {**files(world), without: None}
-    with pytest.raises(ValueError, match=message):
-        sample_target(str(world / "runs" / "small"), **given, context="reference", out=tmp_path / "a.png")
-
-
-def test_a_list_without_references_is_refused_before_the_model_is_loaded(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "open_policy", lambda *given: pytest.fail("the policy was opened"))
-    listed = world / "triplets" / "without.jsonl"
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample_target(run_folder, **{**files(world), without: None}, context="reference", out=tmp_path / "a.png")
     listed.write_text('{"instruction": "blue", "image": "test3_source.png", "mask": "test3_mask.png"}\n')
     with pytest.raises(ValueError, match=r"context: task 'without/1' has no reference image"):
-        sample_list(str(world / "runs" / "small"), instructions=listed, context="reference", out=tmp_path / "many", seed=0)
+        sample_list(run_folder, instructions=listed, context="reference", out=tmp_path / "many", seed=0)
 
 
-def test_a_model_that_fills_no_mask_is_refused(tmp_path, capsys):
+def test_a_model_that_fills_no_mask_and_an_unknown_context_are_refused(tmp_path, capsys):
     Image.new("RGB", (16, 16), "red").save(tmp_path / "a.png")
     words = ["--image", str(tmp_path / "a.png"), "--reference", str(tmp_path / "a.png"), "--context", "reference"]
     words += ["--instruction", "x", "--out", str(tmp_path / "out.png")]
@@ -205,8 +197,5 @@ def test_a_model_that_fills_no_mask_is_refused(tmp_path, capsys):
     assert "context: this policy fills no masked part of an image; use an inpainting model" in capsys.readouterr().err
     with pytest.raises(ValueError, match="context: object fills no masked part of an image"), sized_by_source(object()):
         pass
-
-
-def test_an_unknown_context_raises():
     with pytest.raises(ValueError, match="context: 'left' is not known; use 'reference' or None"):
         list(sample_tasks(None, [], 0, context="left"))

@@ -119,29 +119,25 @@ def test_tasks_with_stored_codes_are_encoded_and_decoded_like_tasks_with_images(
         model.encode([wrong])
 
 
-def scored(task):
-    numbers = {"step": 0, "group": 0, "slot": 0, "seconds": 0.0, "at": 0.0, "scores": {}}
-    return LedgerSample(split="eval", task=task, image="", completion=None, judge="", **numbers)
+def test_images_stored_with_the_tokens_equal_the_originals_and_without_them_tasks_cannot_be_scored_again(
+    folder, made, pictures, tmp_path
+):
+    def scored(task):
+        numbers = {"step": 0, "group": 0, "slot": 0, "seconds": 0.0, "at": 0.0, "scores": {}}
+        return LedgerSample(split="eval", task=task, image="", completion=None, judge="", **numbers)
 
-
-def test_tasks_without_stored_images_cannot_be_scored_again(folder, made, tmp_path):
-    recipe = parse(document(tmp_path, folder, [made]))
-    heldout = assemble(recipe, Ranks()).sets[0].heldout[0].id
-    with pytest.raises(ValueError, match="retouch data tokenize --pictures"):
-        RunTasks(recipe)(scored(heldout))
-
-
-def test_images_stored_with_the_tokens_equal_the_originals(folder, pictures, tmp_path):
     words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--size", "24", "24", "--device", "cpu", "--pictures"]
     section = json.dumps({"kind": "folder", "path": str(pictures)})
     assert main(["data", "tokenize", section, *words]) == 0
-    task = assemble(parse(document(tmp_path, folder, [tmp_path / "d"])), Ranks()).sets[0].train[0]
+    recipe, without = (parse(document(tmp_path, folder, [place])) for place in (tmp_path / "d", made))
+    sets = assemble(recipe, Ranks()).sets[0]
+    task = sets.train[0]
     kept = {each.id: each for each in read_tasks(str(pictures), size=(24, 24))}[task.id.removeprefix("d/")]
     assert task.images[0].tobytes() == kept.images[0].tobytes()
     assert task.target.tobytes() == kept.target.tobytes()
-    recipe = parse(document(tmp_path, folder, [tmp_path / "d"]))
-    heldout = assemble(recipe, Ranks()).sets[0].heldout[0].id
-    assert RunTasks(recipe)(scored(heldout)).images
+    assert RunTasks(recipe)(scored(sets.heldout[0].id)).images
+    with pytest.raises(ValueError, match="retouch data tokenize --pictures"):
+        RunTasks(without)(scored(assemble(without, Ranks()).sets[0].heldout[0].id))
 
 
 def test_a_run_on_tokens_trains_and_is_judged(folder, made, tmp_path):
@@ -186,9 +182,10 @@ def test_tokens_of_another_size_or_for_another_policy_are_refused(folder, made, 
 
 def test_sources_that_cannot_be_tokenized_end_with_an_error_message(folder, tmp_path, capsys):
     words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--device", "cpu"]
-    assert main(["data", "tokenize", str(tmp_path / "nothing"), *words]) == 2
-    assert "no such file or folder" in capsys.readouterr().err
-    assert main(["data", "tokenize", '{"kind": "prompts", "path": "x.txt"}', *words]) == 2
-    assert "prompts data cannot be tokenized" in capsys.readouterr().err
-    assert main(["data", "tokenize", '{"kind": "folder", "pth": "x"}', *words]) == 2
-    assert "did you mean" in capsys.readouterr().err
+    for source, says in (
+        (str(tmp_path / "nothing"), "no such file or folder"),
+        ('{"kind": "prompts", "path": "x.txt"}', "prompts data cannot be tokenized"),
+        ('{"kind": "folder", "pth": "x"}', "did you mean"),
+    ):
+        assert main(["data", "tokenize", source, *words]) == 2
+        assert says in capsys.readouterr().err

@@ -40,14 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipe, to = tiny_pipelines.sd3(), tmp_path_factory.mktemp("sd3")
     config = {"num_attention_heads": 4, "caption_projection_dim": 64, "joint_attention_dim": 128, "pooled_projection_dim": 128}
     torch.manual_seed(0)
-    pipe.register_modules(
-        transformer=type(pipe.transformer).from_config({**pipe.transformer.config, **config}),
-        **{
-            "text_encoder": tiny_models.clip(64, 1),
-            "text_encoder_2": tiny_models.clip(64, 2),
-            "text_encoder_3": tiny_models.t5(128, 3),
-        },
-    )
+    transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **config})
+    encoders = {"text_encoder": tiny_models.clip(64, 1), "text_encoder_2": tiny_models.clip(64, 2)}
+    pipe.register_modules(transformer=transformer, **encoders, text_encoder_3=tiny_models.t5(128, 3))
     pipe.save_pretrained(to)
     return to
 
@@ -181,25 +176,26 @@ def test_quantised_weights_are_smaller_and_embedders_norms_and_projections_are_k
         quantized.quantize(nn.Sequential(nn.Linear(64, 64)), "8bit", device=CPU)
 
 
-def missing(layer: Any, *_: Any, **__: Any) -> nn.Module:
-    raise ImportError("No module named 'torchao'")
-
-
-def without_kernel(layer: Any, *_: Any, **__: Any) -> nn.Module:
-    raise RuntimeError("no kernel image is available for execution on the device\nCompile with ...")
-
-
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("error", "message"),
     [
-        (missing, r"8bit needs torchao \(No module .*\); install it: pip install 'retouch\[quantized\]'"),
-        (without_kernel, "torchao cannot compute 8bit layers on cpu: no kernel image is available .*; use 4bit, or null"),
+        (
+            ImportError("No module named 'torchao'"),
+            r"8bit needs torchao \(No module .*\); install it: pip install 'retouch\[quantized\]'",
+        ),
+        (
+            RuntimeError("no kernel image is available for execution on the device\nCompile with ..."),
+            "torchao cannot compute 8bit layers on cpu: no kernel image is available .*; use 4bit, or null",
+        ),
     ],
 )
 def test_train_and_doctor_name_a_missing_library_or_kernel_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, layer: Any, message: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    monkeypatch.setattr(quantized, "quantized_layer", layer)
+    def fail(*_: Any, **__: Any) -> nn.Module:
+        raise error
+
+    monkeypatch.setattr(quantized, "quantized_layer", fail)
     recipe = load("playground/grpo", ['policy.train={"kind":"lora","rank":4}', 'policy.base={"quantize":"8bit"}', "device=cpu"])
     with pytest.raises(ValueError, match=rf"policy\.base\.quantize: {message}"):
         recipe.policy.require_kernels(CPU)
@@ -230,29 +226,20 @@ def configurations() -> list[tuple[Any, str | dict[str, str]]]:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    int8, bits = diffusers.TorchAoConfig(Int8WeightOnlyConfig()), transformers.BitsAndBytesConfig
+    mapped = diffusers.PipelineQuantizationConfig
     return [
         ("4bit", {"quantize": "4bit"}),
-        (transformers.BitsAndBytesConfig(**nf4), {"quantize": "4bit"}),
+        (bits(**nf4), {"quantize": "4bit"}),
         (diffusers.BitsAndBytesConfig(**nf4), {"quantize": "4bit"}),
-        (diffusers.TorchAoConfig(Int8WeightOnlyConfig()), {"quantize": "8bit"}),
-        (transformers.BitsAndBytesConfig(load_in_4bit=True), "only bnb_4bit_quant_type='nf4' with bnb_4bit_use_double_quant=True"),
-        (transformers.BitsAndBytesConfig(load_in_8bit=True), "picks outliers over all rows of a batch"),
+        (int8, {"quantize": "8bit"}),
+        (bits(load_in_4bit=True), "only bnb_4bit_quant_type='nf4' with bnb_4bit_use_double_quant=True"),
+        (bits(load_in_8bit=True), "picks outliers over all rows of a batch"),
         (diffusers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig()), "only Int8WeightOnlyConfig; give '8bit'"),
         (diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16), "from_single_file"),
         ({"quantize": "4bit", "text_encoders": "8bit"}, {"quantize": "4bit", "text_encoders": "8bit"}),
-        (
-            diffusers.PipelineQuantizationConfig(
-                quant_mapping={
-                    "transformer": diffusers.TorchAoConfig(Int8WeightOnlyConfig()),
-                    "text_encoder_2": transformers.BitsAndBytesConfig(**nf4),
-                }
-            ),
-            {"quantize": "8bit", "text_encoders": "4bit"},
-        ),
-        (
-            diffusers.PipelineQuantizationConfig(quant_mapping={"vae": diffusers.BitsAndBytesConfig(**nf4)}),
-            "only the transformer and all text encoders",
-        ),
+        (mapped(quant_mapping={"transformer": int8, "text_encoder_2": bits(**nf4)}), {"quantize": "8bit", "text_encoders": "4bit"}),
+        (mapped(quant_mapping={"vae": diffusers.BitsAndBytesConfig(**nf4)}), "only the transformer and all text encoders"),
         ("2bit", "give '8bit', '4bit', a BitsAndBytesConfig or a TorchAoConfig"),
     ]
 

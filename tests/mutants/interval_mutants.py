@@ -10,14 +10,14 @@ INTERVALS = (
         "core/intervals.py",
         "sums[member] += value - mean",
         "sums[len(sums)] += value - mean",
-        f"{_INTERVALS}::test_interval_of_unanimous_clusters_matches_hand_computation",
+        f"{_INTERVALS}::test_intervals_of_shares_match_published_tables_and_hand_computations",
     ),
     Mutant(
         "the interval of a share uses 1.96 instead of Student's t quantile",
         "core/intervals.py",
         "z = t_quantile(_TAIL, groups - 1)",
         "z = 1.96",
-        f"{_INTERVALS}::test_interval_of_unanimous_clusters_matches_hand_computation",
+        f"{_INTERVALS}::test_intervals_of_shares_match_published_tables_and_hand_computations",
     ),
     Mutant(
         "the interval of a mean uses 1.96 instead of Student's t quantile",
@@ -31,7 +31,7 @@ INTERVALS = (
         "core/intervals.py",
         "return mean, groups / (groups - 1) * math",
         "return mean, math",
-        f"{_INTERVALS}::test_interval_of_unanimous_clusters_matches_hand_computation",
+        f"{_INTERVALS}::test_intervals_of_shares_match_published_tables_and_hand_computations",
     ),
     Mutant(
         "the held-out table forgets which tasks share a source image",

@@ -19,7 +19,7 @@ VALUES = (
         "core/gae.py",
         "reward = reward.masked_fill(here, 0.0)",
         "reward = reward.masked_fill(here, 0.0) if k < 0 else reward",
-        f"{_GAE}::test_gae_with_gamma_and_lambda_1_equals_reward_minus_value",
+        f"{_GAE}::test_gae_equals_the_published_sum_over_the_unmasked_actions",
     ),
     Mutant(
         "GAE treats a missing reward as 0",
@@ -33,7 +33,7 @@ VALUES = (
         "core/gae.py",
         "squares = torch.maximum(squares, ",
         "squares = torch.minimum(squares, ",
-        f"{_GAE}::test_clipped_value_loss_is_the_larger_of_two_losses",
+        f"{_GAE}::test_value_loss_is_half_the_squared_error_or_with_a_clip_the_larger_of_two",
     ),
     Mutant(
         "the value head receives the state after an action instead of before it",

@@ -10,6 +10,7 @@ from PIL import Image
 from torch.autograd.graph import saved_tensors_hooks
 
 import tiny_policies as tiny
+from changed_recipes import changed
 from retouch import cli
 from retouch.core.random import generator
 from retouch.objectives.reward_gradient import DRaFT, ReFL
@@ -101,11 +102,6 @@ def test_several_rewards_give_their_weighted_sum_and_pass_gradcheck():
 class Bare:
     """A model of one matrix, which cannot decode with gradient."""
 
-    def unused(self):
-        raise NotImplementedError
-
-    encode = encode_negative = combine = initial_noise = sigmas = encode_images = decode = unused
-
     def __init__(self, weight):
         self.module = torch.nn.Module()
         self.module.weight = weight
@@ -125,40 +121,23 @@ def matrix_trajectory():
     """A trajectory in fp64 whose state before the second of three steps was kept, and a weight."""
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((2, 6), (6, 6)))
-    flags = torch.ones(2, 1)
-    trajectory = DenoisingTrajectory(
-        log_probs=flags,
-        mask=flags.bool(),
-        kind=flags.long(),
-        outputs=x,
-        latents=x[:, None],
-        means=None,
-        sigmas=torch.tensor([1, 0.8, 0.5, 0.0], dtype=torch.float64),
-        first=1,
-        conditioning=Conditioning({"embeds": x}),
-        group=torch.arange(2),
-    )
-    return trajectory, weight
+    flags, sigmas = torch.ones(2, 1), torch.tensor([1, 0.8, 0.5, 0.0], dtype=torch.float64)
+    kept = {"outputs": x, "latents": x[:, None], "means": None, "sigmas": sigmas, "first": 1, "group": torch.arange(2)}
+    given = {"log_probs": flags, "mask": flags.bool(), "kind": flags.long(), "conditioning": Conditioning({"embeds": x})}
+    return DenoisingTrajectory(**given, **kept), weight
 
 
 @pytest.mark.parametrize("predicted", [False, True])
 def test_image_gradient_passes_gradcheck_in_fp64(predicted):
     trajectory, weight = matrix_trajectory()
 
-    def images(weight):
-        model = Smooth(weight)
-        return DenoisingPolicy.images(
-            SimpleNamespace(model=model, module=model.module), trajectory, slice(0, 2), predicted=predicted
-        )
+    def images(model):
+        policy = SimpleNamespace(model=model, module=model.module)
+        return DenoisingPolicy.images(policy, trajectory, slice(0, 2), predicted=predicted)
 
-    assert torch.autograd.gradcheck(images, weight.requires_grad_())
-
-
-def test_model_without_decode_tensors_raises_with_its_class_name() -> None:
-    trajectory, weight = matrix_trajectory()
-    model = Bare(weight)
+    assert torch.autograd.gradcheck(lambda weight: images(Smooth(weight)), weight.requires_grad_())
     with pytest.raises(ValueError, match="Bare has no decode_tensors"):
-        DenoisingPolicy.images(SimpleNamespace(model=model, module=model.module), trajectory, slice(0, 2), predicted=False)
+        images(Bare(weight))
 
 
 def test_refl_draws_its_gradient_step_deterministically_from_seed_and_training_step():
@@ -212,10 +191,9 @@ def test_image_with_a_score_above_the_cap_has_zero_gradient():
         assert 4 * loss.sums["policy/score"].item() == pytest.approx(score)
 
 
-@pytest.mark.parametrize("microbatch", [3])
-def test_gradient_with_guidance_is_independent_of_microbatch_size(microbatch):
+def test_gradient_with_guidance_is_independent_of_microbatch_size():
     objective = DRaFT(reward=TARGET, steps=2)
-    whole, cut = (made(objective, microbatch=size, guidance=2.0) for size in (100, microbatch))
+    whole, cut = (made(objective, microbatch=size, guidance=2.0) for size in (100, 3))
     found, other = (tiny.gradient(policy, objective, minibatch)[0] for policy, _, minibatch in (whole, cut))
     assert tiny.distance(other, found) < 1e-5
 
@@ -237,29 +215,15 @@ DRAFT: dict[str, Any] = {
 }
 
 
-def changed(**changes: Any) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(json.dumps(DRAFT))
-    for path, value in changes.items():
-        *outer, last = path.split("__")
-        place = document
-        for key in outer:
-            place = place[key]
-        place[last] = value
-    return document
-
-
 def test_draft_recipe_with_group_size_1_is_valid_and_round_trips() -> None:
-    recipe = parse(changed(group_size=1, tasks_per_step=1))
-    assert recipe.document()["objective"] == {
-        "kind": "draft",
-        "reward": {**TARGET.model_dump(mode="json")},
-        "steps": 2,
-        "cap": None,
-    }
+    recipe = parse(changed(DRAFT, group_size=1, tasks_per_step=1))
+    reward = {**TARGET.model_dump(mode="json")}
+    assert recipe.document()["objective"] == {"kind": "draft", "reward": reward, "steps": 2, "cap": None}
     assert parse(recipe.document()) == recipe
 
 
-OTHER = {"kind": "share"}
+OTHER, COMBINED = {"kind": "share"}, {"kind": "target", "combine": {"closeness": 1}}
+REFL = {"kind": "refl", "reward": {"kind": "target"}}
 
 
 def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -271,41 +235,26 @@ def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
     ("changes", "line"),
     [
         ({"objective__steps": 4}, "objective.steps: 4 steps with gradient, and the chain has 3 (rollout.num_steps); use 3"),
-        ({"objective": {"kind": "refl", "reward": {"kind": "target"}, "low": 3}}, "objective.low: 3 leaves no step below 3; use 2"),
-        (
-            {"objective": {"kind": "refl", "reward": {"kind": "target"}, "low": 0, "high": 4}},
-            "objective.high: 4 is past the last of 3",
-        ),
+        ({"objective": {**REFL, "low": 3}}, "objective.low: 3 leaves no step below 3; use 2"),
+        ({"objective": {**REFL, "low": 0, "high": 4}}, "objective.high: 4 is past the last of 3"),
         (
             {"objective__reward": {"kind": "playground"}},
             "objective.reward.kind: 'playground' is not one of 'target', 'share', 'clip'",
         ),
-        (
-            {"objective__reward": {"kind": "target", "combine": {"closeness": 1}}},
-            "objective.reward: combine: the loss differentiates a single",
-        ),
+        ({"objective__reward": COMBINED}, "objective.reward: combine: the loss differentiates a single"),
         ({"objective__reward": {}}, "objective.reward.kind: missing: one of 'target', 'share', 'clip'"),
         (two_rewards({"kind": "playground"}), "objective.reward: rewards.other: playground has no gradient in the image"),
         (two_rewards(OTHER, combine="near * other"), "objective.reward: combine: a formula cannot be used here, because its roots"),
         (two_rewards(OTHER, combine={}), "objective.reward: combine names no column"),
-        (
-            two_rewards(OTHER, combine={"other/gone": 1}),
-            "'other/gone', but the reward has no such column; it has near/closeness, other/share",
-        ),
+        (two_rewards(OTHER, combine={"other/gone": 1}), "'other/gone', but the reward has no such column; it has near/closeness"),
         (two_rewards({**OTHER, "combine": {"share": 1}}), "objective.reward: rewards.other: combine and max_missing belong to all"),
         (two_rewards(OTHER, max_missing=0.5), "objective.reward: max_missing: the loss differentiates a single score"),
-        (
-            {"rollout__transition": {"kind": "cps", "noise_level": 0.7}},
-            "rollout.transition.kind: draft differentiates deterministic",
-        ),
+        ({"rollout__transition": {"kind": "cps", "noise_level": 0.7}}, "rollout.transition.kind: draft differentiates determin"),
         ({"rollout__staleness": 1}, "rollout.staleness: draft has no probabilities"),
         ({"rollout__refill": {"rounds": 2}}, "rollout.refill: draft also learns from groups of equal rewards; remove it"),
         ({"advantage": {"kind": "best"}}, "advantage.kind: best: it would weight the samples of draft"),
         ({"advantage": {"kind": "exponential"}}, "advantage.kind: exponential: it would weight the samples of draft"),
-        (
-            {"watch": {"judge": {"reward": {"kind": "target", "combine": {"closeness": 1}}}}},
-            "watch.judge.reward: the run is trained on its columns closeness, so it is not held out",
-        ),
+        ({"watch": {"judge": {"reward": COMBINED}}}, "watch.judge.reward: the run is trained on its columns closeness, so"),
         ({"devices": {"offload": True}}, "devices.offload: draft decodes with gradient"),
         (
             {
@@ -328,64 +277,56 @@ def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
 )
 def test_invalid_draft_and_refl_settings_raise_when_the_recipe_is_parsed(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=r"objective|rollout|devices|watch|advantage") as refused:
-        parse(changed(**changes))
+        parse(changed(DRAFT, **changes))
     assert line in str(refused.value)
 
 
 def test_objectives_built_in_python_raise_for_invalid_rewards_and_steps() -> None:
-    with pytest.raises(
-        ValueError, match=r"CompressibilityReward has no gradient in the image \(no method score_tensors\); use target"
-    ):
-        DRaFT(reward=CompressibilityReward())
-    with pytest.raises(ValueError, match="4 steps with gradient in a chain of 3; use 3 or fewer"):
-        DRaFT(reward=TARGET, steps=4).first_gradient_step(3, seed=0, step=0)
-    with pytest.raises(ValueError, match=r"no step in \[3, 3\) of a chain of 3"):
-        ReFL(reward=TARGET, low=3).first_gradient_step(3, seed=0, step=0)
-
-
-def test_reward_that_returns_scores_without_gradient_raises() -> None:
     class Detached(TargetReward):
         def score_tensors(self, images, tasks):
             return super().score_tensors(images.detach(), tasks)
 
-    objective = DRaFT(reward=Detached())
-    policy, _, minibatch = made(objective)
-    with pytest.raises(ValueError, match=r"it gave scores of shape \(4,\), without gradient, for 4 images"):
-        list(objective.losses(policy, minibatch))
+    detached = DRaFT(reward=Detached())
+    policy, _, minibatch = made(detached)
+    refl, draft = ReFL(reward=TARGET, low=3), DRaFT(reward=TARGET, steps=4)
+    for message, call in (
+        (r"CompressibilityReward has no gradient in the image \(no method score_tensors\); use target",
+         lambda: DRaFT(reward=CompressibilityReward())),
+        ("4 steps with gradient in a chain of 3; use 3 or fewer", lambda: draft.first_gradient_step(3, seed=0, step=0)),
+        (r"no step in \[3, 3\) of a chain of 3", lambda: refl.first_gradient_step(3, seed=0, step=0)),
+        (r"it gave scores of shape \(4,\), without gradient, for 4 images", lambda: list(detached.losses(policy, minibatch))),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # Whole runs
 
 
-@pytest.mark.parametrize(
-    "objective",
-    slow_after(1, [DRAFT["objective"], {"kind": "refl", "reward": {"kind": "target"}, "low": 1}]),
-    ids=["draft", "refl"],
-)
-def test_a_run_passes_its_preflight_and_takes_a_step(objective: dict[str, Any], tmp_path) -> None:
-    file = tmp_path / "small.json"
-    file.write_text(json.dumps({**DRAFT, "objective": objective, "out": str(tmp_path), "name": "whole", "steps": 1}))
+def trained(root, **objective: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metrics of a run of one step, and the checks before it."""
+    file = root / "small.json"
+    file.write_text(json.dumps({**DRAFT, "objective": objective, "out": str(root), "name": "whole", "steps": 1}))
     assert cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "eval.every=0"]) == 0
-    (line,) = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    (line,) = [json.loads(line) for line in (root / "whole" / "metrics.jsonl").read_text().splitlines()]
+    return line, {check["name"]: check["ok"] for check in json.loads((root / "whole" / "preflight.json").read_text())}
+
+
+@pytest.mark.parametrize("objective", slow_after(1, [DRAFT["objective"], {**REFL, "low": 1}]), ids=["draft", "refl"])
+def test_a_run_passes_its_preflight_and_takes_a_step(objective: dict[str, Any], tmp_path) -> None:
+    line, checks = trained(tmp_path, **objective)
     assert 0 < line["policy/score"] < 1
     assert line["policy/grad_norm"] > 0
     assert "reward/mean" in line
-    checks = {check["name"]: check for check in json.loads((tmp_path / "whole" / "preflight.json").read_text())}
-    assert checks["moved"]["ok"]
-    assert checks["frozen"]["ok"]
+    assert checks["moved"]
+    assert checks["frozen"]
 
 
 def test_a_run_starts_although_its_images_have_reached_the_cap(tmp_path) -> None:
     """The preflight, which needs a gradient, ignores the cap; the steps of the run then have zero gradient."""
-    file = tmp_path / "small.json"
-    file.write_text(json.dumps({**DRAFT, "objective": {**DRAFT["objective"], "cap": 0.0}, "out": str(tmp_path)}))
-    assert (
-        cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "steps=1", "--set", "eval.every=0"])
-        == 0
-    )
-    (folder,) = (path.parent for path in tmp_path.glob("*/metrics.jsonl"))
-    assert json.loads((folder / "metrics.jsonl").read_text())["policy/grad_norm"] == 0
-    assert {check["name"]: check["ok"] for check in json.loads((folder / "preflight.json").read_text())}["gradient"]
+    line, checks = trained(tmp_path, **DRAFT["objective"], cap=0.0)
+    assert line["policy/grad_norm"] == 0
+    assert checks["gradient"]
 
 
 def test_error_about_a_reward_of_a_phase_contains_the_key_of_the_phase() -> None:

@@ -26,26 +26,27 @@ def linear():
 
 def test_using_a_copy_restores_the_weights_bitwise_and_keeps_the_graph():
     policy, batch = tiny.policy(train="full"), tiny.batch()
-    before = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
-    storage = {name: parameter.data_ptr() for name, parameter in policy.module.named_parameters()}
+
+    def weights():
+        return {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
+
+    def same(one):
+        return all(torch.equal(parameter, one[name]) for name, parameter in policy.module.named_parameters())
+
+    def slopes(velocity):
+        return torch.autograd.grad(velocity.square().sum(), list(tiny.trained(policy).values()), allow_unused=True)
+
+    before, storage = weights(), [parameter.data_ptr() for parameter in policy.module.parameters()]
     tiny.perturb(policy)
-    moved = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
-    trajectory = policy.rollout(batch)
-    x, sigma, rows = trajectory.outputs, torch.full((4,), 0.5), slice(0, 4)
-    parameters = list(tiny.trained(policy).values())
-    alone = torch.autograd.grad(
-        policy.velocity(trajectory, rows, x, sigma, "current").square().sum(), parameters, allow_unused=True
-    )
-    current = policy.velocity(trajectory, rows, x, sigma, "current")
+    moved, trajectory = weights(), policy.rollout(batch)
+    point = (trajectory, slice(0, 4), trajectory.outputs, torch.full((4,), 0.5), "current")
+    alone, current = slopes(policy.velocity(*point)), policy.velocity(*point)
     with policy.copies.using("reference"):
-        for name, parameter in policy.module.named_parameters():
-            assert torch.equal(parameter, before[name])
-    for name, parameter in policy.module.named_parameters():
-        assert torch.equal(parameter, moved[name])
-        assert parameter.data_ptr() == storage[name]
+        assert same(before)
+    assert same(moved)
+    assert [parameter.data_ptr() for parameter in policy.module.parameters()] == storage
     # A graph that was built before a swap still gives the gradient of the current weights.
-    after = torch.autograd.grad(current.square().sum(), parameters, allow_unused=True)
-    for a, b in zip(alone, after, strict=True):
+    for a, b in zip(alone, slopes(current), strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -67,14 +68,13 @@ def test_a_copy_on_another_device_is_moved_only_for_its_block():
     assert copies.copies["reference"]["weight"] is kept
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.25, 0.999, 1.0])
+@pytest.mark.parametrize("decay", [0.0, 0.25, 1.0])
 def test_update_ema_is_decay_times_the_copy_plus_the_rest_of_the_weights(decay):
     module = linear()
     copies = WeightCopies(module)
     copies.snapshot("average")
     old = module.weight.detach().clone()
-    with torch.no_grad():
-        module.weight.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(0)))
+    torch.nn.init.normal_(module.weight)
     now = module.weight.detach().clone()
     copies.update_ema("average", decay)
     torch.testing.assert_close(copies.copies["average"]["weight"], decay * old + (1 - decay) * now)
@@ -106,16 +106,12 @@ def test_the_reference_of_a_lora_is_the_model_without_it(family):
     trajectory = policy.rollout(batch)
     x, sigma, rows = trajectory.outputs, torch.full((4,), 0.5), slice(0, 4)
     with torch.no_grad():
-        current = policy.velocity(trajectory, rows, x, sigma, "current")
-        reference = policy.velocity(trajectory, rows, x, sigma, "reference")
+        current, reference = (policy.velocity(trajectory, rows, x, sigma, which) for which in ("current", "reference"))
         policy.module.disable_adapters()
         plain = policy.model.velocity(policy.module, x, sigma, trajectory.conditioning.take(trajectory.group))
     assert torch.equal(reference, plain)
     assert (current - plain).abs().max() > 1e-3
-
-
-def test_snapshot_without_adapter_raises_if_other_weights_are_trainable():
-    policy = tiny.policy(copies=())
+    policy = tiny.policy(family, copies=())
     policy.module.proj_out.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"proj_out.weight trains too but is not a LoRA matrix"):
         WeightCopies(policy.module).snapshot_without_adapter("reference")
@@ -139,12 +135,10 @@ def test_loading_a_saved_state_restores_the_copies():
 
 def test_ema_of_bf16_weights_accumulates_changes_smaller_than_rounding():
     module = nn.Linear(2, 2, dtype=torch.bfloat16)
-    with torch.no_grad():
-        module.weight.fill_(1.0)
     copies = WeightCopies(module)
+    nn.init.constant_(module.weight, 1.0)
     copies.snapshot("average")
-    with torch.no_grad():
-        module.weight.fill_(1.5)
+    nn.init.constant_(module.weight, 1.5)
     for _ in range(100):
         copies.update_ema("average", 0.999)
     with copies.using("average"):

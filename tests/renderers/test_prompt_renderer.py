@@ -169,18 +169,9 @@ TAGS = [
     "<answer>{}",
 ]
 LABELS = [
-    "{}",
-    "Enhanced prompt: {}",
-    "**Enhanced Prompt:** {}",
-    "Sure! Here is it.\n\n### Improved image prompt:\n{}",
-    "Original prompt: a cat\nRewritten prompt: {}",
-    "Sure! Here's the enhanced prompt for you: {}",
-    "Here you go:\n{}",
-    "Certainly! {}",
-    "Answer: {}",
-    "Final version：{}",
-    "```\n{}\n```",
-    "```text\nno\n```\n```text\n{}\n```",
+    *("{}", "Enhanced prompt: {}", "**Enhanced Prompt:** {}", "Sure! Here is it.\n\n### Improved image prompt:\n{}"),
+    *("Original prompt: a cat\nRewritten prompt: {}", "Sure! Here's the enhanced prompt for you: {}", "Here you go:\n{}"),
+    *("Certainly! {}", "Answer: {}", "Final version：{}", "```\n{}\n```", "```text\nno\n```\n```text\n{}\n```"),
 ]
 QUOTES = ["{}", '"{}"', " “{}” ", "`{}`", "«{}»", '"“{}”"', "**{}**"]
 
@@ -192,62 +183,35 @@ def test_thoughts_tags_labels_and_quotes_around_the_prompt_are_removed(thought, 
         assert answer_in(written) == PROMPT, written
 
 
-@pytest.mark.parametrize("around", ["**Enhanced prompt: {}**", '"Prompt: {}"', "`Prompt: “{}”`"])
-def test_a_label_within_quotes_is_removed(around):
-    assert answer_in(around.format(PROMPT)) == PROMPT
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        "",
-        " \n ",
-        "...",
-        "<think>a red cat",
-        "<think>a</think>",
-        "<think>a</think> <think>and a red cat",
-        "<answer></answer>",
-        "<answer> </answer> a red cat",
-        "Enhanced prompt:",
-        '""',
-        "```\n\n```",
-    ],
-)
-def test_completions_without_a_prompt_give_none(written):
-    assert answer_in(written) is None
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        'a sign that says "OPEN"',
-        '"OPEN" beside "CLOSED"',
-        "'tis the cat's",
-        "a photograph of a sign: HELLO",
-        "This is a poster that says: HELLO",
-        "style: oil, lighting: soft",
-        "response to a storm",
-        "here be dragons",
-        "surely a cat",
-        "of course-grained sand",
-        "a <b> in bold, 3 < 4",
-        "紫色的兔子，柔和的光线",
-    ],
-)
-def test_a_prompt_alone_stays_as_it_is(prompt):
-    assert answer_in(prompt) == prompt
-
-
-@pytest.mark.parametrize(
-    "sign", ["<think>", "</think>", "<answer>", "</answer>", "```\n", "\n", "  ", "**", '"', "“", "new ", "here "]
-)
-def test_long_repetitions_cause_no_backtracking(sign):
-    """A regular expression that backtracks would not finish here."""
-    assert answer_in(sign * 100_000 + "x") in {None, "x", " ".join((sign * 100_000 + "x").split())}
-
-
-def test_line_breaks_and_repeated_spaces_are_collapsed():
+def test_a_label_within_quotes_is_removed_and_line_breaks_and_repeated_spaces_are_collapsed():
+    for around in ("**Enhanced prompt: {}**", '"Prompt: {}"', "`Prompt: “{}”`"):
+        assert answer_in(around.format(PROMPT)) == PROMPT
     assert answer_in(" a red  cat,\n soft light\t") == "a red cat, soft light"
+
+
+def test_completions_without_a_prompt_give_none():
+    thoughts = ["<think>a red cat", "<think>a</think>", "<think>a</think> <think>and a red cat"]
+    answers = ["<answer></answer>", "<answer> </answer> a red cat"]
+    for written in ("", " \n ", "...", *thoughts, *answers, "Enhanced prompt:", '""', "```\n\n```"):
+        assert answer_in(written) is None, written
+
+
+PROMPTS = [
+    *('a sign that says "OPEN"', '"OPEN" beside "CLOSED"', "'tis the cat's", "a photograph of a sign: HELLO"),
+    *("This is a poster that says: HELLO", "style: oil, lighting: soft", "response to a storm", "here be dragons"),
+    *("surely a cat", "of course-grained sand", "a <b> in bold, 3 < 4", "紫色的兔子，柔和的光线"),
+]
+
+
+def test_a_prompt_alone_stays_as_it_is():
+    for prompt in PROMPTS:
+        assert answer_in(prompt) == prompt
+
+
+def test_long_repetitions_cause_no_backtracking():
+    """A regular expression that backtracks would not finish here."""
+    for sign in ("<think>", "</think>", "<answer>", "</answer>", "```\n", "\n", "  ", "**", '"', "“", "new ", "here "):
+        assert answer_in(sign * 100_000 + "x") in {None, "x", " ".join((sign * 100_000 + "x").split())}
 
 
 @given(st.text(st.sampled_from('<>/think answer:"*`#\n\r\t’“” sure here prompt'), max_size=400))
@@ -261,29 +225,14 @@ def test_an_answer_is_one_line_with_a_letter_or_digit(written):
 # A control whose reward must not improve
 
 
-class Seen:
-    """Stores the completions that it receives, and renders one grey image per row."""
-
-    def __init__(self) -> None:
-        self.outputs: list[Completion] = []
-
-    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
-        self.outputs = list(trajectory.outputs)
-        return [Image.new("RGB", (8, 8), (127, 127, 127)) for _ in tasks]
-
-
-class Answers:
-    outputs = (
-        Completion(ids=(4, 5), text="make it red", truncated=False, key=(0, 1, 2, 3)),
-        Completion(ids=(4, 5, 6), text="make it red and", truncated=True, key=(0, 1, 2, 4)),
-    )
-
-
 def test_ignore_completions_passes_only_noise_keys_and_instructions_to_the_renderer() -> None:
-    seen = Seen()
+    seen: list[Completion] = []
+
+    def draws(tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
+        seen.extend(trajectory.outputs)
+        return [Image.new("RGB", (8, 8)) for _ in tasks]
+
+    written = outputs("make it red", "make it red and").outputs
     tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
-    assert len(IgnoreCompletionsRenderer(seen)(tasks, Answers())) == 2
-    assert seen.outputs == [
-        Completion(ids=(), text=task.instruction, truncated=False, key=written.key)
-        for task, written in zip(tasks, Answers.outputs, strict=True)
-    ]
+    assert len(IgnoreCompletionsRenderer(draws)(tasks, SimpleNamespace(outputs=written))) == 2
+    assert seen == [Completion((), task.instruction, False, each.key) for task, each in zip(tasks, written, strict=True)]

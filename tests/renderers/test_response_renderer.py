@@ -55,10 +55,8 @@ def frozen(editor):
 
 def outputs(*ids, truncated=False, groups=None):
     """Completions of the first group, or of those given, in step 5."""
-    groups = [0] * len(ids) if groups is None else groups
-    written = [
-        Completion(said, "", truncated, (3, 5, group, slot)) for slot, (said, group) in enumerate(zip(ids, groups, strict=True))
-    ]
+    pairs = zip(ids, groups or [0] * len(ids), strict=True)
+    written = [Completion(said, "", truncated, (3, 5, group, slot)) for slot, (said, group) in enumerate(pairs)]
     return SimpleNamespace(outputs=tuple(written))
 
 
@@ -68,6 +66,21 @@ def pixels(image):
 
 def max_pixel_difference(a, b):
     return np.abs(pixels(a) - pixels(b)).max()
+
+
+def assert_drawn_by(pipe, draws, task, said, *image, guidance_scale, **sizes):
+    """The rendered image of a response is that of the pipeline with the same embeddings; of an empty one, with the prompt."""
+    trajectory = outputs(said)
+    (ours,) = draws([task], trajectory)
+    contexts = [draws.editor.prepare(task)]
+    embeds = draws.editor.condition(contexts, draws.editor.encode(contexts, [said])).tensors
+    assert ("source" in embeds) == bool(image)
+    told = {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]} if said else {"prompt": task.instruction}
+    told |= {"negative_prompt": " " if guidance_scale > 1 else None, "true_cfg_scale": guidance_scale, "num_inference_steps": STEPS}
+    (theirs,) = pipe(*image, **told, **sizes, generator=noise_generators(trajectory.outputs, shared=True)).images
+    assert theirs.size == ours.size == (64, sizes.get("height", 64))
+    assert max_pixel_difference(ours, theirs) <= 1  # rounding to 8 bits can differ by one level
+    assert pixels(ours).std() > 5
 
 
 @pytest.mark.parametrize("whose", ["frozen", "policy"])
@@ -89,29 +102,13 @@ def test_the_response_renderer_passes_the_contract_checks(editor, policy, tasks_
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize("said", [(), (3, 200, 255)], ids=["empty", "said"])
 def test_images_match_those_of_the_diffusers_edit_pipeline(made, monkeypatch, guidance_scale, said):
-    area = 64 * 64
-    real = edit_module.calculate_dimensions
+    area, real = 64 * 64, edit_module.calculate_dimensions
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda given, ratio: real(area, ratio))
     editor = tiny_editing.editor(made, condition_area=area, source_area=area)
     draws = renderer(editor, frozen(editor), guidance_scale=guidance_scale)
-    trajectory, task = outputs(said), tiny_models.task("a", "make it red", tiny_models.image(0, 40, 56))
-    (ours,) = draws([task], trajectory)
-
-    contexts = [draws.editor.prepare(task)]
-    embeds = draws.editor.condition(contexts, draws.editor.encode(contexts, [said])).tensors
-    told = {"prompt": task.instruction} if not said else {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]}
+    task = tiny_models.task("a", "make it red", tiny_models.image(0, 40, 56))
     pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE)
-    theirs = pipe(
-        task.images[0],
-        **told,
-        negative_prompt=" " if guidance_scale > 1 else None,
-        true_cfg_scale=guidance_scale,
-        num_inference_steps=STEPS,
-        generator=noise_generators(trajectory.outputs, shared=True),
-    ).images[0]
-    assert theirs.size == ours.size == (64, 64)
-    assert max_pixel_difference(ours, theirs) <= 1  # rounding to 8 bits can differ by one level
-    assert pixels(ours).std() > 5
+    assert_drawn_by(pipe, draws, task, said, task.images[0], guidance_scale=guidance_scale)
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
@@ -120,28 +117,12 @@ def test_text_to_image_renders_responses_like_the_diffusers_pipeline(made, guida
     """Qwen-Image: an empty response gives the pipeline's image, and there is no source."""
     model = QwenImage(**made, scheduler_config=tiny_models.SCHEDULER, template=tiny_models.TEXT_TEMPLATE, size=(48, 64))
     draws = renderer(model, frozen(model), guidance_scale=guidance_scale)
-    task, trajectory = tiny_models.task("a", "a red cat"), outputs(said)
-    (ours,) = draws([task], trajectory)
-    contexts = [draws.editor.prepare(task)]
-    embeds = draws.editor.condition(contexts, draws.editor.encode(contexts, [said])).tensors
-    assert "source" not in embeds
-    told = {"prompt": task.instruction} if not said else {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]}
     pipe = QwenImagePipeline(**made, scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER))
     pipe.prompt_template_encode = tiny_models.TEXT_TEMPLATE
     pipe.prompt_template_encode_start_idx = draws.editor.text.prefix
     pipe.set_progress_bar_config(disable=True)
-    theirs = pipe(
-        **told,
-        negative_prompt=" " if guidance_scale > 1 else None,
-        true_cfg_scale=guidance_scale,
-        height=48,
-        width=64,
-        num_inference_steps=STEPS,
-        generator=noise_generators(trajectory.outputs, shared=True),
-    ).images[0]
-    assert theirs.size == ours.size == (64, 48)
-    assert max_pixel_difference(ours, theirs) <= 1
-    assert pixels(ours).std() > 5
+    sizes = {"height": 48, "width": 64}
+    assert_drawn_by(pipe, draws, tiny_models.task("a", "a red cat"), said, guidance_scale=guidance_scale, **sizes)
 
 
 def test_noise_is_shared_within_a_group_and_differs_between_groups_and_steps(editor):

@@ -49,13 +49,8 @@ def test_repair_reports_each_problem_of_a_metrics_file_and_keeps_a_copy(tmp_path
     path.write_text(content)
     notes = keep_until(path, 7, every_step=True)
     said = " ".join(notes)
-    for words in (
-        "1 unreadable",
-        "1 duplicate lines were removed",
-        "1 lines contradicted",
-        "1 break in the order of steps",
-        "steps 2, 4 to 6 are missing",
-    ):
+    lines = ("1 unreadable", "1 duplicate lines were removed", "1 lines contradicted", "1 break in the order of steps")
+    for words in (*lines, "steps 2, 4 to 6 are missing"):
         assert words in said
     assert path.read_text() == '{"step": 1}\n{"step": 3, "a": 2}\n{"step": 7}\n'
     (copy,) = tmp_path.glob("metrics.jsonl.damaged-*")
@@ -76,7 +71,7 @@ def test_missing_checkpoint_is_detected_from_its_record_or_from_the_metrics(tmp_
     assert folder.lost_checkpoints(12, every=10) is None
 
 
-def test_a_ledger_that_is_deleted_during_a_run_is_restored(tmp_path, caplog):
+def test_a_ledger_that_is_deleted_during_a_run_is_restored_and_one_that_is_replaced_is_not_written_to(tmp_path, caplog):
     path = tmp_path / "ledger.sqlite"
     insert = "INSERT INTO judges (fingerprint, about, since) VALUES (?, '{}', 0)"
     with closing(Database(path)) as database:
@@ -86,14 +81,9 @@ def test_a_ledger_that_is_deleted_during_a_run_is_restored(tmp_path, caplog):
             lose.unlink()
         with database.writing() as connection:
             connection.execute(insert, ("last",))
-    with closing(sqlite3.connect(path)) as read:
-        assert [row[0] for row in read.execute("SELECT fingerprint FROM judges ORDER BY number")] == ["0", "1", "2", "last"]
-    assert caplog.text.count("was deleted during the run") == 3
-
-
-def test_a_ledger_that_is_replaced_during_a_run_is_not_written_to(tmp_path):
-    path = tmp_path / "ledger.sqlite"
-    with closing(Database(path)) as database:
+        with closing(sqlite3.connect(path)) as read:
+            assert [row[0] for row in read.execute("SELECT fingerprint FROM judges ORDER BY number")] == ["0", "1", "2", "last"]
+        assert caplog.text.count("was deleted during the run") == 3
         path.unlink()
         path.write_text("of another program")
         with pytest.raises(ValueError, match="was replaced by another file"), database.writing():
@@ -158,13 +148,13 @@ def test_invalid_output_folder_exits_with_2_and_a_clear_message(words, says, tmp
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"recipe": []}', "[" * 100_000, "\x00", '{"recipe": {"name": 3}}'])
-def test_invalid_recipe_json_exits_with_2_and_is_not_changed(text, tmp_path, capsys):
+def test_invalid_recipe_json_exits_with_2_and_is_not_changed(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.json").write_text(text)
-    assert cli.main(["train", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=run"]) == 2
-    assert "retouch train: " in capsys.readouterr().err
-    assert (tmp_path / "run" / "recipe.json").read_text() == text
+    for text in ("{}", "[]", "null", '{"recipe": []}', "[" * 100_000, "\x00", '{"recipe": {"name": 3}}'):
+        (tmp_path / "run" / "recipe.json").write_text(text)
+        assert cli.main(["train", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=run"]) == 2
+        assert "retouch train: " in capsys.readouterr().err
+        assert (tmp_path / "run" / "recipe.json").read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,9 @@ def photos(**changed):
     (place / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def edited(*, steps, **keys):
-    model = retouch.models.PlaygroundModel()
-    return retouch.Trainer(
-        model, brightness, run_name="edited", train_dataset="photos", **{**SETTINGS, **keys, "steps": steps}
-    ).train()
+def edited(*, steps):
+    model, settings = retouch.models.PlaygroundModel(), {**SETTINGS, "steps": steps}
+    return retouch.Trainer(model, brightness, run_name="edited", train_dataset="photos", **settings).train()
 
 
 def test_point_1_2_a_run_goes_on_only_with_the_content_of_its_training_data():
@@ -187,9 +185,8 @@ def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part, caplog
 
 def test_point_1_3_the_card_of_an_unchanged_base_names_it():
     build_models(seed=0).save_pretrained("base")
-    trainer = retouch.Trainer(
-        type(build_models(seed=0)).from_pretrained("base"), brightness, PROMPTS, run_name="same", size=32, steps=1, **SETTINGS
-    )
+    base = type(build_models(seed=0)).from_pretrained("base")
+    trainer = retouch.Trainer(base, brightness, PROMPTS, run_name="same", size=32, steps=1, **SETTINGS)
     trainer.train()
     trainer.save_pretrained("lora")
     assert "A LoRA for base, trained for 1 steps" in Path("lora/README.md").read_text()

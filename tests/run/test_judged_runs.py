@@ -199,10 +199,8 @@ def test_judge_estimate_contains_calls_tokens_and_dollars():
 
 
 def test_recipe_with_an_api_key_is_rejected_without_printing_it(tmp_path, capsys):
-    made = document(
-        "http://127.0.0.1:9/v1", tmp_path, reward={"kind": "import", "class": "a:B", "args": {"k": KEY}, "combine": {"a": 1}}
-    )
-    assert cli.main(["train", write(tmp_path, made)]) == 2
+    reward = {"kind": "import", "class": "a:B", "args": {"k": KEY}, "combine": {"a": 1}}
+    assert cli.main(["train", write(tmp_path, document("http://127.0.0.1:9/v1", tmp_path, reward=reward))]) == 2
     said = capsys.readouterr()
     assert "reward.args.k: contains the value of OPENAI_API_KEY" in said.err
     assert KEY not in said.err + said.out

@@ -135,7 +135,7 @@ def test_fault_13_a_run_that_was_stopped_has_a_report(tmp_path, capsys):
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
-def test_run_folder_with_a_recipe_of_another_version_raises_and_is_not_changed(tmp_path):
+def test_run_folder_with_a_recipe_of_another_version_or_with_an_owner_raises_and_is_not_changed(tmp_path, capsys):
     made = recipe(tmp_path)
     folder = RunFolder(made.folder)
     folder.write_recipe({**made.document(), "data": {**made.document()["data"], "vain": 0.1}})
@@ -143,6 +143,14 @@ def test_run_folder_with_a_recipe_of_another_version_raises_and_is_not_changed(t
     with pytest.raises(ValueError, match=r"(?s)mine contains a run whose recipe this version cannot read:.*data.vain.*--fresh"):
         run(made, fresh=False)
     assert folder.recipe.read_bytes() == before
+    made, file = long_run(tmp_path), tmp_path / "recipe.json"
+    file.write_text(made.model_dump_json())
+    with closing(Owner(made.folder)):
+        for fresh in ([], ["--fresh"]):
+            assert cli.main(["train", str(file), *fresh]) == 2
+            assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"mine", "run"}
+    assert [path.name for path in made.folder.iterdir()] == ["owner.json"]
 
 
 # More steps, and errors in later steps
@@ -276,18 +284,6 @@ def training(made, tmp_path, *launch):
             yield process
         finally:
             process.kill()
-
-
-def test_a_run_in_a_folder_that_has_an_owner_is_refused(tmp_path, capsys):
-    made = long_run(tmp_path)
-    file = tmp_path / "recipe.json"
-    file.write_text(made.model_dump_json())
-    with closing(Owner(made.folder)):
-        for fresh in ([], ["--fresh"]):
-            assert cli.main(["train", str(file), *fresh]) == 2
-            assert f"in use by process {os.getpid()}" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
-    assert [path.name for path in made.folder.iterdir()] == ["owner.json"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from folder_faults import WEIGHTS, file_hashes, six_step_recipe
+from retouch import cli
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.records import control
@@ -116,7 +117,8 @@ def test_only_valid_requests_to_a_run_that_is_training_are_recorded(tmp_path):
     assert len(read_requests(folder)) == control.MOST_PENDING
 
 
-def test_requests_from_before_the_start_are_refused(tmp_path):
+def test_requests_from_before_the_start_are_refused(tmp_path, monkeypatch):
+    """An answer that cannot be written is not tried again at every step."""
     folder = folder_of_a_run(tmp_path)
     make_request(folder, "stop", via="test")
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=7)
@@ -126,6 +128,15 @@ def test_requests_from_before_the_start_are_refused(tmp_path):
     make_request(folder, "checkpoint", via="test")
     steering.refuse(9, "the run ended")
     assert [each.answer for each in read_requests(folder).values()] == ["the run was not training", "the run ended"]
+
+    def refuse(*given, **named):
+        raise PermissionError(13, "Permission denied")
+
+    make_request(folder, "checkpoint", via="test")
+    monkeypatch.setattr("retouch.run.session.answer_request", refuse)
+    assert steering.wanted(stop=False, last=False)[1]
+    steering.answer(1, last=False)
+    assert not steering.wanted(stop=False, last=False)[1]
 
 
 def test_a_step_without_requests_costs_one_stat(tmp_path, monkeypatch):
@@ -147,58 +158,38 @@ def test_a_step_without_requests_costs_one_stat(tmp_path, monkeypatch):
     assert stats == [control] * 10
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[1]", b'{"action": "kill"}', b"[" * 90_000, b"\0\xff", b'{"action": "stop"}', b"x" * 20_000],
-    ids=["empty", "list", "kill", "deep", "binary", "half", "large"],
-)
-def test_invalid_request_file_is_ignored(tmp_path, content):
+def test_invalid_request_files_are_ignored(tmp_path):
     folder = folder_of_a_run(tmp_path)
     folder.control.mkdir()
-    (folder.control / "0.json").write_bytes(content)
     (folder.control / "1.json").symlink_to(folder.recipe)
     (folder.control / "2.json").mkdir()
-    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
-    wanted = steering.wanted(stop=False, last=False)
-    assert wanted == (False, False)
-    assert (folder.control / "0.json").read_bytes() == content
-
-
-def test_run_continues_if_the_answer_to_a_request_cannot_be_written(tmp_path, monkeypatch):
-    folder = folder_of_a_run(tmp_path)
-    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
-    make_request(folder, "checkpoint", via="test")
-
-    def refuse(*given, **named):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("retouch.run.session.answer_request", refuse)
-    assert steering.wanted(stop=False, last=False)[1]
-    steering.answer(1, last=False)
-    assert not steering.wanted(stop=False, last=False)[1]  # the request is not handled again at every step
+    for content in (b"", b"[1]", b'{"action": "kill"}', b"[" * 90_000, b"\0\xff", b'{"action": "stop"}', b"x" * 20_000):
+        (folder.control / "0.json").write_bytes(content)
+        steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
+        assert steering.wanted(stop=False, last=False) == (False, False)
+        assert (folder.control / "0.json").read_bytes() == content
 
 
 def test_control_command_makes_valid_requests_and_prints_their_status(tmp_path, capsys):
-    from retouch import cli
-
     folder = folder_of_a_run(tmp_path)
-    assert cli.main(["control", str(folder.root)]) == 0
-    assert "has no requests; ask for one with: retouch control" in capsys.readouterr().out
-    assert cli.main(["control", str(folder.root), "samples=3"]) == 0
-    assert "takes the request at the end of its current step" in capsys.readouterr().out
+
+    def said(*words, code=0, root=folder.root):
+        assert cli.main(["control", str(root), *words]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    assert "has no requests; ask for one with: retouch control" in said()
+    assert "takes the request at the end of its current step" in said("samples=3")
     assert [(each.action, each.value) for each in read_requests(folder).values()] == [("samples", 3)]
-    assert cli.main(["control", str(folder.root)]) == 0
-    assert "samples=3" in (listed := capsys.readouterr().out)
+    listed = said()
+    assert "samples=3" in listed
     assert "waiting" in listed
-    assert cli.main(["control", str(folder.root), "samples=many"]) == 2
-    assert "needs the steps" in capsys.readouterr().err
-    assert cli.main(["control", str(tmp_path), "stop"]) == 2
-    assert "not the folder of a run" in capsys.readouterr().err
+    assert "needs the steps" in said("samples=many", code=2)
+    assert "not the folder of a run" in said("stop", code=2, root=tmp_path)
     (name,) = read_requests(folder)
     request = ControlRequest(action="samples", value=3, by="somebody", at="2026-01-01T00:00:00+00:00")
     control.answer_request(folder, name, request, taken=False, step=4, answer="this was the last step")
-    assert cli.main(["control", str(folder.root)]) == 0
-    assert "refused: this was the last step" in capsys.readouterr().out
+    assert "refused: this was the last step" in said()
 
 
 class StopsTheRun:

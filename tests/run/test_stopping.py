@@ -193,8 +193,7 @@ def test_ranks_other_than_the_first_do_not_answer_a_signal(capfd):
     request = StopRequest(threading.Event())
     with catch_stop_signals(request, answer=False):
         os.kill(os.getpid(), signal.SIGTERM)
-    assert request.signal == signal.SIGTERM
-    assert capfd.readouterr().err == ""
+    assert (request.signal, capfd.readouterr().err) == (signal.SIGTERM, "")
 
 
 def test_worker_thread_runs_calls_in_order_and_returns_results_and_errors():

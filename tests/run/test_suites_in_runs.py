@@ -29,9 +29,8 @@ SUITE = {"suite": "playground", "every": 1, "subset": 6, "options": {"tasks": 12
 
 
 def small(out, *suites, **changes):
-    return parse(
-        {**SMALL, "out": str(out), **changes, "eval": {"tasks": 4, "audit": False, **({"suites": list(suites)} if suites else {})}}
-    )
+    suites = {"suites": list(suites)} if suites else {}
+    return parse({**SMALL, "out": str(out), **changes, "eval": {"tasks": 4, "audit": False, **suites}})
 
 
 def test_suite_results_equal_those_of_the_bench_command_and_do_not_change_training(tmp_path):

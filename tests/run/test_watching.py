@@ -84,9 +84,14 @@ def test_paired_change_is_measured_in_standard_errors_of_the_differences():
     assert change([1.0, 1, 2, 2], [2.0, 2, 5, 5], ("a", "a", "b", "b")).sigmas == pytest.approx(2.0)  # changes 1 and 3
 
 
-def test_unchanged_observations_raise_no_alarm():
+def test_unchanged_observations_and_missing_scores_of_the_held_out_judge_raise_no_alarm():
     assert rules(look(0)) == []
     assert rules(look(0), look(10), diversity=[0.2] * 40) == []
+    silent = look(10, proxy=1)
+    silent.scores["heldout"][:] = math.nan
+    assert rules(look(0), silent) == []
+    assert rules(silent, look(10, proxy=2)) == []
+    assert math.isnan(since_best([look(0), silent])[2].mean)
 
 
 def test_judge_alarm_is_raised_if_the_held_out_judge_falls_and_the_reward_does_not():
@@ -108,14 +113,6 @@ def test_judge_alarm_compares_with_the_best_held_out_score():
     best, proxy, heldout = since_best(looks)
     assert (best.step, proxy.mean, heldout.mean) == (10, 1, -1)
     assert rules(looks[0], looks[2]) == []
-
-
-def test_missing_scores_of_the_held_out_judge_raise_no_alarm():
-    silent = look(10, proxy=1)
-    silent.scores["heldout"][:] = math.nan
-    assert rules(look(0), silent) == []
-    assert rules(silent, look(10, proxy=2)) == []
-    assert math.isnan(since_best([look(0), silent])[2].mean)
 
 
 def test_canary_alarm_is_raised_if_the_judge_scores_the_same_images_differently():
@@ -140,12 +137,9 @@ def test_image_statistics_outside_their_limits_raise_an_alarm(name, low, high):
     assert rules(start, look(10, **{name: low}), watch=Watch(**{name: None})) == []
 
 
-def test_text_alarm_is_raised_if_text_to_judge_increases():
+def test_alarms_are_raised_if_text_to_judge_increases_or_the_diversity_of_groups_drops():
     assert rules(look(0), look(10, text_to_judge=0.25)) == ["text"]
     assert rules(look(0, text_to_judge=0.25), look(10, text_to_judge=0.25)) == []
-
-
-def test_diversity_alarm_is_raised_if_the_diversity_of_groups_drops():
     shrinking = [0.2] * 10 + [0.15] * 5 + [0.09] * 10
     assert rules(look(0), look(25), diversity=shrinking) == ["diversity"]
     assert rules(look(0), look(25), diversity=[0.2] * 10 + [0.11] * 10) == []
@@ -170,20 +164,13 @@ def test_observations_are_stored_and_loaded_bitwise(tmp_path):
 
 
 def batch(groups, slots):
-    tasks = tuple(Task(f"t{group}", "") for group in sorted(set(groups)))
-    place = {group: number for number, group in enumerate(sorted(set(groups)))}
-    return Batch(
-        seed=0, step=0, tasks=tasks, group_ids=tuple(sorted(set(groups))), group=tuple(place[group] for group in groups),
-        slot=tuple(slots),
-    )  # fmt: skip
-
-
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    ids = sorted(set(groups))
+    tasks = tuple(Task(f"t{group}", "") for group in ids)
+    return Batch(0, 0, tasks, tuple(ids), tuple(ids.index(group) for group in groups), tuple(slots))
 
 
 GROUPS, SLOTS = (0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 0, 1, 2, 3)
-PICTURES = [picture(seed) for seed in range(7)]
+PICTURES = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)) for seed in range(7)]
 
 
 def pairs(pictures, groups):
@@ -197,18 +184,14 @@ def pairs(pictures, groups):
 
 
 def test_group_diversity_equals_the_rms_distance_of_pairs_within_groups():
-    assert group_diversity(batch(GROUPS, SLOTS), PICTURES, Ranks()) == pytest.approx(pairs(PICTURES, GROUPS), rel=1e-9)
-    holed = [None, *PICTURES[1:5], None, PICTURES[6]]
-    assert group_diversity(batch(GROUPS, SLOTS), holed, Ranks()) == pytest.approx(pairs(holed, GROUPS), rel=1e-9)
-
-
-def test_group_diversity_is_0_for_equal_images_and_nan_without_pairs():
-    assert group_diversity(batch(GROUPS, SLOTS), [PICTURES[0]] * 7, Ranks()) == pytest.approx(0, abs=1e-7)
-    assert math.isnan(group_diversity(batch(GROUPS, SLOTS), [None] * 7, Ranks()))
+    """Also of groups that span ranks."""
+    whole = batch(GROUPS, SLOTS)
+    for shown in (PICTURES, [None, *PICTURES[1:5], None, PICTURES[6]]):
+        assert group_diversity(whole, shown, Ranks()) == pytest.approx(pairs(shown, GROUPS), rel=1e-9)
+    assert group_diversity(whole, [PICTURES[0]] * 7, Ranks()) == pytest.approx(0, abs=1e-7)
+    assert math.isnan(group_diversity(whole, [None] * 7, Ranks()))
     assert math.isnan(group_diversity(batch((0, 1), (0, 0)), PICTURES[:2], Ranks()))
 
-
-def test_group_diversity_of_groups_that_span_ranks_matches_one_rank():
     def one(ranks):
         rows = slice(0, 4) if ranks.rank == 0 else slice(4, 7)
         return group_diversity(batch(GROUPS[rows], SLOTS[rows]), PICTURES[rows], ranks)
@@ -227,8 +210,9 @@ def watched(tmp_path_factory):
     return recipe, RunFolder(recipe.folder), str(error.value)
 
 
-def test_watched_run_logs_its_measures_and_alarms(watched):
-    _, folder, _ = watched
+def test_watched_run_logs_its_measures_and_alarms_and_stops_with_a_checkpoint(watched):
+    """The canaries are the held-out images of step 0 in every pixel."""
+    _, folder, told = watched
     first, second = folder.read_metrics()
     assert 0 < first["watch/diversity"] < 1
     assert [name for name in first if name.startswith("watch/")] == ["watch/diversity"]
@@ -242,20 +226,18 @@ def test_watched_run_logs_its_measures_and_alarms(watched):
     assert second["watch/heldout"] == pytest.approx(now.mean("heldout"))
     assert not torch.equal(start.scores["brightness"], now.scores["brightness"])
     assert "time/watch" in folder.read_timings()[1]
+    kept = [Image.open(folder.watch / f"canary-{place:03d}.png").tobytes() for place in range(2)]
+    heldout = [line["image"] for line in folder.read_samples(0) if line["set"] == "heldout"]
+    assert kept == [Image.open(folder.samples(0) / name).tobytes() for name in heldout[:2]]
 
-
-def test_stop_alarm_saves_a_checkpoint_and_reports_the_reason(watched):
-    _, folder, told = watched
-    assert "stopped by an alarm after step 2" in told
-    assert "watch.brightness" in told
-    assert "The checkpoint of step 2 is saved" in told
+    for text in ("stopped by an alarm after step 2", "watch.brightness", "The checkpoint of step 2 is saved"):
+        assert text in told
     assert checkpoint.latest(folder.checkpoints).name == "step-000002"
     assert folder.read_alarm()["back_to"] is None
     assert not folder.summary.exists()
     page = folder.report.read_text()
-    assert "Stopped by an alarm after step 2" in page
-    assert "brightness at step 2" in page
-    assert "<h2>Watched</h2>" in page
+    for text in ("Stopped by an alarm after step 2", "brightness at step 2", "<h2>Watched</h2>"):
+        assert text in page
 
 
 @pytest.mark.slow
@@ -401,14 +383,6 @@ def test_repeated_observations_after_a_resume_call_no_judge(tmp_path, monkeypatc
     monkeypatch.setenv("JUDGE_SHIFT", "0.3")  # would change the metrics if the judge were called again for step 4
     assert run(recipe, fresh=False) == 0
     assert folder.metrics.read_bytes() == whole
-
-
-def test_canaries_equal_the_held_out_images_of_step_0_in_every_pixel(watched):
-    _, folder, _ = watched
-    start = folder.read_samples(0)
-    kept = [Image.open(folder.watch / f"canary-{place:03d}.png").tobytes() for place in range(2)]
-    shown = [Image.open(folder.samples(0) / line["image"]).tobytes() for line in start if line["set"] == "heldout"]
-    assert kept == shown[:2]
 
 
 @pytest.mark.slow

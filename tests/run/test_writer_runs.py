@@ -65,15 +65,19 @@ def test_renderer_with_encoder_policy_shares_the_trained_weights(make):
     assert parts.image_model.text.encoder is parts.model.module
     run_, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)
     batch = phase.batch(0).take(slice(0, 2))
-    trajectory = run_.policy.rollout(batch)
-    tasks = [batch.tasks[k] for k in batch.group]
+    trajectory, tasks = run_.policy.rollout(batch), [batch.tasks[k] for k in batch.group]
     before = [image.tobytes() for image in run_.renderer(tasks, trajectory) if image is not None]
-    with torch.no_grad():
-        for parameter in parts.copies.parameters.values():
-            parameter.add_(0.3)
+    move(parts)
     after = [image.tobytes() for image in run_.renderer(tasks, trajectory) if image is not None]
     assert len(before) == len(after) == 2
     assert before != after
+
+
+@torch.no_grad()
+def move(parts):
+    """Change all trained weights."""
+    for parameter in parts.copies.parameters.values():
+        parameter.add_(0.3)
 
 
 def test_users_renderer_encodes_with_averaged_weights_and_renderer_with_current_ones(make):
@@ -82,9 +86,7 @@ def test_users_renderer_encodes_with_averaged_weights_and_renderer_with_current_
     acted, tasks = parts.policy(parts.recipe.rollout).sample(batch), [batch.tasks[0]]
     renderers = (parts.users_renderer(), parts.renderer())
     shown = [renderer(tasks, acted)[0] for renderer in renderers]
-    with torch.no_grad():
-        for parameter in parts.copies.parameters.values():
-            parameter.add_(0.3)
+    move(parts)
     moved = [renderer(tasks, acted)[0] for renderer in renderers]
     assert None not in (*shown, *moved)
     assert [before.tobytes() == after.tobytes() for before, after in zip(shown, moved, strict=True)] == [True, False]

@@ -39,6 +39,8 @@ from retouch_models.sd3.model import SD3
 from slow_params import slow_except
 from small_trainer import redness
 
+EULER = FlowMatchEulerDiscreteScheduler
+
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
 
 
@@ -147,13 +149,6 @@ def test_janus_trains_on_image_tokens_and_is_described_in_the_recipe(tmp_path):
     trained(tmp_path / "runs", whole.float(), samples={"every": 1, "tasks": 1, "groups": 1})
 
 
-EULER = FlowMatchEulerDiscreteScheduler
-
-
-def made(name, folder):
-    return tiny_pipelines.sd3() if name == "sd3" else PIPELINES[name][0](folder)
-
-
 def given(pipe, rows=PROMPTS, **options):
     """Make a run of the pipeline, without training."""
     retouch.Trainer(pipe, redness, rows, peft_config=retouch.Lora(rank=2), device="cpu", **{"size": 32, **options})
@@ -161,10 +156,6 @@ def given(pipe, rows=PROMPTS, **options):
 
 def scheduled(**settings):
     return lambda pipe: setattr(pipe, "scheduler", EULER.from_config(pipe.scheduler.config, **settings))
-
-
-def set_shift(shift):
-    return lambda pipe: pipe.scheduler.set_shift(shift)
 
 
 NOISE: dict[str, Callable[[Any], None]] = {
@@ -177,23 +168,27 @@ NOISE: dict[str, Callable[[Any], None]] = {
 }  # fmt: skip
 
 
+def check_images(kind, pipe, *, num_steps, guidance_scale):
+    """Check that the run's sampling gives the image of the pipeline."""
+    pipe.set_progress_bar_config(disable=True)
+    call = {"num_inference_steps": num_steps, "height": 32, "width": 32, "guidance_scale": guidance_scale}
+    (theirs,) = pipe("a red circle", **call, generator=tiny_models.generators(1)).images
+    given(pipe)  # a pipeline that has been called is no other pipeline
+    model = kind.from_pretrained(pipe, dtype=torch.float32, device="cpu", size=(32, 32))
+    conditioning = model.encode([tiny_models.task("x", "a red circle")])
+    assert torch.equal(model.sigmas(num_steps, conditioning), pipe.scheduler.sigmas)
+    latents = tiny_models.euler(model, conditioning, tiny_models.generators(1), num_steps=num_steps)
+    (ours,) = model.decode(latents, conditioning)
+    assert np.abs(np.asarray(ours).astype(int) - np.asarray(theirs)).max() <= 1
+
+
 @pytest.mark.parametrize(
     ("family", "change"), [*(("sd3", change) for change in NOISE), ("flux", "a shift by size"), ("flux", "a last noise level")]
 )
 def test_point_1_4_a_run_samples_the_images_of_the_pipeline(family, change, tmp_path):
-    pipe = made(family, tmp_path)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = tiny_pipelines.sd3() if family == "sd3" else PIPELINES[family][0](tmp_path)
     NOISE[change](pipe)
-    theirs = pipe(
-        "a red circle", num_inference_steps=4, height=32, width=32, guidance_scale=3.5 if family == "flux" else 1.0,
-        generator=tiny_models.generators(1),
-    ).images  # fmt: skip
-    given(pipe)  # a pipeline that has been called is no other pipeline
-    model = {"sd3": SD3, "flux": Flux}[family].from_pretrained(pipe, dtype=torch.float32, device="cpu", size=(32, 32))
-    conditioning = model.encode([tiny_models.task("x", "a red circle")])
-    assert torch.equal(model.sigmas(4, conditioning), pipe.scheduler.sigmas)
-    ours = model.decode(tiny_models.euler(model, conditioning, tiny_models.generators(1), num_steps=4), conditioning)
-    assert np.abs(np.asarray(ours[0]).astype(int) - np.asarray(theirs[0])).max() <= 1
+    check_images(*((SD3, pipe) if family == "sd3" else (Flux, pipe)), num_steps=4, guidance_scale=3.5 if family == "flux" else 1.0)
 
 
 def test_point_1_4_a_folder_with_another_scheduler_is_refused_and_another_shift_is_used(tmp_path):
@@ -308,20 +303,14 @@ def test_point_1_4_what_is_taken_over_gives_the_images_of_the_pipeline(change):
     pipe = tiny_pipelines.sd3()
     USED[change](pipe)
     given(pipe)
-    theirs = pipe(
-        "a red circle", num_inference_steps=3, height=32, width=32, guidance_scale=1.0, generator=tiny_models.generators(1)
-    )
-    model = SD3.from_pretrained(pipe, dtype=torch.float32, device="cpu", size=(32, 32))
-    conditioning = model.encode([tiny_models.task("x", "a red circle")])
-    ours = model.decode(tiny_models.euler(model, conditioning, tiny_models.generators(1), num_steps=3), conditioning)
-    assert np.abs(np.asarray(ours[0]).astype(int) - np.asarray(theirs.images[0])).max() <= 1
+    check_images(SD3, pipe, num_steps=3, guidance_scale=1.0)
 
 
 @pytest.mark.parametrize("family", slow_except(["flux-fill", "qwen-image-edit-plus", "z-image"], PIPELINES))
 def test_point_1_4_every_family_refuses_what_no_table_lists(family, tmp_path, small):
     """Each attribute that the pipeline of a family has is given another value, one after the other."""
-    pipe = made(family, tmp_path)
-    changes = PIPELINES[family][1]
+    load, changes = PIPELINES[family]
+    pipe = load(tmp_path)
     given(pipe, **changes)
     for name, value in list(vars(pipe).items()):
         if name in pipe.components or name in TAKEN_OVER | HARMLESS or name == "_internal_dict":

@@ -113,7 +113,6 @@ def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path
 
 
 def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):
-
     rows = [{"text": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in pairs()]
     dataset = Dataset.from_list(rows, features=Features({"text": Value("string"), "good": ImageFeature(), "bad": ImageFeature()}))
     names = {"instruction": "text", "chosen": "good", "rejected": "bad"}
@@ -128,27 +127,26 @@ def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):
 
 @pytest.mark.slow
 def test_training_on_two_ranks_matches_training_on_one(tmp_path):
-    def trained(out, *launcher):
-        path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-        command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    runs = []
+    for name, launcher in (("alone", []), ("together", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])):
+        command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(tmp_path / name)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        return RunFolder(out / "run")
-
-    alone = trained(tmp_path / "alone").read_metrics()
-    together = trained(tmp_path / "together", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2").read_metrics()
+        runs.append(RunFolder(tmp_path / name / "run"))
+    alone, together = (run.read_metrics() for run in runs)
     assert [line["step"] for line in together] == [1, 2, 3]
     one, two = (load_file(tmp_path / name / "lora" / "adapter_model.safetensors") for name in ("alone", "together"))
     assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
     for one, two in zip(alone, together, strict=True):
         for key in ("policy/loss", "policy/grad_norm", "policy/margin"):
             assert one[key] == pytest.approx(two[key], rel=1e-3, abs=1e-4)  # margins are differences of errors, times beta
-    evaluations = [RunFolder(tmp_path / name / "run").read_evals()[-1] for name in ("alone", "together")]
-    assert [line["table"]["all"]["n"] for line in evaluations] == [5, 5]
-    assert evaluations[0]["ci95"]["all"]["pairs/preferred"] == evaluations[1]["ci95"]["all"]["pairs/preferred"]
-    one, two = (line["table"]["all"]["pairs/margin"] for line in evaluations)
-    assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
+    first, second = (run.read_evals()[-1] for run in runs)
+    assert [line["table"]["all"]["n"] for line in (first, second)] == [5, 5]
+    assert first["ci95"]["all"]["pairs/preferred"] == second["ci95"]["all"]["pairs/preferred"]
+    margins = [line["table"]["all"]["pairs/margin"] for line in (first, second)]
+    assert margins[0] == pytest.approx(margins[1], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -129,10 +129,7 @@ def test_the_models_page_constructs_every_model_class():
         assert f"retouch.models.{name}(" in page or f"retouch.models.{name.removesuffix('Model')}(" in page, name
 
 
-USE_A_RUN: dict[str, Callable[..., Any]] = {
-    "LoadedRun.pipeline": LoadedRun.pipeline,
-    "LoadedPolicy.sample": LoadedPolicy.sample,
-}
+USE_A_RUN: dict[str, Callable[..., Any]] = {"LoadedRun.pipeline": LoadedRun.pipeline, "LoadedPolicy.sample": LoadedPolicy.sample}
 
 
 @pytest.mark.parametrize("name", [*public(), *USE_A_RUN])

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,19 +35,14 @@ class StrangeReward:
 """
 
 
-class Spaced:
-    name = "my judge"
-    columns: ClassVar = {"red": Column(0.0, 1.0)}
+class Never:
+    """A reward that is never called."""
+
+    def __init__(self, name, column):
+        self.name, self.columns = name, column
 
     def __call__(self, samples):
-        raise AssertionError("never called")
-
-
-class TooWide:
-    columns: ClassVar = {"wide": Column(0.0, 1e10)}
-
-    def __call__(self, samples):
-        return {"wide": torch.zeros(len(samples))}
+        raise AssertionError
 
 
 def trainer(out, model, **changes):
@@ -143,9 +138,7 @@ def test_a_run_is_loaded_with_its_pipeline_and_tables(run, folder):
     assert not torch.allclose(drawn(fresh), drawn(pipe), atol=1e-4)
     retouch.Trainer.from_recipe(loaded.recipe.document() | {"out": str(run.parent)})
     task = Task("0", "blue")
-    from retouch.inference.sampling import sample_tasks
-
-    (own,) = sample_tasks(loaded._parts[0], [task], 1)
+    (own,) = sampling.sample_tasks(loaded._parts[0], [task], 1)
     assert np.array_equal(own.image, image)
     assert list(loaded.metrics["step"]) == [1, 2]
     assert loaded.metrics["reward/mean"].between(0, 1).all()
@@ -206,21 +199,15 @@ def test_a_loaded_writer_run_generates_text_and_images(tmp_path):
         again.pipeline()
 
 
-@pytest.fixture
-def server():
-    with retouch.serve(redness, retouch.rewards.load("compressibility"), port=0) as made:
-        yield made
-
-
-def test_rewards_are_served_from_this_process(server):
-    remote = retouch.rewards.load("remote", endpoints=(server.url,))
-    images = [Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
-    assert remote(images)["redness/redness"] == [1.0, 0.0]
-    assert "compressibility/compressibility" in remote.columns
-    remote.close()
-    port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ValueError, match="give another port, or 0 for a free one"):
-        retouch.serve(redness, port=port)
+def test_rewards_are_served_from_this_process():
+    with retouch.serve(redness, retouch.rewards.load("compressibility"), port=0) as server:
+        remote = retouch.rewards.load("remote", endpoints=(server.url,))
+        images = [Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
+        assert remote(images)["redness/redness"] == [1.0, 0.0]
+        assert "compressibility/compressibility" in remote.columns
+        remote.close()
+        with pytest.raises(ValueError, match="give another port, or 0 for a free one"):
+            retouch.serve(redness, port=int(server.url.rpartition(":")[2]))
 
 
 @pytest.mark.parametrize(
@@ -231,8 +218,9 @@ def test_rewards_are_served_from_this_process(server):
         ((redness,), {"host": "0.0.0.0", "token": "pässwörter-sind-geheim"}, "the token must have at least 16 characters"),
         ((redness,), {"token": "with spaces, but long enough"}, "the token must have at least 16 characters"),
         ((redness, "compressibility", redness), {}, "two rewards have the name redness"),
-        ((Spaced(),), {}, "'my judge' cannot be a reward's name: use letters, digits, dots, dashes and underscores"),
-        ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"), (("pikscore",), {}, "pikscore"),
+        ((Never("my judge", {"red": Column(0.0, 1.0)}),), {}, "'my judge' cannot be a reward's name: use letters, digits, dots"),
+        ((Never("toowide", {"wide": Column(0.0, 1e10)}),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"),
+        (("pikscore",), {}, "pikscore"),
         ((3,), {}, "3 cannot be called"),
     ],
 )  # fmt: skip
@@ -241,13 +229,10 @@ def test_wrong_arguments_of_serve_raise(rewards, options, message):
         retouch.serve(*rewards, port=0, **options)
 
 
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("nosuch.invalid", 0)])
-def test_an_impossible_address_of_a_server_raises(host, port):
-    with pytest.raises(ValueError, match=f"port {port} of {host}: .*; give another port, or 0 for a free one"):
-        retouch.serve(redness, host=host, port=port, token="a-token-of-enough-characters")
-
-
-def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch):
+def test_an_impossible_address_of_a_server_and_a_server_that_ends_while_it_starts_raise(monkeypatch):
+    for host, port in (("127.0.0.1", 70000), ("127.0.0.1", -1), ("nosuch.invalid", 0)):
+        with pytest.raises(ValueError, match=f"port {port} of {host}: .*; give another port, or 0 for a free one"):
+            retouch.serve(redness, host=host, port=port, token="a-token-of-enough-characters")
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)  # as if a library's start-up failed
     with pytest.raises(RuntimeError, match="ended while it was starting"):
         retouch.serve(redness, port=0)
@@ -269,17 +254,11 @@ def received(monkeypatch):
 
 def saved(path, mode):
     colours = np.random.default_rng(0).integers(0, 255, (6, 4, 4), dtype=np.uint8)
-    if mode == "I;16":
-        image = Image.fromarray(colours[..., 0].astype(np.uint16) * 200)
-    elif mode == "rotated":
-        image = Image.fromarray(colours[..., :3])
-        exif = image.getexif()
+    image, exif = Image.fromarray(colours, "RGBA"), Image.Exif()
+    if mode == "rotated":
         exif[ExifTags.Base.Orientation] = 6
-        image.save(path, exif=exif)
-        return path
-    else:
-        image = Image.fromarray(colours, "RGBA").convert(mode)
-    image.save(path)
+    grey = Image.fromarray(colours[..., 0].astype(np.uint16) * 200)
+    (grey if mode == "I;16" else image.convert("RGB" if mode == "rotated" else mode)).save(path, exif=exif)
     return path
 
 
@@ -295,34 +274,22 @@ def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(m
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("prompts", "given", "message"),
     [
-        (
-            {"masks": [Image.new("L", (3, 6))]},
-            r"masks\[0\]: its size is \(3, 6\), but that of its image \(4, 6\); they must be equal",
-        ),
-        ({"masks": [Image.new("RGBA", (4, 6))]}, r"masks\[0\]: an image of the table: a mask with transparent parts"),
-        ({"masks": []}, r"masks: 0 for 1 prompts"),
-        ({"references": ["no.png"]}, r"references\[0\]: no\.png: no such file"),
+        (["a"], {"masks": [Image.new("L", (3, 6))]},
+         r"masks\[0\]: its size is \(3, 6\), but that of its image \(4, 6\); they must be equal"),
+        (["a"], {"masks": [Image.new("RGBA", (4, 6))]}, r"masks\[0\]: an image of the table: a mask with transparent parts"),
+        (["a"], {"masks": []}, r"masks: 0 for 1 prompts"),
+        (["a"], {"references": ["no.png"]}, r"references\[0\]: no\.png: no such file"),
+        ([], {"images": None}, "prompts: the list is empty; give at least one prompt"),
+        ([], {"images": []}, "prompts: the list is empty; give at least one prompt"),
+        (["a", "b"], {"images": [None, 3]}, r"images\[1\]: should be a PIL image, a path or the bytes of a file, not int"),
+        (["a", "b"], {"images": [None, "no.png"]}, r"images\[1\]: no\.png: no such file"),
+        (["a"], {"images": Image.new("F", (4, 4))}, r"images\[0\]: an image of mode F, whose range is not known"),
     ],
-)
-def test_wrong_masks_and_references_raise_with_their_place(given, message, tmp_path, received):
+)  # fmt: skip
+def test_wrong_prompts_images_masks_and_references_raise_with_their_place(prompts, given, message, tmp_path, received):
     path = saved(tmp_path / "a.png", "RGB")
     with pytest.raises(ValueError, match=message):
-        LoadedPolicy(None).sample(["blue"], images=[path], **given)
+        LoadedPolicy(None).sample(prompts, **{"images": [path], **given})
     assert received == []
-
-
-@pytest.mark.parametrize(
-    ("prompts", "images", "message"),
-    [
-        ([], None, "prompts: the list is empty; give at least one prompt"),
-        ([], [], "prompts: the list is empty; give at least one prompt"),
-        (["a", "b"], [None, 3], r"images\[1\]: should be a PIL image, a path or the bytes of a file, not int"),
-        (["a", "b"], [None, "no.png"], r"images\[1\]: no\.png: no such file"),
-        (["a"], Image.new("F", (4, 4)), r"images\[0\]: an image of mode F, whose range is not known"),
-    ],
-)
-def test_wrong_prompts_and_images_raise_with_their_place(prompts, images, message):
-    with pytest.raises(ValueError, match=message):
-        LoadedPolicy(None).sample(prompts, images=images)

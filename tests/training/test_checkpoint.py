@@ -93,18 +93,18 @@ def test_all_files_are_fsynced_before_the_checkpoint_is_renamed(folder: Path, mo
     assert done[named - 1 :] == [".tmp-step-000003", "renamed", folder.name]
 
 
-def test_saving_an_existing_step_again_changes_no_file(folder: Path) -> None:
+def test_saving_an_existing_step_again_changes_no_file_unless_it_is_damaged(folder: Path) -> None:
     path = checkpoint.save(folder, small(3))
     before = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()}
+    assert {file.name for file in before} == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
     assert checkpoint.save(folder, TrainState(3, {"other": {}}, {})) == path
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()} == before
-
-
-def test_saving_replaces_a_damaged_checkpoint_of_the_same_step(folder: Path) -> None:
-    path = checkpoint.save(folder, small(3))
     (path / "weights.safetensors").write_bytes(b"")
     assert checkpoint.save(folder, small(3)) == path
     assert all_bits(checkpoint.load(path)) == all_bits(small(3))
+    (folder / ".tmp-step-000002").mkdir()
+    (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
+    remove_leftovers(folder)
     assert os.listdir(folder) == ["step-000003"]
 
 
@@ -155,19 +155,20 @@ def test_a_flipped_bit_never_changes_what_is_loaded(pristine: Path, data: st.Dat
         assert (back.step, back.numbers, all_bits(back)) == (2, small(2).numbers, all_bits(small(2)))
 
 
-def test_manifest_with_a_path_outside_the_checkpoint_raises(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("weights.safetensors", "../weights.safetensors", "does not describe a checkpoint"),
+        ('"format": 1', '"format": 2', "format 2; this version of Retouch reads 1"),
+    ],
+)
+def test_a_manifest_of_another_format_or_with_a_path_outside_the_checkpoint_raises(
+    folder: Path, old: str, new: str, says: str
+) -> None:
     path = checkpoint.save(folder, small(1))
     manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("weights.safetensors", "../weights.safetensors"))
-    with pytest.raises(ValueError, match="does not describe a checkpoint"):
-        checkpoint.load(path)
-
-
-def test_checkpoint_of_another_format_version_raises(folder: Path) -> None:
-    path = checkpoint.save(folder, small(1))
-    manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match="format 2; this version of Retouch reads 1"):
+    manifest.write_text(manifest.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=says):
         checkpoint.load(path)
 
 
@@ -196,14 +197,6 @@ def test_prune_keeps_the_newest_the_newest_intact_and_every_nth_checkpoint(good:
         best = {max(step for step, whole in enumerate(good) if whole)} if any(good) else set()
         for_good = set() if every is None else set(range(0, len(good), every))
         assert {int(path.name[5:]) for path in folder.iterdir()} == newest | best | for_good
-
-
-def test_remove_leftovers_deletes_only_temporary_folders(folder: Path) -> None:
-    checkpoint.save(folder, small(1))
-    (folder / ".tmp-step-000002").mkdir()
-    (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
-    remove_leftovers(folder)
-    assert os.listdir(folder) == ["step-000001"]
 
 
 @pytest.mark.parametrize("limit", [100, 1_000, 12_000])
@@ -261,9 +254,3 @@ def test_rng_state_of_cuda_is_restored() -> None:
     torch.randn(7, device="cuda")
     checkpoint.restore_rng(state)
     assert torch.equal(torch.randn(5, device="cuda"), expected)
-
-
-def test_checkpoint_contains_only_safetensors_and_json_files(folder: Path) -> None:
-    path = checkpoint.save(folder, small(1))
-    assert {file.name for file in path.iterdir()} == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
-    assert os.listdir(folder) == ["step-000001"]

@@ -62,30 +62,17 @@ def test_resume_with_a_changed_judge_raises_unless_new_judge_is_set(tmp_path: Pa
         start_run(tmp_path, first, since=9)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        on_panel(YesReward, Panel(Fixed(), repeats=2)),
-        on_panel(YesReward, Panel(Fixed(), temperature=0.5)),
-        on_panel(YesReward, Panel(Fixed(), seed=1)),
-        on_panel(YesReward, Panel(Fixed()), min_mass=0.6),
-        CompositeReward({"a": on_panel(YesReward, Panel(Fixed()))}),
-        ShareReward(),
-    ],
-    ids=["repeats", "temperature", "seed", "settings", "several", "class"],
-)
-def test_judge_with_changed_settings_or_class_is_rejected(tmp_path: Path, other: Reward) -> None:
+def test_judge_with_changed_settings_class_or_rubric_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_run(tmp_path, on_panel(YesReward, Panel(Fixed())), since=0)
-    with pytest.raises(ValueError, match="the judge is not the one"):
-        start_run(tmp_path, other, since=1)
-
-
-def test_judge_with_a_changed_rubric_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = on_panel(YesReward, Panel(Fixed()))
-    start_run(tmp_path, reward, since=0)
+    panels = [Panel(Fixed(), repeats=2), Panel(Fixed(), temperature=0.5), Panel(Fixed(), seed=1)]
+    others: list[Reward] = [on_panel(YesReward, panel) for panel in panels]
+    others += [on_panel(YesReward, Panel(Fixed()), min_mass=0.6), CompositeReward({"a": on_panel(YesReward, Panel(Fixed()))})]
+    for other in (*others, ShareReward()):
+        with pytest.raises(ValueError, match="the judge is not the one"):
+            start_run(tmp_path, other, since=1)
     monkeypatch.setattr("retouch_judge.base.rubric", lambda name: f"another {name}")
     with pytest.raises(ValueError, match="rubrics"):
-        start_run(tmp_path, reward, since=1)
+        start_run(tmp_path, on_panel(YesReward, Panel(Fixed())), since=1)
 
 
 def test_user_reward_with_changed_source_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,17 +178,15 @@ def call(content: str, *, rubric: str = "r", tokens: int = 100, cost: float | No
 
 
 def test_judge_usage_totals_accumulate_across_restarts(tmp_path: Path) -> None:
+    usage: dict[str, float] = {}
     for start in range(2):
         with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
-            assert ledger.usage() == (
-                {}
-                if start == 0
-                else {"judge/requests": 4, "judge/input_tokens": 200, "judge/output_tokens": 20, "judge/cost": 0.75}
-            )
+            assert ledger.usage() == usage
             ledger.cache.record([call("a", cost=0.25)])
             ledger.cache.record([call("a", cost=0.5), call("server", rubric="", tokens=0, cost=None)])
             assert ledger.usage()["judge/cost"] == 0.75 * (start + 1)
             assert ledger.usage()["judge/requests"] == 4 * (start + 1)
+            usage = {"judge/requests": 4, "judge/input_tokens": 200, "judge/output_tokens": 20, "judge/cost": 0.75}
 
 
 class FirstOfTwo(Ranks):
@@ -214,14 +199,27 @@ class FirstOfTwo(Ranks):
         return values
 
 
-def test_judge_usage_includes_ledgers_of_ranks_that_no_longer_exist(tmp_path: Path) -> None:
-    copies = [(name, 8.0) for name in ("ledger-copy.sqlite", "ledger.rank1-copy.sqlite", "ledger.rankx.sqlite")]
-    for name, cost in (("ledger.sqlite", 0.25), ("ledger.rank1.sqlite", 0.5), ("ledger.rank2.sqlite", 1.0), *copies):
+def test_judge_usage_includes_ledgers_of_ranks_that_no_longer_exist_and_of_suites(tmp_path: Path) -> None:
+    """A damaged ledger is left out, and each rank has its own suites."""
+
+    def record(name: str, cost: float) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         with closing(Database(tmp_path / name)) as database:
             AnswerCache(database).record([call("a", cost=cost)])
-    for ranks, cost in ((Ranks(), 1.75), (FirstOfTwo(), 1.25)):
+
+    def usage(ranks: Ranks) -> object:
         with closing(Ledger(tmp_path, ranks, keep_images=False, new_judge=False)) as ledger:
-            assert ledger.usage()["judge/cost"] == cost
+            return ledger.usage()["judge/cost"]
+
+    copies = [(name, 8.0) for name in ("ledger-copy.sqlite", "ledger.rank1-copy.sqlite", "ledger.rankx.sqlite")]
+    for name, cost in (("ledger.sqlite", 0.25), ("ledger.rank1.sqlite", 0.5), ("ledger.rank2.sqlite", 1.0), *copies):
+        record(name, cost)
+    assert (usage(Ranks()), usage(FirstOfTwo())) == (1.75, 1.25)
+    for name in ("one/ledger", "one/ledger.rank1", "two/ledger"):
+        record(f"suites/{name}.sqlite", 0.25)
+    assert usage(FirstOfTwo()) == 1.75  # only the ledgers of this rank
+    (tmp_path / "suites" / "two" / "ledger.sqlite").write_bytes(b"damaged" * 1000)
+    assert usage(FirstOfTwo()) == 1.5
 
 
 def test_requests_without_a_known_price_are_counted_as_unpriced(tmp_path: Path) -> None:
@@ -232,17 +230,6 @@ def test_requests_without_a_known_price_are_counted_as_unpriced(tmp_path: Path) 
         ledger.cache.record([call("b", cost=0.0)])
         doubled = {name: 2 * value for name, value in unknown.items()}
         assert ledger.usage() == doubled | {"judge/unpriced_requests": 2, "judge/cost": 0.0}
-
-
-def test_judge_usage_includes_suite_ledgers_and_tolerates_a_damaged_one(tmp_path: Path) -> None:
-    for name, rank in (("one", ""), ("one", ".rank1"), ("two", "")):
-        (tmp_path / "suites" / name).mkdir(parents=True, exist_ok=True)
-        with closing(Database(tmp_path / "suites" / name / f"ledger{rank}.sqlite")) as database:
-            AnswerCache(database).record([call("a", cost=0.25)])
-    with closing(Ledger(tmp_path, FirstOfTwo(), keep_images=False, new_judge=False)) as ledger:
-        assert ledger.usage()["judge/cost"] == 0.5  # only the ledgers of this rank
-        (tmp_path / "suites" / "two" / "ledger.sqlite").write_bytes(b"damaged" * 1000)
-        assert ledger.usage()["judge/cost"] == 0.5
 
 
 def test_differences_ignore_keep_images_and_with_new_judge_also_the_reward() -> None:

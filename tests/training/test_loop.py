@@ -47,9 +47,6 @@ def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
     return tiny_loop.gradient(run), metrics
 
 
-# One step
-
-
 def test_training_step_matches_a_hand_written_grpo_loop():
     """Two epochs of two minibatches: rollout, rewards, advantages, four AdamW steps."""
     policy = tiny.policy(mode="window")
@@ -87,6 +84,14 @@ def _share_of_red(image):
     return (pixels[..., 0] / pixels.sum(-1)).mean()
 
 
+def weights_of(policy):
+    return {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
+
+
+def unchanged(policy, before):
+    return all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
+
+
 def test_collected_images_rewards_and_advantages_belong_to_the_same_rows():
     run, phase = tiny_loop.run(tiny.policy(mode="window"), chunk=4), tiny_loop.phase(count=3, group_size=2)
     collected = collect(run, phase, 0)
@@ -98,9 +103,6 @@ def test_collected_images_rewards_and_advantages_belong_to_the_same_rows():
     torch.testing.assert_close(collected.advantages, wanted[:, None].expand(-1, 2))
     again = run.renderer([collected.batch.tasks[k] for k in collected.batch.group], collected.trajectory)
     assert max_level_difference(encode(again), encode(collected.images)) <= ROUNDING  # six rows, and chunks of four and two
-
-
-# Microbatches, chunks and ranks do not change the result
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +125,9 @@ def test_chunks_change_nothing_but_rounding(whole, chunk):
     # Rewards move by less than a level of 255, which the advantages divide by a small spread.
     assert tiny.distance(found, whole[0]) < 1e-2
     runs = [tiny_loop.run(tiny.policy(mode="window"), chunk=size) for size in (chunk, 100)]
-    parts = [collect(run, tiny_loop.phase(), 0).trajectory for run in runs]
-    for a, b in [
-        (parts[0].latents, parts[1].latents),
-        (parts[0].outputs, parts[1].outputs),
-        (parts[0].log_probs, parts[1].log_probs),
-    ]:
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+    one, other = (collect(run, tiny_loop.phase(), 0).trajectory for run in runs)
+    for name in ("latents", "outputs", "log_probs"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-4, rtol=0)
 
 
 def step_on(ranks, policy, objective, missing):
@@ -173,16 +171,9 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
     assert wanted.abs().min() > 1e-2
 
 
-# Rows without a score
-
-
 @pytest.mark.parametrize(
     ("objective", "options"),
-    [
-        (STRONG_KL, {"mode": "window", "copies": ("reference",)}),
-        (NFT(), NFT_OPTIONS),
-        (DRAFT, DRAFT_OPTIONS),
-    ],
+    [(STRONG_KL, {"mode": "window", "copies": ("reference",)}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
     ids=["grpo", "nft", "draft"],
 )
 def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(objective, options):
@@ -204,14 +195,13 @@ def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(obje
     assert tiny.distance(everything, missing) > 0.05
 
 
-class NanAdvantage(GroupAdvantage):
-    """A user's advantage that is NaN where the reward is missing."""
-
-    def __call__(self, rewards, group, *, reward_range):
-        return super().__call__(rewards, group, reward_range=reward_range).masked_fill(rewards.isnan(), torch.nan)
-
-
 def test_nan_advantages_of_missing_scores_do_not_change_the_gradient():
+    class NanAdvantage(GroupAdvantage):
+        """A user's advantage that is NaN where the reward is missing."""
+
+        def __call__(self, rewards, group, *, reward_range):
+            return super().__call__(rewards, group, reward_range=reward_range).masked_fill(rewards.isnan(), torch.nan)
+
     found, wanted = (
         first_step(missing=[(1, 2)], phase=tiny_loop.phase(steps=range(1), advantage=advantage))[0]
         for advantage in (NanAdvantage(), GroupAdvantage())
@@ -233,18 +223,15 @@ def test_output_that_cannot_be_rendered_gets_the_lowest_score_and_is_not_missing
 
 
 def test_too_many_missing_scores_raise_before_any_weight_changes():
+    """2 of 10 missing scores are no more than a share of 0.2, although 0.2 in fp32 is greater than 0.2."""
     policy = tiny.policy(mode="window")
-    before = {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
+    before = weights_of(policy)
     run = tiny_loop.run(policy, judge=tiny_loop.RedJudge([(0, 0), (0, 1), (1, 0)]), max_missing=0.4)
     with pytest.raises(TooManyMissing, match=r"50% of the samples .*, and the recipe allows 40%.*on purpose, set max_missing"):
         list(train(run, tiny_loop.phase(), start=0))
-    assert all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
-
-
-def test_share_of_missing_scores_equal_to_max_missing_is_accepted():
-    """2 of 10 scores are missing; 0.2 in fp32 is greater than 0.2."""
-    run = tiny_loop.run(tiny.policy(mode="window"), judge=tiny_loop.RedJudge([(0, 0), (1, 0)]), max_missing=0.2, chunk=100)
-    collected = collect(run, tiny_loop.phase(group_size=5), 0)
+    assert unchanged(policy, before)
+    accepting = tiny_loop.run(policy, judge=tiny_loop.RedJudge([(0, 0), (1, 0)]), max_missing=0.2, chunk=100)
+    collected = collect(accepting, tiny_loop.phase(group_size=5), 0)
     assert collected.valid.tolist() == [False, True, True, True, True] * 2
 
 
@@ -272,9 +259,6 @@ def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submi
 
     assert tiny_loop.run_on_threads(2, act) == [0, 1]
     assert len(collected) == 3
-
-
-# Steps, epochs and minibatches
 
 
 class Counting(Objective):
@@ -387,18 +371,16 @@ def test_nan_gradient_raises_and_changes_no_weight():
             yield Loss(sum((parameter * torch.nan).sum() for parameter in tiny.trained(policy).values()))
 
     policy = tiny.policy(mode="window")
-    before = {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
-    run = tiny_loop.run(policy)
+    before = weights_of(policy)
     with pytest.raises(NonFiniteGradient, match="the optimizer step was skipped"):
-        list(train(run, tiny_loop.phase(Broken()), start=0))
-    assert all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
+        list(train(tiny_loop.run(policy), tiny_loop.phase(Broken()), start=0))
+    assert unchanged(policy, before)
     assert all(parameter.grad is None for parameter in tiny.trained(policy).values())
 
 
 def test_slice_of_a_batch_keeps_the_tasks_and_groups_of_its_rows():
     tasks = tiny.tasks(3)
-    batch = Batch(0, 0, tasks, (4, 5, 9), (0, 0, 1, 2, 2), (0, 1, 0, 0, 1))
-    part = batch.take(slice(2, 4))
+    part = Batch(0, 0, tasks, (4, 5, 9), (0, 0, 1, 2, 2), (0, 1, 0, 0, 1)).take(slice(2, 4))
     assert (part.tasks, part.group_ids, part.group, part.slot) == (tasks[1:], (5, 9), (0, 1), (0, 0))
 
 
@@ -431,6 +413,5 @@ def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
         run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.RedJudge([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
         with pytest.raises(TooManyMissing):
             collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
-        return ranks.rank
 
-    assert tiny_loop.run_on_threads(2, act) == [0, 1]
+    tiny_loop.run_on_threads(2, act)

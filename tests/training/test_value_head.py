@@ -36,9 +36,6 @@ REWARD = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
 CREDIT = GAEAdvantage()
 
 
-# A chain of two choices
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Chain(Trajectory):
     """``outputs``: (b, 2) choices."""
@@ -105,16 +102,10 @@ def reward_images(tasks, trajectory):
 def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
     """64 chains per step, each with its own task."""
     plain = ReplicatedStepper(policy.module, tiny_loop.ALONE, max_grad_norm=None)
+    stepper = HeadStepper(plain, ReplicatedStepper(policy.head, tiny_loop.ALONE), learning_rate=0.05)
     run = Run(
-        policy=policy,
-        renderer=reward_images,
-        judge=tiny_loop.RedJudge(),
-        stepper=HeadStepper(plain, ReplicatedStepper(policy.head, tiny_loop.ALONE), learning_rate=0.05),
-        ranks=tiny_loop.ALONE,
-        chunk=64,
-        max_missing=0.5,
-        average=lambda taken: None,
-        clock=Clock(),
+        **{"policy": policy, "renderer": reward_images, "judge": tiny_loop.RedJudge(), "stepper": stepper, "clock": Clock()},
+        **{"ranks": tiny_loop.ALONE, "chunk": 64, "max_missing": 0.5, "average": lambda taken: None},
     )
     objective = PolicyGradient(clip_low=0.2, clip_high=0.2).build(value_head=ValueHead(clip=None))
     options = {"learning_rate": lambda step: learning_rate, "advantage": credit}
@@ -149,9 +140,6 @@ def test_policy_trained_with_a_value_head_finds_the_best_actions(gamma, lam):
     assert chances[0, 1] > 0.95
     assert chances[2, 0] > 0.95
     assert metrics[-1]["reward/mean"] > 0.85
-
-
-# A denoising policy
 
 
 def denoising_policy():
@@ -207,9 +195,6 @@ def test_preflight_restores_the_value_head_and_its_optimizer():
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-# The two steppers
-
-
 def pair(loss_scale=1):
     policy, head = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
     for module in (policy, head):
@@ -219,6 +204,12 @@ def pair(loss_scale=1):
 
 
 def test_policy_and_value_head_have_separate_learning_rates_and_gradient_clipping():
+    made, policy, head = pair()
+    made.backward(policy(torch.ones(1, 2)).sum() * float("nan") + head(torch.ones(1, 3)).sum())
+    with pytest.raises(NonFiniteGradient, match="the loss is not finite"):
+        made.step(0.1)
+    assert torch.equal(head.weight, torch.full((1, 3), 0.5))
+    assert torch.equal(policy.weight, torch.full((1, 2), 0.5))
     made, policy, head = pair()
     made.backward(policy(torch.ones(1, 2)).sum() + 100 * head(torch.ones(1, 3)).sum())
     assert made.step(0.1) == pytest.approx(2**0.5)
@@ -255,20 +246,9 @@ def test_head_stepper_state_restores_the_head_and_the_next_step_bitwise():
     assert torch.equal(modules[1].weight, others[1].weight)
 
 
-# A whole run
-
-
 def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path):
-    changes = [
-        "steps=1",
-        f"out={tmp_path}",
-        "trackers=[]",
-        "group_size=1",
-        "tasks_per_step=4",
-        "policy.ema=null",
-        "eval.every=0",
-        "eval.tasks=1",
-    ]
+    changes = ["steps=1", f"out={tmp_path}", "trackers=[]", "group_size=1", "tasks_per_step=4", "policy.ema=null"]
+    changes += ["eval.every=0", "eval.tasks=1"]
     recipe = parse({**apply(SMALL, changes), "advantage": {"kind": "gae"}})
     assert run_session(recipe, fresh=False) == 0
     folder = RunFolder(tmp_path / "small")
@@ -286,12 +266,3 @@ def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path
     names = {name for file in exported if file.suffix == ".safetensors" for name in load_file(file)}
     assert names
     assert not any("network" in name or "value" in name.split(".") for name in names)
-
-
-def test_a_nan_in_the_loss_of_the_policy_changes_no_weight_of_the_value_head():
-    made, policy, head = pair()
-    made.backward(policy(torch.ones(1, 2)).sum() * float("nan") + head(torch.ones(1, 3)).sum())
-    with pytest.raises(NonFiniteGradient, match="the loss is not finite"):
-        made.step(0.1)
-    assert torch.equal(head.weight, torch.full((1, 3), 0.5))
-    assert torch.equal(policy.weight, torch.full((1, 2), 0.5))

@@ -34,11 +34,9 @@ def test_torch_attention_backends_support_training(name, dtype):
     assert kernels.trains_with(name, device=CPU, dtype=dtype) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("nonsense", "no such backend"), ("sage", "missing package"), ("flash", "missing package")]
-)
-def test_unavailable_attention_backend_reports_the_reason(name, why):
-    assert why in kernels.trains_with(name, device=CPU, dtype=torch.float32)
+def test_unavailable_attention_backend_reports_the_reason():
+    for name, why in (("nonsense", "no such backend"), ("sage", "missing package"), ("flash", "missing package")):
+        assert why in kernels.trains_with(name, device=CPU, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -58,17 +56,10 @@ def test_backend_with_wrong_output_or_gradient_is_rejected(monkeypatch, spoil, w
 
 def velocity(module):
     random = torch.Generator().manual_seed(0)
-    draw = [torch.randn(2, *shape, generator=random) for shape in ((6, 64), (5, 48), (16,))]
-    return module(
-        hidden_states=draw[0],
-        encoder_hidden_states=draw[1],
-        pooled_projections=draw[2],
-        timestep=torch.tensor([0.3, 0.7]),
-        guidance=torch.tensor([3.0, 3.0]),
-        img_ids=torch.zeros(6, 3),
-        txt_ids=torch.zeros(5, 3),
-        return_dict=False,
-    )[0]
+    hidden, words, pooled = (torch.randn(2, *shape, generator=random) for shape in ((6, 64), (5, 48), (16,)))
+    given = {"hidden_states": hidden, "encoder_hidden_states": words, "pooled_projections": pooled, "return_dict": False}
+    scales = {"timestep": torch.tensor([0.3, 0.7]), "guidance": torch.tensor([3.0, 3.0])}
+    return module(**given, **scales, img_ids=torch.zeros(6, 3), txt_ids=torch.zeros(5, 3))[0]
 
 
 def test_set_attention_changes_only_the_given_model():
@@ -93,9 +84,11 @@ def test_set_attention_also_sets_the_backend_of_reference_attention(monkeypatch)
     assert attention.processor.backend == attention.processor.base._attention_backend == AttentionBackendName._NATIVE_MATH
 
 
-def test_set_attention_raises_for_a_model_without_backends():
+def test_models_without_backends_or_known_blocks_raise():
     with pytest.raises(ValueError, match=r"policy\.attention: SD3Transformer2DModel does not support attention backends; use null"):
         kernels.set_attention(tiny_models.sd3_transformer(), "_native_math")
+    with pytest.raises(ValueError, match=r"policy\.compile: the repeated blocks of Linear are unknown; use null"):
+        kernels.compile_blocks(torch.nn.Linear(2, 2))
 
 
 # Compiled blocks
@@ -184,11 +177,6 @@ def test_decoder_layers_are_compiled_for_the_update_and_not_for_generation():
     for mine, theirs in zip(one[2], other[2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(mine.abs().max()))
     assert list(compiled.module.state_dict()) == names
-
-
-def test_compile_blocks_raises_for_a_model_without_known_blocks():
-    with pytest.raises(ValueError, match=r"policy\.compile: the repeated blocks of Linear are unknown; use null"):
-        kernels.compile_blocks(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.slow

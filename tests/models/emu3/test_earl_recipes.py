@@ -15,6 +15,7 @@ from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
+from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch_models.emu3 import DRAW, load_emu3
 from slow_params import slow_after, slow_except
@@ -51,9 +52,11 @@ def name_of(stem: str) -> str:
     return f"recipes/emu3/{stem}.jsonnet"
 
 
-def test_recipe_files_are_exactly_those_of_the_source() -> None:
-    found = {Path(name).stem for name in available() if name.startswith("recipes/emu3/") and "playground" not in name}
-    assert found == {*RL, *SFT, PUBLISHED}
+def test_recipe_files_are_exactly_those_of_the_source_and_have_twins() -> None:
+    names = {Path(name).stem for name in available() if name.startswith("recipes/emu3/")}
+    twins = {name.removesuffix("-playground") for name in names if name.endswith("-playground")}
+    assert twins == {*RL, *SFT}
+    assert {name for name in names if not name.endswith("-playground")} == {*twins, PUBLISHED}
 
 
 @pytest.mark.parametrize("stem", RL)
@@ -173,7 +176,7 @@ def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
 ) -> None:
     recipe = small(stem, folder, data, tmp_path, monkeypatch)
     assert run(recipe, fresh=False) == 0
-    steps = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = RunFolder(recipe.folder).read_metrics()
     assert len(steps) == len(recipe.resolved_phases())
     assert all(step["policy/grad_norm"] > 0 for step in steps)
 
@@ -181,43 +184,28 @@ def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
 # Runs whose policy generates images as tokens, from the recipe to the export
 
 
-@pytest.fixture(scope="module")
-def folder_of_emu3_runs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("emu3")
-    tiny_writer_runs.save_emu3(path)
-    return path
-
-
 @pytest.fixture
-def document(tmp_path, folder_of_emu3_runs):
+def document(tmp_path, folder):
     def made(**changes):
         # The playground's judge gives random images no reward, so there would be no gradient.
         reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
-        settings = {
-            **tiny_writer_runs.image_tokens(folder_of_emu3_runs),
-            "policy__train": {"kind": "full"},
-            "reward": reward,
-            **changes,
-        }
-        return tiny_writer_runs.recipe(tmp_path / "runs", folder_of_emu3_runs, **settings)
+        settings = {**tiny_writer_runs.image_tokens(folder), "policy__train": {"kind": "full"}, "reward": reward, **changes}
+        return tiny_writer_runs.recipe(tmp_path / "runs", folder, **settings)
 
     return made
 
 
 def trained(tmp_path, document):
+    """The folder of a run, and its metrics."""
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(document))
     assert main(["train", str(file)]) == 0
-    return tmp_path / "runs" / document["name"]
+    run = Path(document["out"]) / document["name"]
+    return run, RunFolder(run).read_metrics()
 
 
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder_of_emu3_runs, document):
-    run = trained(tmp_path, document())
-    steps = metrics(run)
+def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder, document):
+    run, steps = trained(tmp_path, document())
     assert len(steps) == 2
     assert all(step["policy/ratio_max_first"] <= 1e-5 for step in steps)
     assert all(step["completion/cut_off_fraction"] == 0 for step in steps)
@@ -227,9 +215,9 @@ def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder_of_emu
     with Image.open(out) as shown:
         assert shown.size == (24, 24)
     assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
-    settings = {"size": (24, 24), "prefill": DRAW, "dtype": torch.float32, "device": "cpu", "autoencoder": folder_of_emu3_runs}
-    editor = load_emu3(exported / "writer", tokenizer=folder_of_emu3_runs, **settings)
-    before = load_emu3(folder_of_emu3_runs, **settings)
+    settings = {"size": (24, 24), "prefill": DRAW, "dtype": torch.float32, "device": "cpu", "autoencoder": folder}
+    editor = load_emu3(exported / "writer", tokenizer=folder, **settings)
+    before = load_emu3(folder, **settings)
     assert not torch.equal(editor.module.lm_head.weight, before.module.lm_head.weight)
     assert "report.html" in {path.name for path in run.iterdir()}
 
@@ -247,39 +235,28 @@ def test_the_playgrounds_twins_of_earls_recipes_take_a_step(tmp_path, stem):
         twin["steps"] = 1
     for phase in twin["phases"] or ():
         phase |= {"steps": 1, "tasks_per_step": 2}
-    file = tmp_path / "twin.json"
-    file.write_text(json.dumps(twin))
-    assert main(["train", str(file)]) == 0
-    lines = metrics(tmp_path / twin["name"])
+    _, lines = trained(tmp_path, twin)
     assert len(lines) == len(twin["phases"] or [None])
     if stem == "sft_think_s__rl_s":
         assert lines[-1]["completion/length"] > 24  # more than an image
 
 
-def test_all_of_earls_recipes_have_a_twin():
-    names = [name for name in available() if name.startswith("recipes/emu3/")]
-    twins = {name.replace("-playground", "") for name in names if "-playground" in name}
-    assert twins == {name for name in names if "-playground" not in name and "-published" not in name}
-    assert len(twins) == 14
-
-
-def test_incompatible_recipe_parts_raise_when_the_recipe_is_parsed(document, folder_of_emu3_runs):
-    with pytest.raises(ValueError, match=r"renderer\.kind: emu3 writes image tokens"):
-        parse(document(renderer={"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}))
-    with pytest.raises(ValueError, match=r"renderer\.kind: playground-writer writes text"):
-        parse(document(policy__model={"kind": "playground-writer"}))
+def test_incompatible_recipe_parts_raise_when_the_recipe_is_parsed(document):
     server = {"kind": "vllm", "url": "http://127.0.0.1:1/v1", "adapters": "a"}
+    response = {"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}
+    gradient, steps = {"kind": "policy_gradient", "surrogate": "reinforce"}, {"text_steps": 2, "vision_steps": 3}
+    for message, changes in (
+        (r"renderer\.kind: emu3 writes image tokens", {"renderer": response}),
+        (r"renderer\.kind: playground-writer writes text", {"policy__model": {"kind": "playground-writer"}}),
+        ("engine cached", {"rollout__engine": server, "rollout__top_k": 5}),
+        (r"devices\.renderer", {"devices": {"renderer": "cuda:1"}}),
+        (r"objective\.tokens: without policy\.model\.think", {"objective": {**gradient, "tokens": "text"}}),
+        (r"objective\.tokens: without policy\.model\.think", {"objective": {**gradient, "tokens": steps}}),
+        ("no source image", {"data": {"kind": "prompts", "path": "prompts.txt"}}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(document(**changes))
     assert parse(document(rollout__engine=server)).policy.train.kind == "full"  # a server loads all weights too
-    with pytest.raises(ValueError, match="engine cached"):
-        parse(document(rollout__engine=server, rollout__top_k=5))
-    with pytest.raises(ValueError, match=r"devices\.renderer"):
-        parse(document(devices={"renderer": "cuda:1"}))
-    gradient = {"kind": "policy_gradient", "surrogate": "reinforce"}
-    for tokens in ("text", {"text_steps": 2, "vision_steps": 3}):
-        with pytest.raises(ValueError, match=r"objective\.tokens: without policy\.model\.think"):
-            parse(document(objective={**gradient, "tokens": tokens}))
     kept = parse(document(objective={**gradient, "tokens": "text"}, policy__model__think=True)).document()
     assert kept["objective"]["tokens"] == "text"
     assert "tokens" not in parse(document(objective=gradient)).document()["objective"]
-    with pytest.raises(ValueError, match="no source image"):
-        parse(document(data={"kind": "prompts", "path": "prompts.txt"}))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,27 +96,23 @@ def test_target_ids_and_demonstrations_contain_the_target_image(editor):
         editor.target_ids(tasks()[:1])
 
 
-def test_target_ids_contain_the_thought_before_the_image():
-    made = tiny_emu3.editor(prefill=THINK)
+@pytest.mark.parametrize("prefill", [DRAW, THINK])
+def test_target_ids_contain_the_thought_before_the_image_and_the_text_of_a_completion_has_no_size(prefill):
+    made = tiny_emu3.editor(prefill=prefill)
     task = dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24))
-    with pytest.raises(ValueError, match="'thought'"):
-        made.target_ids([task])
-    (drawn,) = made.target_ids([dataclasses.replace(task, meta={"thought": "hm"})])
+    text = "3*3 circles, so 2*3" if prefill == THINK else ""
+    if prefill == THINK:
+        with pytest.raises(ValueError, match="'thought'"):
+            made.target_ids([task])
+    (drawn,) = made.target_ids([dataclasses.replace(task, meta={"thought": text})])
     told = made.words.tokenizer.decode(drawn[: drawn.index(made.words.img)])
-    assert told == f"hm{END_OF_THOUGHT}{BOI}{made.grid[0]}*{made.grid[1]}"
+    size = f"{made.grid[0]}*{made.grid[1]}"
+    assert told == (f"{text}{END_OF_THOUGHT}{BOI}{size}" if prefill == THINK else size)
     assert made.codes_in(drawn) is not None
     assert made.codes_in(drawn[:-6]) is None
-
-
-@pytest.mark.parametrize("prefill", [DRAW, THINK])
-def test_text_of_a_completion_has_no_size_of_its_image(prefill):
-    made = tiny_emu3.editor(prefill=prefill)
-    meta = {"thought": "3*3 circles, so 2*3"}
-    (drawn,) = made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24), meta=meta)])
-    thought = meta["thought"] if prefill == THINK else ""
-    assert made.decode(drawn) == thought
+    assert made.decode(drawn) == text
     cut = drawn.index(made.words.img) - 1  # the last digit of the size is missing
-    assert made.decode(drawn[:cut]) == thought
+    assert made.decode(drawn[:cut]) == text
     assert made.decode([made.words.boi, *made.words.text_ids("no picture")]) == "no picture"
 
 
@@ -171,11 +169,6 @@ def test_malformed_image_without_the_grammar_decodes_to_none():
     assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
 
 
-class OnlyOutputs:
-    def __init__(self, outputs):
-        self.outputs = outputs
-
-
 def test_rows_without_a_complete_image_decode_to_none(editor):
     codes = editor.encode_codes([tiny_models.image(k, 16, 24) for k in range(3)])
     whole = [tuple(editor.words.image_ids(each)[1:]) for each in codes]
@@ -186,22 +179,34 @@ def test_rows_without_a_complete_image_decode_to_none(editor):
         Completion(ids=whole[1][:6], text="", truncated=False, key=key),
         Completion(ids=whole[2], text="", truncated=False, key=key),
     ]
-    images = CodesDecoder(editor, batch=1)([tasks()[0]] * 4, OnlyOutputs(outputs))
+    images = CodesDecoder(editor, batch=1)([tasks()[0]] * 4, SimpleNamespace(outputs=outputs))
     assert [image is None for image in images] == [False, True, True, False]
     expected = editor.decode_codes(codes[[0, 2]])
     assert [images[0].tobytes(), images[3].tobytes()] == [image.tobytes() for image in expected]
     assert isinstance(editor, DecodesCodes)
 
 
-def test_invalid_tasks_and_settings_raise(editor):
-    with pytest.raises(ValueError, match="0 images"):
-        editor.encode([Task(id="x", instruction="red")])
-    with pytest.raises(ValueError, match="special token"):
-        editor.encode([tiny_models.task("x", f"red {EOS}", tiny_models.image(0))])
-    with pytest.raises(ValueError, match="multiples of"):
-        Emu3Editor(editor.module, tiny_emu3.tokenizer(), vq=editor.vq, size=(15, 24))
-    with pytest.raises(ValueError, match="has no token"):
-        Emu3Editor(editor.module, tiny_models.qwen_tokenizer(), vq=editor.vq, size=(16, 24))
+def test_invalid_tasks_settings_and_folders_raise(editor, folder, original, tmp_path):
+    (language, autoencoder), other = original, tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((autoencoder / "config.json").read_text())
+    weights = load_file(autoencoder / "m.safetensors")
+    weights["encoder.other"] = weights.pop("quant_conv.conv.weight")
+    save_file(weights, other / "m.safetensors")
+    read = partial(load_emu3, **SETTINGS)
+    for message, call in (
+        ("0 images", lambda: editor.encode([Task(id="x", instruction="red")])),
+        ("special token", lambda: editor.encode([tiny_models.task("x", f"red {EOS}", tiny_models.image(0))])),
+        ("multiples of", lambda: Emu3Editor(editor.module, tiny_emu3.tokenizer(), vq=editor.vq, size=(15, 24))),
+        ("has no token", lambda: Emu3Editor(editor.module, tiny_models.qwen_tokenizer(), vq=editor.vq, size=(16, 24))),
+        (r"no config\.json", lambda: read(tmp_path, tokenizer=folder)),
+        ("type 'Emu3VisionVQ'", lambda: read(autoencoder, tokenizer=folder)),
+        ("Emu3-VisionTokenizer", lambda: read(language, tokenizer=folder)),
+        (r"tokenizer\.json", lambda: read(language, autoencoder=autoencoder)),
+        (r"missing .*quant_conv.*unexpected .*other", lambda: read(language, tokenizer=folder, autoencoder=other)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # Emu3 from folders, in transformers' layout and in the original one
@@ -296,21 +301,3 @@ def test_autoencoder_stays_in_fp32_when_the_model_is_loaded_in_bfloat16(folder, 
     exact = load_emu3(folder, **SETTINGS)
     assert {p.dtype for p in editor.module.parameters()} == {torch.bfloat16}
     assert all(torch.equal(a, b) for a, b in zip(editor.vq.state_dict().values(), exact.vq.state_dict().values(), strict=True))
-
-
-def test_invalid_or_incomplete_model_folder_raises(folder, original, tmp_path):
-    language, autoencoder = original
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        load_emu3(tmp_path, tokenizer=folder, **SETTINGS)
-    with pytest.raises(ValueError, match="type 'Emu3VisionVQ'"):
-        load_emu3(autoencoder, tokenizer=folder, **SETTINGS)
-    with pytest.raises(ValueError, match="Emu3-VisionTokenizer"):
-        load_emu3(language, tokenizer=folder, **SETTINGS)
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        load_emu3(language, autoencoder=autoencoder, **SETTINGS)
-    (tmp_path / "config.json").write_text((autoencoder / "config.json").read_text())
-    weights = load_file(autoencoder / "m.safetensors")
-    weights["encoder.other"] = weights.pop("quant_conv.conv.weight")
-    save_file(weights, tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match=r"missing .*quant_conv.*unexpected .*other"):
-        load_emu3(language, tokenizer=folder, autoencoder=tmp_path, **SETTINGS)

@@ -2,52 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tiny_flux_runs
-import tiny_models
 from retouch import cli
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from tiny_recipes import SMALL
-
-PROMPTS = {"kind": "prompts", "held_out": 1}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = tmp_path_factory.mktemp("flux")
-    tiny_models.save_flux(made / "flux")
-    tiny_models.save_flux(made / "fill", fills=True)
-    return {"flux": made / "flux", "flux-fill": made / "fill", "flux-kontext": made / "flux"}
-
-
-@pytest.fixture
-def triplets(tmp_path: Path) -> Path:
-    return tiny_flux_runs.make_triplets(tmp_path / "triplets", {3: "red", 11: "blue-ish", 17: "green"})
-
-
-def recipe_of(kind: str, folders: dict[str, Path], triplets: Path) -> dict[str, Any]:
-    model = {"kind": kind, "path": str(folders[kind]), "size": [32, 48]}
-    made = tiny_flux_runs.small(model, triplets, triplets.parent / "runs")
-    if kind == "flux":
-        prompts = triplets.parent / "prompts.txt"
-        prompts.write_text("a red circle\nblue\ngreen\n")
-        made["data"] = {**PROMPTS, "path": str(prompts)}
-    return made
-
-
-@pytest.fixture
-def trained(request: Any, folders: dict[str, Path], triplets: Path) -> tuple[str, Path]:
-    kind = request.param
-    recipe = parse(recipe_of(kind, folders, triplets))
-    assert run(recipe, fresh=False) == 0
-    return kind, recipe.folder
-
 
 TINY = "recipes/flux-fill/tiny.jsonnet"
 
@@ -89,15 +53,8 @@ def test_tiny_recipe_trains_on_the_valid_item_and_reports_the_invalid_one(tmp_pa
 def test_phase_with_zero_steps_is_skipped_and_can_be_added_later(tmp_path: Path) -> None:
     def trained(name: str, warm_up: int, rl: int) -> tuple[dict[str, torch.Tensor], str]:
         phases = [{"name": "warm-up", "steps": warm_up, "objective": {"kind": "supervised"}}, {"name": "rl", "steps": rl}]
-        quiet = {
-            "steps": None,
-            "phases": phases,
-            "out": str(tmp_path),
-            "name": name,
-            "trackers": [],
-            "eval": {"tasks": 1, "every": 0},
-        }
-        recipe = parse({**SMALL, **quiet})
+        quiet = {"out": str(tmp_path), "name": name, "trackers": [], "eval": {"tasks": 1, "every": 0}}
+        recipe = parse({**SMALL, **quiet, "steps": None, "phases": phases})
         assert run(recipe, fresh=False) == 0
         newest = recipe.folder / "checkpoints" / f"step-{warm_up + rl:06d}" / "weights.safetensors"
         return load_file(newest), (recipe.folder / "train.log").read_text()

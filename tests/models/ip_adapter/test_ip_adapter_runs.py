@@ -21,6 +21,7 @@ from retouch.inference.opening import open_recipe, read_target
 from retouch.models import ip_adapter
 from retouch.models.pretrained import find_encoder
 from retouch.policies.denoising import drop_references
+from retouch.recipe.document import value_of
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
 from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
@@ -46,46 +47,38 @@ def twin(name: str) -> str:
     return name.replace(".jsonnet", "-playground.jsonnet")
 
 
-def test_grpo_recipe_has_the_values_of_system_b() -> None:
-    recipe = load(GRPO)
-    check_ranks(recipe, 8)
-    found = values(recipe.document())
-    wanted = {
-        "policy.model.kind": "flux-fill",
-        "policy.model.path": "black-forest-labs/FLUX.1-Fill-dev",
-        "policy.model.size": [512, 512],
-        "policy.model.dtype": "bfloat16",
-        "policy.train.kind": "ip-adapter",
-        "policy.train.encoder": "google/siglip-so400m-patch14-384",
-        "policy.train.tokens": 128,
-        "policy.train.projection": "mlp",
-        "policy.train.blocks": "all",
-        "policy.train.scale": 1.0,
-        "policy.train.dropout": 0.05,
-        "policy.train.lora": None,
-        "data.kind": "triplets",
-        "data.reference": "other",
-        "data.allow_test_sets": False,
-        "reward.rewards.ocr.kind": "ocr",
-        "reward.rewards.ocr.where": "mask",
-        "reward.rewards.vlm.kind": "aspects",
-        "reward.combine": "0.5 * ocr/correctness + 0.5 * vlm/quality",
-        "advantage.kind": "group",
-        "objective.kind": "policy_gradient",
-        "objective.kl.kind": "velocity",
-        "objective.kl.weight": 0.1,
-        "rollout.transition.kind": "sde",
-        "rollout.transition.noise_level": 0.8,
-        "phases.0.objective.kind": "supervised",
-        "phases.0.steps": 400,
-        "phases.1.name": "rl",
-        "phases.1.objective": None,
-        "ranks": 8,
-    }
+SOURCES = {
+    GRPO: """
+        policy.model.kind=flux-fill policy.model.path=black-forest-labs/FLUX.1-Fill-dev policy.model.size=[512,512]
+        policy.model.dtype=bfloat16 policy.train.kind=ip-adapter policy.train.encoder=google/siglip-so400m-patch14-384
+        policy.train.tokens=128 policy.train.projection=mlp policy.train.blocks=all policy.train.scale=1.0
+        policy.train.dropout=0.05 policy.train.lora=null data.kind=triplets data.reference=other data.allow_test_sets=false
+        reward.rewards.ocr.kind=ocr reward.rewards.ocr.where=mask reward.rewards.vlm.kind=aspects advantage.kind=group
+        objective.kind=policy_gradient objective.kl.kind=velocity objective.kl.weight=0.1 rollout.transition.kind=sde
+        rollout.transition.noise_level=0.8 rollout.reduction=mean phases.0.objective.kind=supervised phases.0.steps=400
+        phases.1.name=rl phases.1.objective=null ranks=8
+    """,
+    **{
+        name.replace(".jsonnet", "-published.jsonnet"): f"""
+            group_size={group_size} learning_rate=1e-5 phases.0.steps={warm_up} rollout.num_steps=20 policy.model.guidance=3.5
+            policy.ema.decay={decay} policy.ema.every=1 advantage.clip=5.0
+        """
+        for name, group_size, warm_up, decay in ((GRPO, 12, 100, 0.9999), (NFT, 4, 1, 0.999))
+    },
+}
+WEIGHTS = {GRPO: (0.5, 0.5)}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_recipe_has_the_values_of_system_b_or_of_its_scripts(name: str) -> None:
+    check_ranks(load(name), 8)
+    found = values(load(name).document())
+    wanted = {path: value_of(value) for path, _, value in (word.partition("=") for word in SOURCES[name].split())}
     assert {path: found[path] for path in wanted} == wanted
-    # The source's clip of 0.2 is for log-probabilities summed over 1024 tokens of 64.
-    assert found["objective.clip_high"] == pytest.approx(0.2 / (1024 * 64), rel=0.02)
-    assert found["rollout.reduction"] == "mean"
+    ocr, vlm = WEIGHTS.get(name, (0.7, 0.3))
+    assert found["reward.combine"] == f"{ocr} * ocr/correctness + {vlm} * vlm/quality"
+    if name == GRPO:  # the source's clip of 0.2 is for log-probabilities summed over 1024 tokens of 64
+        assert found["objective.clip_high"] == pytest.approx(0.2 / (1024 * 64), rel=0.02)
 
 
 def test_recipes_differ_only_in_the_expected_keys() -> None:
@@ -102,45 +95,18 @@ def test_recipes_differ_only_in_the_expected_keys() -> None:
     assert {path for path in qwen if path.startswith("policy.train")} == {"policy.train.blocks"}
 
 
-def test_published_recipes_have_the_values_of_the_scripts_of_system_b() -> None:
-    for name, group_size, warm_up, decay in ((GRPO, 12, 100, 0.9999), (NFT, 4, 1, 0.999)):
-        published = name.replace(".jsonnet", "-published.jsonnet")
-        recipe = load(published)
-        check_ranks(recipe, 8)
-        found = values(recipe.document())
-        wanted = {
-            "group_size": group_size,
-            "learning_rate": 1e-5,
-            "phases.0.steps": warm_up,
-            "rollout.num_steps": 20,
-            "policy.model.guidance": 3.5,
-            "policy.ema.decay": decay,
-            "policy.ema.every": 1,
-            "reward.combine": "0.7 * ocr/correctness + 0.3 * vlm/quality",
-            "advantage.clip": 5.0,
-        }
-        assert {path: found[path] for path in wanted} == wanted
+def test_published_recipes_keep_the_loss_of_the_full_recipes() -> None:
+    grpo, nft = (name.replace(".jsonnet", "-published.jsonnet") for name in (GRPO, NFT))
+    for name, published in ((GRPO, grpo), (NFT, nft)):
         changed = {path.partition(".")[0] for path in differing_paths(name, published)}
-        assert changed <= {
-            "name",
-            "data",
-            "group_size",
-            "tasks_per_step",
-            "microbatch",
-            "phases",
-            "rollout",
-            "policy",
-            "reward",
-            "objective",
-            "eval",
-        }
-    assert differing_paths(GRPO, published.replace("nft", "grpo")).isdisjoint({"objective.kl.weight", "objective.clip_high"})
+        sizes = "name data group_size tasks_per_step microbatch phases rollout policy reward objective eval"
+        assert changed <= set(sizes.split())
+    assert differing_paths(GRPO, grpo).isdisjoint({"objective.kl.weight", "objective.clip_high"})
     # Half of the steps, from the first one on.
-    window = load(published.replace("nft", "grpo")).rollout.window
-    assert window.actions(num_steps=20, seed=0, step=7) == range(10)
-    nft = load(published).objective
+    assert load(grpo).rollout.window.actions(num_steps=20, seed=0, step=7) == range(10)
+    objective = load(nft).objective
     # The source multiplies its policy loss by the largest advantage.
-    assert (nft.beta, nft.reference_weight) == (0.5, pytest.approx(0.01 / nft.advantage_clip))
+    assert (objective.beta, objective.reference_weight) == (0.5, pytest.approx(0.01 / objective.advantage_clip))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -163,14 +129,8 @@ def untrained_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", slow_except([NFT], ALL))
 def test_playground_twin_runs_warm_up_and_rl(name: str, untrained_image_model: Path, tmp_path: Path) -> None:
-    small = [
-        "tasks_per_step=2",
-        "group_size=2",
-        "phases.0.steps=1",
-        "phases.0.tasks_per_step=2",
-        "phases.1.steps=1",
-        "rollout.num_steps=6",
-    ]
+    small = ["tasks_per_step=2", "group_size=2", "phases.0.steps=1", "phases.0.tasks_per_step=2", "phases.1.steps=1"]
+    small.append("rollout.num_steps=6")
     small += ["eval.tasks=2", "eval.num_steps=2", "samples.tasks=2", "eval.every=0", "trackers=[]", f"out={tmp_path}"]
     if name != QWEN:
         small.append(f"policy.model.path={untrained_image_model}")
@@ -268,10 +228,8 @@ def test_warm_up_and_rl_run_resumes_bitwise_and_its_adapter_is_exported(world: P
         assert _equal(steps[4][kind], checkpoint.load(newest).tensors[kind])
 
     written = export_target(str(whole.folder), to=tmp_path / "out", which="current")
-    assert {path.name for path in written} == {
-        *("ip_adapter.safetensors", "ip_adapter.json", "export.json"),
-        *("README.md", "before-and-after.png"),
-    }
+    names = {"ip_adapter.safetensors", "ip_adapter.json", "export.json", "README.md", "before-and-after.png"}
+    assert {path.name for path in written} == names
     assert read_json(tmp_path / "out" / "ip_adapter.json")["tokens"] == 4
     trained, _ = open_recipe(*read_target(str(whole.folder)), trained=True)
     warm = recipe(world, train={"init_from": str(tmp_path / "out")}, name="warm")

@@ -204,7 +204,7 @@ def test_least_recently_used_entries_are_deleted_above_the_limit(tmp_path: Path,
     assert [store.read(key) is not None for key in ("0", "1", "2", "11")] == [True, False, False, True]
 
 
-def write_often(folder: Path, number: int) -> None:
+def write_often(folder: Path) -> None:
     store = EmbeddingStore(folder, limit=10**9)
     for _ in range(40):
         store.write("entry", {"embeds": torch.arange(5000, dtype=torch.float32) / 3})
@@ -212,30 +212,22 @@ def write_often(folder: Path, number: int) -> None:
 
 
 def test_several_processes_write_the_same_entry(tmp_path: Path) -> None:
+    """A temporary file of a process that was killed is removed after a day."""
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_often, args=(tmp_path, number), daemon=True) for number in range(3)]
+    writers = [context.Process(target=write_often, args=(tmp_path,), daemon=True) for _ in range(3)]
     for process in writers:
         process.start()
     for process in writers:
         process.join(60)
     assert [process.exitcode for process in writers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["entry.safetensors"]
-
-
-def test_a_temporary_file_of_a_killed_process_is_removed_after_a_day(tmp_path: Path) -> None:
+    (tmp_path / "entry.safetensors").unlink()
     new, old = tmp_path / ".tmp-a", tmp_path / ".tmp-b"
     for file in (new, old):
         file.write_bytes(b"x")
     os.utime(old, (0, 0))
     assert EmbeddingStore(tmp_path, limit=1).usage() == (0, 0)
     assert (new.exists(), old.exists()) == (True, False)
-
-
-@pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf", "much"])
-def test_invalid_cache_limit_raises(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", limit)
-    with pytest.raises(ValueError, match="RETOUCH_PROMPT_CACHE_GB is"):
-        EmbeddingStore.of_user()
 
 
 def test_cache_folder_and_limit_come_from_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +239,10 @@ def test_cache_folder_and_limit_come_from_environment_variables(tmp_path: Path, 
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "0.5")
     assert EmbeddingStore.of_user().folder == tmp_path / "own"
     assert EmbeddingStore.of_user().limit == 5 * 10**8
+    for limit in ("0", "-3", "nan", "inf", "much"):
+        monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", limit)
+        with pytest.raises(ValueError, match="RETOUCH_PROMPT_CACHE_GB is"):
+            EmbeddingStore.of_user()
 
 
 # Parts of a denoising policy in CPU memory

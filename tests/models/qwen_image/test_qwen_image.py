@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_module
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_module
 from hypothesis import given
@@ -118,21 +118,6 @@ def build_of_qwen_image_edit(cls, parts, **options):
     return cls(**parts, image_processor=tiny_models.qwen_image_processor(), scheduler_config=tiny_models.SCHEDULER, **options)
 
 
-def pipeline(cls, parts, template):
-    parts = {**parts, "text_encoder": tiny_models.pass_token_types(parts["text_encoder"])}
-    pipe = cls(
-        **parts,
-        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
-        processor=tiny_models.ImageProcessorOnly(image_processor=tiny_models.qwen_image_processor(), tokenizer=parts["tokenizer"]),
-    )
-    pipe.prompt_template_encode = template
-    pipe.prompt_template_encode_start_idx = len(
-        parts["tokenizer"](template.partition("<|vision_start|>")[0].partition("{}")[0]).input_ids
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture(scope="module")
 def model(parts):
     return build_of_qwen_image_edit(QwenImageEdit, parts)
@@ -162,16 +147,6 @@ def test_embed_gives_the_text_encoder_gradients_and_encode_does_not(model, parts
     model.module.zero_grad()
 
 
-def test_images_of_different_sizes_in_one_batch_raise(model):
-    tasks = [tiny_models.task("a", "red", tiny_models.image(0)), tiny_models.task("b", "red", tiny_models.image(0, 24, 32))]
-    with pytest.raises(ValueError, match=r"task 'a' has 24 x 24, task 'b' has 24 x 32 .*; set policy\.model\.size"):
-        model.encode(tasks)
-    with pytest.raises(ValueError, match=r"row 0 has 24 x 24, row 1 has 24 x 32 .*; set policy\.model\.size"):
-        model.encode_images([task.images[0] for task in tasks])
-    with pytest.raises(ValueError, match=r"rows of different sizes in one batch: .*; set policy\.model\.size \(in Python: size=\)"):
-        Conditioning.concat([model.encode([task]) for task in tasks])
-
-
 def test_edit_plus_prompt_numbers_the_source_images(parts):
     model = build_of_qwen_image_edit(QwenImageEditPlus, parts, template=PLUS_TEMPLATE)
     prepared = model.prepare([tiny_models.task("a", "both", tiny_models.image(0, 24, 32), tiny_models.image(1))])
@@ -182,24 +157,30 @@ def test_edit_plus_prompt_numbers_the_source_images(parts):
     assert prepared.source.shape == (1, 21, 64)
 
 
-def test_sigmas_decrease_from_1_to_0_and_a_single_step_raises(model):
-    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.image(0))])
+def test_sigmas_decrease_from_1_to_0_and_impossible_inputs_raise(model, editor):
+    tasks = [tiny_models.task("a", "red", tiny_models.image(0)), tiny_models.task("b", "red", tiny_models.image(0, 24, 32))]
+    conditioning = model.encode(tasks[:1])
     sigmas = model.sigmas(10, conditioning)
     assert sigmas[0] == 1
     assert sigmas[-1] == 0
     assert math.isclose(sigmas[-2], 0.02, rel_tol=1e-5)
     assert (sigmas.diff() < 0).all()
-    with pytest.raises(ValueError, match="2 steps"):
-        model.sigmas(1, conditioning)
+    long = tiny_models.task("a", "x" * 4096, tiny_models.image(0, 48, 48))
+    for message, call in (
+        ("2 steps", lambda: model.sigmas(1, conditioning)),
+        (r"row 0 has 24 x 24, row 1 has 24 x 32 .*; set policy\.model\.size",
+         lambda: model.encode_images([task.images[0] for task in tasks])),
+        (r"rows of different sizes in one batch: .*; set policy\.model\.size \(in Python: size=\)",
+         lambda: Conditioning.concat([model.encode([task]) for task in tasks])),
+        ("task 'a' fill the transformer's 4096 rotary positions; shorten", lambda: editor.prepare(long)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # Embeddings of a dialogue
 
 ODD = (3, 200, 255, 7, 180)  # bytes that are not valid text: decoding and tokenising them again gives other ids
-
-
-def pass_token_types(encoder):
-    return tiny_models.pass_token_types(encoder).to(encoder.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +200,9 @@ def embeds(editor, tasks, responses):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline(dtype):
-    made = tiny_editing.parts(dtype)
-    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE, pass_token_types=pass_token_types)
+    """Of several tasks with one image, and of one task with several."""
+    made, token_types = tiny_editing.parts(dtype), lambda encoder: tiny_models.pass_token_types(encoder).to(encoder.dtype)
+    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE, pass_token_types=token_types)
     tasks = tiny_editing.tasks()[:2]
     with torch.no_grad():
         theirs, mask = pipe.encode_prompt([task.instruction for task in tasks], image=[task.images[0] for task in tasks])
@@ -228,12 +210,8 @@ def test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline(dtype):
     assert ours["embeds"].dtype == dtype
     assert torch.equal(ours["embeds"], theirs)
     assert torch.equal(ours["mask"], mask.bool())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_empty_response_with_several_images_is_bitwise_equal_to_the_pipeline(dtype):
     made = tiny_editing.parts(dtype)
-    pipe = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE, pass_token_types=pass_token_types)
+    pipe = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE, pass_token_types=token_types)
     task = tiny_models.task("a", "put one on the other", tiny_models.image(0, 48, 32), tiny_models.image(1, 32, 64))
     with torch.no_grad():
         theirs, mask = pipe.encode_prompt(task.instruction, image=list(task.images))
@@ -304,8 +282,3 @@ def test_accepts_rejects_long_responses_and_invalid_tokens(made, editor):
     conditioning = editor.condition([context], list(states))
     x = editor.model.initial_noise(conditioning, tiny_models.generators(1))
     assert editor.model.velocity(editor.model.module, x, torch.ones(1), conditioning).isfinite().all()
-
-
-def test_task_that_fills_the_rotary_positions_raises(editor):
-    with pytest.raises(ValueError, match="task 'a' fill the transformer's 4096 rotary positions; shorten"):
-        editor.prepare(tiny_models.task("a", "x" * 4096, tiny_models.image(0, 48, 48)))

@@ -2,11 +2,13 @@
 
 import importlib.util
 import itertools
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import DynamicCache, Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
+from transformers import DynamicCache, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
 
 import tiny_models
 import tiny_writers
@@ -28,12 +30,12 @@ class WithoutVideo(Qwen2_5_VLProcessor):
     """transformers' processor without the video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
-        return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+        check = ProcessorMixin.check_argument_for_proper_class
+        return None if argument_name == "video_processor" else check(self, argument_name, argument)
 
 
 class Qwen3WithoutVideo(Qwen3VLProcessor):
-    def check_argument_for_proper_class(self, argument_name, argument):
-        return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+    check_argument_for_proper_class = WithoutVideo.check_argument_for_proper_class
 
 
 def single_prompt(prompts, row):
@@ -184,13 +186,17 @@ def test_writer_prompt_equals_the_prompt_of_qwen_image_edit(template, picture, m
     torch.testing.assert_close(state[0], embeds[0, -1], atol=2e-6, rtol=1e-6)
 
 
+def save(kind, folder):
+    tiny_writers.module(kind).save_pretrained(folder)
+    tiny_writers.tokenizer().save_pretrained(folder)
+    if kind in tiny_writers.VISION_KINDS:
+        tiny_writers.image_processor(kind).save_pretrained(folder)
+
+
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_saved_writer_is_loaded_with_equal_states(kind, tmp_path):
     writer = tiny_writers.writer(kind, train="none")
-    writer.module.save_pretrained(tmp_path)
-    tiny_writers.tokenizer().save_pretrained(tmp_path)
-    if kind in tiny_writers.VISION_KINDS:
-        tiny_writers.image_processor(kind).save_pretrained(tmp_path)
+    save(kind, tmp_path)
     read = load_writer(tmp_path, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu")
     assert not any(parameter.requires_grad for parameter in read.module.parameters())
     assert not read.module.training
@@ -200,29 +206,25 @@ def test_saved_writer_is_loaded_with_equal_states(kind, tmp_path):
     assert isinstance(read.template.tokenizer, Qwen2Tokenizer)
 
 
-def test_folder_of_another_model_type_raises(tmp_path):
-    given = {"template": tiny_writers.TEMPLATE, "dtype": torch.float32, "device": "cpu"}
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        load_writer(tmp_path, **given)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match=r"a model of type 'llama'; set the local folder of a model of type qwen2_vl"):
-        load_writer(tmp_path, **given)
-
-
-def test_invalid_writer_settings_and_tasks_raise():
+def test_other_folders_invalid_settings_and_tasks_raise(tmp_path):
     module, tokenizer = tiny_writers.module("qwen3"), tiny_writers.tokenizer()
     processor = tiny_writers.image_processor("qwen2.5-vl")
-    with pytest.raises(ValueError, match="reads no images"):
-        QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE, image_processor=processor)
-    with pytest.raises(ValueError, match=r"no token \['<end>'\]"):
-        QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE, stop=("<end>",))
-    with pytest.raises(ValueError, match="exactly one placeholder"):
-        QwenWriter(module, tokenizer, template=TURNS.format(system="a", user="b"))
     writer = QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE)
-    with pytest.raises(ValueError, match="no image_processor"):
-        writer.encode(tiny_writers.tasks())
-    with pytest.raises(ValueError, match="special token"):
-        writer.encode([Task(id="a", instruction="<|im_end|>")])
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    read = partial(load_writer, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu")
+    make = partial(QwenWriter, module, tokenizer)
+    for message, call in (
+        (r"no config\.json", lambda: read(tmp_path)),
+        (r"a model of type 'llama'; set the local folder of a model of type qwen2_vl", lambda: read(tmp_path / "llama")),
+        ("reads no images", lambda: make(template=tiny_writers.TEMPLATE, image_processor=processor)),
+        (r"no token \['<end>'\]", lambda: make(template=tiny_writers.TEMPLATE, stop=("<end>",))),
+        ("exactly one placeholder", lambda: make(template=TURNS.format(system="a", user="b"))),
+        ("no image_processor", lambda: writer.encode(tiny_writers.tasks())),
+        ("special token", lambda: writer.encode([Task(id="a", instruction="<|im_end|>")])),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # The attention implementation of a writer
@@ -232,11 +234,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen2.5"])
 def test_sdpa_and_eager_attention_give_close_logits(kind, tmp_path):
-    made = tiny_writers.module(kind)
-    made.save_pretrained(tmp_path)
-    tiny_writers.tokenizer().save_pretrained(tmp_path)
-    if kind in tiny_writers.VISION_KINDS:
-        tiny_writers.image_processor(kind).save_pretrained(tmp_path)
+    save(kind, tmp_path)
     states = []
     for attention in ("sdpa", "eager"):
         writer = load_writer(tmp_path, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu", attention=attention)
@@ -254,17 +252,14 @@ def test_sdpa_and_eager_attention_give_close_logits(kind, tmp_path):
         (False, torch.bfloat16, CUDA, "flash-attn is not installed"),
         (True, torch.bfloat16, CPU, "needs a CUDA device, not cpu"),
         (True, torch.float32, CUDA, "needs a 16-bit dtype, not float32"),
+        (True, torch.bfloat16, CUDA, None),
     ],
 )
 def test_unavailable_flash_attention_is_refused_with_a_suggestion(monkeypatch, installed, dtype, device, why):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    with pytest.raises(ValueError, match=rf"policy\.model\.attention: flash_attention_2: .*{why}; use sdpa"):
+    refused = pytest.raises(ValueError, match=rf"policy\.model\.attention: flash_attention_2: .*{why}; use sdpa")
+    with refused if why else nullcontext():
         require_attention("flash_attention_2", dtype=dtype, device=device)
-
-
-def test_available_flash_attention_is_accepted(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    require_attention("flash_attention_2", dtype=torch.bfloat16, device=CUDA)
 
 
 # The preallocated key-value cache

@@ -39,14 +39,12 @@ def test_denoising_policy_passes_the_contract_checks(number):
     check_policy(policy, tiny.batch(), needs=Needs(kl=("closed", "velocity")[number % 2]))
 
 
-@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
-def test_denoising_policy_with_ratio_norm_passes_the_contract_checks(kind):
-    check_policy(tiny.policy(kind=kind, mode="window", keep_means=True), tiny.batch(), needs=Needs(kl="closed", log_ratio="norm"))
-
-
-@pytest.mark.parametrize("family", ["sd3", "edit"])
-def test_denoising_policy_with_ode_steps_passes_the_contract_checks(family):
-    check_policy(tiny.policy(family, kind="ode"), tiny.batch())
+@pytest.mark.parametrize(("family", "kind"), [("sd3", "sde"), ("sd3", "cps"), ("sd3", "dance"), ("sd3", "ode"), ("edit", "ode")])
+def test_denoising_policy_with_ratio_norm_or_ode_steps_passes_the_contract_checks(family, kind):
+    normed = {"mode": "window", "keep_means": True} if kind != "ode" else {}
+    check_policy(
+        tiny.policy(family, kind=kind, **normed), tiny.batch(), needs=Needs(kl="closed", log_ratio="norm") if normed else Needs()
+    )
 
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])
@@ -73,9 +71,6 @@ def test_a_model_that_returns_a_wrong_shape_is_refused_with_the_name_of_the_meth
         policy.rollout(tiny.batch())
 
 
-# Rollouts
-
-
 @pytest.mark.parametrize(("mode", "kind"), [("all", "sde"), ("window", "cps"), ("branch", "dance")])
 def test_stored_states_follow_from_means_and_keyed_noise(kind, mode):
     """Each stored state is the mean plus the standard deviation times its own keyed noise; the last steps are Euler steps."""
@@ -95,14 +90,9 @@ def test_stored_states_follow_from_means_and_keyed_noise(kind, mode):
     torch.testing.assert_close(x, trajectory.outputs, atol=1e-5, rtol=0)
     for action in range(len(actions)):
         spread = (trajectory.latents[:, action + 1] - trajectory.means[:, action]).flatten(1)
-        noise = torch.stack(
-            [
-                torch.randn(
-                    trajectory.outputs.shape[1:], generator=generator(batch.seed, "transition", batch.step, g, slot, action)
-                )
-                for g, slot in zip(batch.group, batch.slot, strict=True)
-            ]
-        ).flatten(1)
+        keys = [("transition", batch.step, g, slot, action) for g, slot in zip(batch.group, batch.slot, strict=True)]
+        draws = [torch.randn(trajectory.outputs.shape[1:], generator=generator(batch.seed, *key)) for key in keys]
+        noise = torch.stack(draws).flatten(1)
         ratio = (spread * noise).sum(1) / noise.square().sum(1)
         torch.testing.assert_close(spread, ratio[0] * noise, atol=1e-5, rtol=0)
         assert ratio[0] > 1e-3
@@ -127,23 +117,16 @@ def test_tasks_with_the_same_instruction_stay_separate_groups():
     assert (swapped.outputs - together.outputs).abs().max() > 1e-3
 
 
-def test_sample_is_deterministic_and_equals_an_ode_rollout():
-    policy, batch = tiny.policy(kind="sde"), tiny.batch()
+def test_sample_is_deterministic_and_equals_an_ode_rollout_of_the_averaged_weights():
+    policy, batch = tiny.policy(kind="sde", copies=("average",)), tiny.batch()
     sampled = policy.sample(batch)
-    assert torch.equal(sampled.outputs, policy.sample(batch).outputs)
     assert (sampled.kind == Kind.IMAGE).all()
     assert sampled.log_probs.isnan().all()
-    ode = tiny.policy(kind="ode")
-    assert torch.equal(sampled.outputs, ode.rollout(batch).outputs)
-
-
-def test_sample_uses_the_averaged_weights():
-    policy, batch = tiny.policy(copies=("average",)), tiny.batch()
-    before = policy.sample(batch).outputs
+    assert torch.equal(sampled.outputs, tiny.policy(kind="ode").rollout(batch).outputs)
     tiny.perturb(policy)
-    assert torch.equal(policy.sample(batch).outputs, before)
+    assert torch.equal(policy.sample(batch).outputs, sampled.outputs)
     policy.copies.snapshot("average")
-    assert not torch.equal(policy.sample(batch).outputs, before)
+    assert not torch.equal(policy.sample(batch).outputs, sampled.outputs)
 
 
 def test_rollout_and_evaluation_use_the_current_weights():
@@ -162,9 +145,6 @@ def test_demonstrations_are_the_targets():
     lacking = replace(batch, tasks=(batch.tasks[0], replace(batch.tasks[1], target=None)))
     with pytest.raises(ValueError, match="t1 has no target"):
         policy.demonstrate(lacking)
-
-
-# Evaluation
 
 
 def test_closed_form_kl_equals_the_mean_log_ratio_of_sampled_actions():
@@ -214,20 +194,13 @@ def test_kl_equals_its_formula(kind, kl):
         torch.testing.assert_close(found[row, action], squared, rtol=1e-3, atol=1e-9)
 
 
-def test_ratio_norm_without_stored_means_raises():
-    policy = tiny.policy(mode="window")
-    with pytest.raises(AssertionError, match="keep_means"):
-        policy.evaluate(policy.rollout(tiny.batch()), Slice(slice(0, 1), slice(0, 1)), Needs(log_ratio="norm"))
-
-
 @pytest.mark.parametrize(("microbatch", "rows"), [(1, 2), (3, 5), (4, 1), (100, 5)])
 def test_slices_are_no_larger_than_a_microbatch(rows, microbatch):
-    policy = DenoisingPolicy.__new__(DenoisingPolicy)
-    policy.microbatch = microbatch
-    trajectory = tiny.policy(mode="all").rollout(tiny.batch(1, 1))
-    trajectory = type(trajectory).concat([trajectory] * rows)
-    parts = list(policy.microbatches(trajectory))
-    sizes = [(part.rows.stop - part.rows.start) * (part.actions.stop - part.actions.start) for part in parts]
+    policy = tiny.policy(mode="all", microbatch=microbatch)
+    trajectory = policy.rollout(tiny.batch(1, rows))
+    sizes = [
+        (part.rows.stop - part.rows.start) * (part.actions.stop - part.actions.start) for part in policy.microbatches(trajectory)
+    ]
     assert sum(sizes) == trajectory.mask.numel()
     assert max(sizes) <= microbatch
     assert max(rows.stop - rows.start for rows in policy.row_slices(trajectory)) <= microbatch
@@ -278,27 +251,27 @@ def test_the_kl_of_a_model_in_16_bits_is_0_before_the_first_update() -> None:
     assert rows == [6] * 6
 
 
-def test_rollout_passes_of_transitions_have_the_row_count_of_the_update() -> None:
-    made = policy("sd3", torch.bfloat16, microbatch=6)
-    actions = made.sampling.window.actions(num_steps=tiny.NUM_STEPS, seed=3, step=5)
+@pytest.mark.parametrize(
+    ("dtype", "options", "passes", "of_the_update"),
+    [
+        (torch.bfloat16, {}, [6] * 4 + [ROWS] * (tiny.NUM_STEPS - 2), [6, 6, 6]),
+        (torch.float32, {}, [ROWS] * tiny.NUM_STEPS, [6, 6, 4]),
+        (torch.bfloat16, {"equal_shapes": False}, [ROWS] * tiny.NUM_STEPS, [6, 6, 4]),
+    ],
+)
+def test_rollout_passes_of_transitions_have_the_row_count_of_the_update(
+    dtype: Any, options: Any, passes: list[int], of_the_update: list[int]
+) -> None:
+    """In 16 bits; in fp32 or without equal shapes, all rows are computed in one forward pass."""
+    made = policy("sd3", dtype, microbatch=6, **options)
     rows = shapes(made)
     trajectory = made.rollout(tiny.batch(2, ROWS // 2))
-    assert len(actions) == 2
-    assert sorted(rows) == [6] * 4 + [ROWS] * (tiny.NUM_STEPS - 2)
+    assert trajectory.mask.shape[1] == 2
+    assert sorted(rows) == passes
     rows.clear()
     for part in made.microbatches(trajectory):
         made.evaluate(trajectory, part, Needs())
-    assert rows == [6] * 3
-
-
-@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"equal_shapes": False})])
-def test_rollout_of_fp32_or_without_equal_shapes_computes_all_rows_in_one_forward_pass(
-    dtype: torch.dtype, options: dict[str, bool]
-) -> None:
-    made = policy("sd3", dtype, **options)
-    rows = shapes(made)
-    made.rollout(tiny.batch(2, ROWS // 2))
-    assert rows == [ROWS] * tiny.NUM_STEPS
+    assert rows == of_the_update
 
 
 def test_padding_rows_of_a_forward_pass_do_not_change_the_gradient() -> None:
@@ -321,24 +294,17 @@ def test_padding_rows_of_a_forward_pass_do_not_change_the_gradient() -> None:
 
 @pytest.mark.parametrize("mode", ["window", "branch"])
 def test_random_window_depends_only_on_seed_and_step(mode):
-    window = RandomWindow(mode=mode, size=2, low=1, high=6)
+    window, whole = RandomWindow(mode=mode, size=2, low=1, high=6), RandomWindow(mode=mode, size=2)
     drawn = [window.actions(num_steps=8, seed=0, step=step) for step in range(40)]
     assert drawn == [window.actions(num_steps=8, seed=0, step=step) for step in range(40)]
     assert {actions.start for actions in drawn} == {1, 2, 3, 4}
     assert drawn != [window.actions(num_steps=8, seed=1, step=step) for step in range(40)]
-
-
-def test_random_window_without_high_reaches_all_steps_except_the_last():
-    window = RandomWindow(mode="window", size=2)
-    assert {window.actions(num_steps=5, seed=0, step=step).stop for step in range(60)} == {2, 3, 4}
+    assert {whole.actions(num_steps=5, seed=0, step=step).stop for step in range(60)} == {2, 3, 4}  # all steps except the last
+    with pytest.raises(ValueError, match="last step has no density"):
+        RandomWindow(mode=mode, size=2, high=5).actions(num_steps=5, seed=0, step=0)
 
 
 def test_all_steps_and_sliding_window_return_the_expected_ranges():
     assert AllSteps().actions(num_steps=5, seed=0, step=9) == range(4)
     sliding = SlidingWindow(size=2, every=3, stride=1)
     assert [sliding.actions(num_steps=5, seed=9, step=step).start for step in range(10)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0]
-
-
-def test_a_window_that_includes_the_last_step_raises():
-    with pytest.raises(ValueError, match="last step has no density"):
-        RandomWindow(mode="window", size=2, high=5).actions(num_steps=5, seed=0, step=0)

@@ -77,8 +77,7 @@ def test_the_engine_key_is_omitted_from_the_document_if_it_is_not_set(make):
     ],
 )
 def test_invalid_options_of_a_vllm_engine_raise_when_the_recipe_is_parsed(make, changes, line):
-    document = make(rollout__engine=VLLM, **changes)
-    assert line in error_of(document)
+    assert line in error_of(make(rollout__engine=VLLM, **changes))
 
 
 def test_image_token_recipes_with_a_vllm_engine_reject_top_k_and_top_p(make, tmp_path):
@@ -96,10 +95,8 @@ def test_image_token_recipes_with_a_vllm_engine_reject_top_k_and_top_p(make, tmp
 
 def test_connection_keys_may_change_on_resume_and_max_mismatch_may_not(make):
     old = parse(make(rollout__engine=VLLM))
-    moved = parse(
-        make(rollout__engine={**VLLM, "url": "http://gpu:1", "adapters": "/shared", "timeout": 9.0, "patience": 1.0, "sleep": True})
-    )
-    assert not differences(old, moved)
+    connection = {"url": "http://gpu:1", "adapters": "/shared", "timeout": 9.0, "patience": 1.0, "sleep": True}
+    assert not differences(old, parse(make(rollout__engine={**VLLM, **connection})))
     assert len(differences(old, parse(make(rollout__engine={**VLLM, "max_mismatch": 0.2})))) == 1
 
 
@@ -115,7 +112,7 @@ class _WithoutImages:
     """A writer without ``resized_images``."""
 
     def __init__(self, writer):
-        self.writer = writer
+        self.__dict__ = {"writer": writer}
 
     def __getattr__(self, name):
         if name == "resized_images":
@@ -145,9 +142,13 @@ def test_a_run_samples_its_completions_from_the_server(make, writer, caplog):
     assert any(asked.content_parts for asked in double.asked)
 
 
-def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make, writer, tmp_path):
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make, writer, tmp_path, staleness):
+    stale = {"rollout__staleness": staleness} if staleness else {}
     with served(writer) as (double, section):
-        document = make(rollout__engine=section, checkpoints={"every": 0})
+        engine = {**section, "max_mismatch": 1e-3}
+        steps = 2 + staleness
+        document = make(steps=steps, learning_rate=0.05, rollout__engine=engine, checkpoints={"every": 0}, **stale)
         double.fault = lambda path: "503" if len(double.loaded) == 2 and path.endswith("generate") else None
         with pytest.raises(EngineFault, match=r"did not answer /inference/v1/generate within 0\.2 s"):
             run(parse(document), fresh=False)
@@ -157,30 +158,15 @@ def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make, writer, t
         assert checkpoint.load(found).step == 1
         double.fault = at_first()
         assert run(parse(document), fresh=False) == 0
-    assert len(folder.read_metrics()) == 2
-
-
-@pytest.mark.slow
-def test_a_run_with_stale_rollouts_resumes_after_a_server_fault(make, writer, tmp_path):
-    with served(writer) as (double, section):
-        engine = {**section, "max_mismatch": 1e-3}
-        document = make(steps=3, learning_rate=0.05, rollout__engine=engine, rollout__staleness=1, checkpoints={"every": 0})
-        double.fault = lambda path: "503" if len(double.loaded) == 2 and path.endswith("generate") else None
-        with pytest.raises(EngineFault, match="did not answer"):
-            run(parse(document), fresh=False)
-        folder = RunFolder(tmp_path / "written")
-        found = checkpoint.latest(folder.checkpoints)
-        assert found is not None
-        assert checkpoint.load(found).step == 1
-        double.fault = at_first()
-        assert run(parse(document), fresh=False) == 0
-    first, second, *_ = double.loaded
-    # After the resume, the newest weights sample the trial step, and the earlier ones sample the queue again.
-    assert double.loaded == [first, second, second, first, second]
-    for step, line in enumerate(folder.read_metrics()):
-        assert line["staleness/steps"] == float(step > 0)
-        assert 0 < line["engine/mismatch"] <= line["engine/mismatch_max"] < 1e-3
-        assert line["policy/ratio_max_first"] <= 1e-5
+    assert len(folder.read_metrics()) == steps
+    if staleness:
+        first, second, *_ = double.loaded
+        # After the resume, the newest weights sample the trial step, and the earlier ones sample the queue again.
+        assert double.loaded == [first, second, second, first, second]
+        for step, line in enumerate(folder.read_metrics()):
+            assert line["staleness/steps"] == float(step > 0)
+            assert 0 < line["engine/mismatch"] <= line["engine/mismatch_max"] < 1e-3
+            assert line["policy/ratio_max_first"] <= 1e-5
 
 
 def test_a_run_samples_image_tokens_from_a_server_with_the_plugin(make, tmp_path, monkeypatch):

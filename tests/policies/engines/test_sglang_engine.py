@@ -42,37 +42,26 @@ def served(tmp_path, *, train="lora", guidance=1.0, context=None, limits=None, *
     double = sglang_double.double_of(model)
     tiny.make_trainable(model.module, train)
     copies = WeightCopies(model.module)
+
+    def save(folder):
+        if train == "full":
+            model.module.save_pretrained(folder)
+        else:
+            write_lora(model.module, folder, pipeline=None)
+
     with sglang_double.serving(double) as url:
         section = SglangEngine(url=url, patience=0.0, timeout=60.0, images=2, **(limits or {}))
-
-        def save(folder):
-            if train == "full":
-                model.module.save_pretrained(folder)
-            else:
-                write_lora(model.module, folder, pipeline=None)
-
-        run = EngineContext(
-            weights=copies.parameters, save=save, folder=tmp_path / "run", full_weights=train == "full", **(context or {})
-        )
+        weights = {"weights": copies.parameters, "save": save, "folder": tmp_path / "run", "full_weights": train == "full"}
+        run = EngineContext(**weights, **(context or {}))
         engine = section.build(model, run)
-        policy = DenoisingPolicy(
-            Guided(model, guidance) if guidance > 1 else model,
-            sampling=tiny.sampling(engine=section, guidance_scale=guidance, **how),
-            eval_steps=tiny.NUM_STEPS,
-            microbatch=4,
-            copies=copies,
-            engine=engine,
-            any_rank=run.any_rank,
-        )
-        yield policy, double
+        sampling = tiny.sampling(engine=section, guidance_scale=guidance, **how)
+        options = {"sampling": sampling, "eval_steps": tiny.NUM_STEPS, "microbatch": 4, "copies": copies, "engine": engine}
+        yield DenoisingPolicy(Guided(model, guidance) if guidance > 1 else model, **options, any_rank=run.any_rank), double
         engine.close()
 
 
 def batch(group_size=3):
     return tiny.batch(group_size=group_size, tasks=lambda count: tiny.tasks(count, with_images=False))
-
-
-# Chains
 
 
 @pytest.mark.parametrize(
@@ -138,14 +127,14 @@ def test_a_deviation_is_measured_in_standard_deviations(tmp_path, kind):
         torch.testing.assert_close(estimate, expected, rtol=0.25, atol=0.05)
 
 
-def test_a_large_mismatch_raises(tmp_path):
+def test_a_large_mismatch_and_a_response_that_is_not_msgpack_raise(tmp_path):
     with served(tmp_path) as (policy, double):
         double.drift = 0.5
         with pytest.raises(EngineFault, match=r"off from the policy's by .* standard deviations .* allows 0.1"):
             policy.rollout(batch())
-
-
-# Faults
+        double.fault = lambda path: "not a message" if path == GENERATE else None
+        with pytest.raises(EngineFault, match="not MessagePack"):
+            policy.rollout(batch())
 
 
 def field(name, change, inside="dit_trajectory"):
@@ -198,13 +187,6 @@ def test_a_response_with_a_fault_is_rejected(tmp_path, way):
             policy.rollout(batch())
 
 
-def test_a_response_that_is_not_msgpack_is_rejected(tmp_path):
-    with served(tmp_path) as (policy, double):
-        double.fault = lambda path: "not a message" if path == GENERATE else None
-        with pytest.raises(EngineFault, match="not MessagePack"):
-            policy.rollout(batch())
-
-
 def test_temporary_faults_are_retried_and_permanent_ones_raise(tmp_path, caplog):
     with served(tmp_path, limits={}) as (policy, double):
         left = [500]
@@ -220,9 +202,6 @@ def test_temporary_faults_are_retried_and_permanent_ones_raise(tmp_path, caplog)
         policy.engine._connect = policy.sampling.engine.connect
         with pytest.raises(EngineFault, match=r"did not answer /rollout/generate within 0 s \(rollout.engine.patience\)"):
             policy.rollout(batch())
-
-
-# Weights
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
@@ -258,11 +237,16 @@ def test_a_restarted_server_gets_the_weights_again(tmp_path, train):
             policy.rollout(batch())
 
 
-def test_a_lora_that_was_not_loaded_raises(tmp_path):
+def test_a_lora_that_was_not_loaded_and_a_server_without_loras_raise(tmp_path):
     with served(tmp_path) as (policy, double):
-        double.set_lora = lambda body: {"status": "ok", "message": ""}
+        loaded, double.set_lora = double.set_lora, lambda body: {"status": "ok", "message": ""}
         with pytest.raises(EngineFault, match=r"reports that it loaded .* other weights"):
             policy.rollout(batch())
+        double.set_lora = loaded
+        for path, message in ((SET_LORA, "did not load"), (LIST_LORAS, "refuses /v1/list_loras")):
+            double.fault = lambda asked, path=path: 404 if asked == path else None
+            with pytest.raises(EngineFault, match=message):
+                policy.rollout(batch())
 
 
 def test_full_weights_that_were_not_loaded_raise(tmp_path):
@@ -278,14 +262,6 @@ def test_full_weights_that_were_not_loaded_raise(tmp_path):
         double.checksum = lambda body: {"transformer": "not_found"}
         del double.update
         with pytest.raises(EngineFault, match="returned no checksum of its transformer, but 'not_found'"):
-            policy.rollout(batch())
-
-
-@pytest.mark.parametrize(("path", "message"), [(SET_LORA, "did not load"), (LIST_LORAS, "refuses /v1/list_loras")])
-def test_a_server_without_lora_support_stops_the_run(tmp_path, path, message):
-    with served(tmp_path) as (policy, double):
-        double.fault = lambda asked: 404 if asked == path else None
-        with pytest.raises(EngineFault, match=message):
             policy.rollout(batch())
 
 
@@ -311,9 +287,6 @@ def test_all_ranks_raise_together_and_only_rank_0_loads_weights(tmp_path):
         assert sorted(text.split(":")[0][:27] for text in both()) == ["the SGLang server at http", "the SGLang server failed on"]
 
 
-# Unsupported options
-
-
 def rollout(**options):
     return tiny.sampling(engine=SglangEngine(url="http://127.0.0.1:1"), **options)
 
@@ -329,9 +302,8 @@ def rollout(**options):
     ],
 )
 def test_unsupported_rollout_options_are_reported(options, words):
-    found = list(_problems(rollout(**options)))
-    assert len(found) == 1
-    assert found[0].startswith(words)
+    (found,) = _problems(rollout(**options))
+    assert found.startswith(words)
 
 
 def test_unsupported_models_and_training_options_are_reported():
@@ -378,9 +350,6 @@ def test_doctor_diagnoses_the_sglang_server(tmp_path):
     assert next(section.diagnose(base_model="base", full_weights=False))[0] == "FAILED"
 
 
-# MessagePack
-
-
 @pytest.mark.parametrize(
     ("body", "value"),
     [
@@ -398,15 +367,10 @@ def test_msgpack_encodings_are_unpacked(body, value):
     assert unpack(body, most=100) == value
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"\x92\x01", b"\x01\x01", b"\xc1", b"\xd4\x00\x00", b"\x81\x01\x01", b"\xa1\xff", b"\x91" * 99]
-)
-def test_invalid_msgpack_raises(body):
-    with pytest.raises(ValueError, match=r".+"):
-        unpack(body, most=100)
-
-
-# A run
+def test_invalid_msgpack_raises():
+    for body in (b"", b"\x92\x01", b"\x01\x01", b"\xc1", b"\xd4\x00\x00", b"\x81\x01\x01", b"\xa1\xff", b"\x91" * 99):
+        with pytest.raises(ValueError, match=r".+"):
+            unpack(body, most=100)
 
 
 def test_a_recipe_runs_with_the_engine(tmp_path):

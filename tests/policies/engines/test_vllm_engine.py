@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 
 import pytest
@@ -59,34 +60,30 @@ def tasks_for(kind):
     return tiny_writers.tasks(with_images=kind in tiny_writers.VISION_KINDS)
 
 
-@contextmanager
-def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, timeout=600.0, patience=60.0, ranks=None, **double):
-    """A policy with the engine, the double of its server, and the clock of its retries."""
-    writer = tiny_writers.writer(kind, train="none", stop=tiny_writing.STOPS)
-    twin = Double(
-        copy.deepcopy(writer.module),
-        image_processor=tiny_writers.image_processor(kind) if kind in tiny_writers.VISION_KINDS else None,
-        image_token=writer.image_token,
-        **double,
+def publisher(policy, tmp_path, **ranks):
+    return AdapterPublisher(
+        weights=policy.copies.parameters,
+        save=lambda folder: write_lora(policy.model.module, folder, pipeline=None),
+        folder=tmp_path / "adapters",
+        prefix="retouch-test",
+        **ranks,
     )
+
+
+@contextmanager
+def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, patience=60.0, ranks=None, **double):
+    """A policy with the engine, the double of its server, and the clock of its retries."""
+    writer, ranks = tiny_writers.writer(kind, train="none", stop=tiny_writing.STOPS), ranks or {}
+    processor = tiny_writers.image_processor(kind) if kind in tiny_writers.VISION_KINDS else None
+    twin = Double(copy.deepcopy(writer.module), image_processor=processor, image_token=writer.image_token, **double)
     tiny_writers.make_trainable(writer.module, "lora")
     waiting = FakeClock()
     with serving(twin) as url:
         policy = tiny_writing.policy(writer=writer, sampling=sampling)
         policy.limits = VllmEngine(url=url, **{"truncate_at": None, **(limits or {})})
-        adapters = AdapterPublisher(
-            weights=policy.copies.parameters,
-            save=lambda folder: write_lora(writer.module, folder, pipeline=None),
-            folder=tmp_path / "adapters",
-            prefix="retouch-test",
-            **(ranks or {}),
-        )
-
-        def connect():
-            return Client(url, timeout=timeout, patience=patience, sleep=waiting.sleep, clock=waiting.clock)
-
+        connect = partial(Client, url, timeout=600.0, patience=patience, sleep=waiting.sleep, clock=waiting.clock)
         any_rank = {"any_rank": ranks["any_rank"]} if ranks else {}
-        policy.engine = VllmDecoding(writer, connect=connect, weights=adapters, **any_rank)
+        policy.engine = VllmDecoding(writer, connect=connect, weights=publisher(policy, tmp_path, **ranks), **any_rank)
         yield policy, twin, waiting
 
 
@@ -158,12 +155,14 @@ def test_rows_have_seeds_by_group_and_slot(tmp_path):
         assert len(twin.loaded) == 1
 
 
-def test_forbidden_tokens_are_sent_as_logit_bias(tmp_path):
-    with served(tmp_path) as (policy, twin, _):
+def test_forbidden_tokens_are_sent_as_logit_bias(tmp_path, monkeypatch):
+    """To a server with an API key."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with served(tmp_path, key="secret") as (policy, twin, _):
         policy.rollout(tiny_writing.batch())
         banned = (~policy.model.grammar.vocabularies[0]).nonzero()[:, 0].tolist()
-        assert twin.asked[0].sampling_params.logit_bias == dict.fromkeys(banned, -100.0)
         how = twin.asked[0].sampling_params
+        assert how.logit_bias == dict.fromkeys(banned, -100.0)
         assert (how.stop_token_ids, how.max_tokens, how.ignore_eos) == (list(policy.model.stop), 7, True)
 
 
@@ -213,9 +212,6 @@ def test_images_are_sent_at_their_final_size(tmp_path):
         assert sum(image.size != final.size for image, final in zip(images, sent, strict=True)) == 3
 
 
-# Faults
-
-
 def test_temporary_faults_are_retried_and_do_not_change_completions(tmp_path, caplog):
     with served(tmp_path) as (policy, twin, waiting), caplog.at_level(logging.WARNING, "retouch"):
         batch = tiny_writing.batch()
@@ -240,6 +236,12 @@ def test_a_lasting_fault_raises_after_patience(tmp_path, way):
             policy.rollout(tiny_writing.batch().take(slice(0, 2)))
         assert sum(waiting.pauses) == pytest.approx(40.0)
         assert len(waiting.pauses) < 20
+        waiting.pauses.clear()
+        twin.fault = always("500", path=GENERATE)  # a permanent error of the server is tried again only a few times
+        with pytest.raises(EngineFault, match="refuses to generate: HTTP 500: told to answer 500"):
+            policy.rollout(tiny_writing.batch().take(slice(0, 2)))
+        assert len(waiting.pauses) == 2
+        assert sum(waiting.pauses) <= 1.5
 
 
 def test_a_restarted_server_gets_the_adapter_again(tmp_path):
@@ -278,12 +280,6 @@ def test_a_server_that_is_set_up_wrongly_raises_with_the_option_to_set(tmp_path,
     assert not twin.asked or not {"processed", "sampling_mask"} & options.keys() or "sampling" in options
 
 
-def test_the_api_key_is_sent_to_the_server(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with served(tmp_path, key="secret") as (policy, _, _):
-        policy.rollout(tiny_writing.batch())
-
-
 @pytest.mark.parametrize("way", [way for way in CHANGES if way != "log-probabilities off"])
 def test_invalid_responses_raise_without_a_retry(tmp_path, way):
     with served(tmp_path) as (policy, twin, waiting):
@@ -293,14 +289,7 @@ def test_invalid_responses_raise_without_a_retry(tmp_path, way):
         assert not waiting.pauses
 
 
-def test_a_different_image_processor_raises(tmp_path):
-    with served(tmp_path) as (policy, twin, _):
-        twin.image_processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=24 * 24)
-        with pytest.raises(EngineFault, match="another tokenizer or image processor"):
-            policy.rollout(tiny_writing.batch())
-
-
-def test_a_mismatch_above_the_limit_stops_the_run(tmp_path):
+def test_a_mismatch_above_the_limit_or_another_image_processor_stops_the_run(tmp_path):
     with served(tmp_path) as (policy, twin, _):
         policy.rollout(tiny_writing.batch())
         twin.fault = always("log-probabilities off")
@@ -310,16 +299,9 @@ def test_a_mismatch_above_the_limit_stops_the_run(tmp_path):
         trajectory = policy.rollout(tiny_writing.batch())
         scale = policy.evaluate(trajectory, all_actions(trajectory), Needs()).scale
         torch.testing.assert_close(scale[trajectory.mask], torch.full_like(scale[trajectory.mask], 1.5))
-
-
-def test_a_permanent_server_error_raises_after_few_retries(tmp_path):
-    with served(tmp_path) as (policy, twin, waiting):
-        policy.rollout(tiny_writing.batch())
-        twin.fault = always("500")
-        with pytest.raises(EngineFault, match="refuses to generate: HTTP 500: told to answer 500"):
-            policy.rollout(tiny_writing.batch().take(slice(0, 2)))
-        assert len(waiting.pauses) == 2
-        assert sum(waiting.pauses) <= 1.5
+        twin.image_processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=24 * 24)
+        with pytest.raises(EngineFault, match="another tokenizer or image processor"):
+            policy.rollout(tiny_writing.batch())
 
 
 def test_a_closed_connection_does_not_mean_that_the_engine_is_dead():
@@ -404,16 +386,13 @@ def test_all_ranks_raise_if_one_rank_fails(tmp_path):
         assert "rank 0 could not load the weights" in caught[1]
 
 
-# Capabilities
-
-
 # Image tokens
 
 
 @contextmanager
-def served_image_tokens(tmp_path, *, prefill=DRAW, grammar=True, **double):
+def served_image_tokens(tmp_path, *, grammar=True, **double):
     """A policy of image tokens with the engine, and the double behind it."""
-    editor = tiny_emu3.editor(prefill=prefill, grammar=grammar)
+    editor = tiny_emu3.editor(prefill=DRAW, grammar=grammar)
     twin = Double(copy.deepcopy(editor.module), **double)
     twin.base.delete_adapter("default")
     tiny_writers.perturb(editor.module)
@@ -421,16 +400,8 @@ def served_image_tokens(tmp_path, *, prefill=DRAW, grammar=True, **double):
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
     with serving(twin) as url:
         policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest, "temperature": 0.7})
-        policy.engine = VllmDecoding(
-            editor,
-            connect=lambda: Client(url, timeout=600.0, patience=1.0),
-            weights=AdapterPublisher(
-                weights=policy.copies.parameters,
-                save=lambda folder: write_lora(editor.module, folder, pipeline=None),
-                folder=tmp_path / "adapters",
-                prefix="retouch-test",
-            ),
-        )
+        connect = partial(Client, url, timeout=600.0, patience=1.0)
+        policy.engine = VllmDecoding(editor, connect=connect, weights=publisher(policy, tmp_path))
         yield policy, twin
 
 
@@ -460,7 +431,7 @@ def test_image_tokens_raise_if_the_server_has_no_plugin(tmp_path):
         policy.rollout(tiny_writing.batch(edits()))
 
 
-def test_an_invalid_grammar_is_rejected_by_the_server(tmp_path, monkeypatch):
+def test_an_invalid_grammar_is_rejected_by_the_server_and_top_k_with_a_grammar_before_it(tmp_path, monkeypatch):
     with served_image_tokens(tmp_path, processor=vllm_runner.install_plugin(monkeypatch)) as (policy, twin):
         policy.engine._grammar = {**policy.engine._grammar, "begin": -1}
         with pytest.raises(EngineFault, match=r"refuses to generate: HTTP 400: extra_args\.retouch_form\.begin"):
@@ -469,6 +440,9 @@ def test_an_invalid_grammar_is_rejected_by_the_server(tmp_path, monkeypatch):
             assert has_plugin(client)
             twin.processor = None
             assert not has_plugin(client)
+        policy.sampling = policy.sampling.model_copy(update={"top_k": 5})
+        with pytest.raises(ValueError, match="remove both"):
+            policy.rollout(tiny_writing.batch(edits()))
 
 
 def test_image_tokens_without_a_grammar_need_no_plugin(tmp_path):
@@ -476,13 +450,6 @@ def test_image_tokens_without_a_grammar_need_no_plugin(tmp_path):
         trajectory = policy.rollout(tiny_writing.batch(edits()))
         assert gap(trajectory) < 1e-4
         assert all(asked.sampling_params.extra_args is None for asked in twin.asked)
-
-
-def test_top_k_raises_for_image_tokens_with_a_grammar(tmp_path, monkeypatch):
-    with served_image_tokens(tmp_path, processor=vllm_runner.install_plugin(monkeypatch)) as (policy, _):
-        policy.sampling = policy.sampling.model_copy(update={"top_k": 5})
-        with pytest.raises(ValueError, match="remove both"):
-            policy.rollout(tiny_writing.batch(edits()))
 
 
 @contextmanager
@@ -527,19 +494,6 @@ def test_a_restarted_server_gets_all_weights_again(tmp_path):
         assert twin.reloaded == twin.reloaded[:1] * 2
 
 
-def test_a_server_that_loses_the_weights_after_each_load_stops_the_run(tmp_path):
-    with served_text(tmp_path) as (policy, twin):
-        policy.rollout(batch())
-
-        def forget(path):
-            if path == GENERATE:
-                twin.weight_version = "default"
-
-        twin.fault = forget
-        with pytest.raises(EngineFault, match="lost the weights again as soon as they were loaded"):
-            policy.rollout(batch())
-
-
 def test_a_failed_reload_raises_and_is_repeated_at_the_next_rollout(tmp_path):
     with served_text(tmp_path) as (policy, twin):
         policy.rollout(batch())
@@ -550,6 +504,14 @@ def test_a_failed_reload_raises_and_is_repeated_at_the_next_rollout(tmp_path):
         assert twin.weight_version.startswith("loading-retouch-")
         policy.engine._weights._save = save
         assert gap(policy.rollout(batch())) < 1e-4
+
+        def forget(path):  # a server that loses the weights after each load stops the run
+            if path == GENERATE:
+                twin.weight_version = "default"
+
+        twin.fault = forget
+        with pytest.raises(EngineFault, match="lost the weights again as soon as they were loaded"):
+            policy.rollout(batch())
 
 
 def test_a_server_that_does_not_clear_its_prefix_cache_stops_the_run(tmp_path):
@@ -595,18 +557,18 @@ def test_the_server_is_awake_only_during_a_rollout(tmp_path, train):
         assert not (tmp_path / "adapters").exists()
 
 
-def test_a_server_without_sleep_mode_stops_the_run(tmp_path):
-    wanted = r"refuses rollout\.engine\.sleep.*VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
-    with served_text(tmp_path, sleep=True, dev_mode=False) as (policy, _), pytest.raises(EngineFault, match=wanted):
-        policy.rollout(batch())
-
-
-@pytest.mark.parametrize(("path", "says"), [(SLEEP, "did not go to sleep"), (WAKE, "did not wake up")])
-def test_a_server_that_does_not_sleep_or_wake_up_stops_the_run(tmp_path, path, says):
-    with served_text(tmp_path, sleep=True) as (policy, twin):
-        twin.fault = lambda asked: setattr(twin, "asleep", path == WAKE) if asked == "/is_sleeping" else None
-        with pytest.raises(EngineFault, match=says):
+def test_a_server_that_does_not_sleep_or_wake_up_stops_the_run(tmp_path):
+    with served_text(tmp_path / "without", sleep=True, dev_mode=False) as (policy, _):
+        wanted = r"refuses rollout\.engine\.sleep.*VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
+        with pytest.raises(EngineFault, match=wanted):
             policy.rollout(batch())
+    for path, says in ((SLEEP, "did not go to sleep"), (WAKE, "did not wake up")):
+        with served_text(tmp_path / says, sleep=True) as (policy, twin):
+            twin.fault = lambda asked, twin=twin, path=path: (
+                setattr(twin, "asleep", path == WAKE) if asked == "/is_sleeping" else None
+            )
+            with pytest.raises(EngineFault, match=says):
+                policy.rollout(batch())
 
 
 def test_only_rank_0_sends_sleep_requests_and_its_failure_raises_on_every_rank(tmp_path):
