@@ -83,8 +83,9 @@ def masked(image):
         (masked(Image.linear_gradient("L").resize(SIZE)), 1, "grey levels"),
         (masked(Image.new("L", (9, 9), 255)), 1, "the mask is 9x9 but its image 48x32"),
         (lambda root: (root / "test3_source.png").write_bytes(b"no picture"), 1, "test3_source.png"),
-        (listed(b"3-Azir\n11-a\n3-b\n"), 3, "the number 3 is taken by line 1"), (listed(b"3-Azir\n11-a\nAzir\n"), 3, "<number>-<text>"),
-        (listed(b"3-Azir\n11-a\n17- \n"), 3, "<number>-<text>"), (listed(b"3-Azir\n11-\xff\n"), 2, "not UTF-8"),
+        (listed(b"3-Azir\n11-a\n3-b\n"), 3, "the number 3 is taken by line 1"),
+        (listed(b"3-Azir\n11-a\nAzir\n"), 3, "<number>-<text>"), (listed(b"3-Azir\n11-a\n17- \n"), 3, "<number>-<text>"),
+        (listed(b"3-Azir\n11-\xff\n"), 2, "not UTF-8"),
     ],
 )  # fmt: skip
 def test_an_invalid_item_is_reported_with_its_line(folder, breaking, line, said):
