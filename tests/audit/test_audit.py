@@ -387,13 +387,11 @@ def steps_and_answers(run):
 @pytest.mark.parametrize(
     ("words", "steps", "contents"),
     [
-        ([], [1, 3], ["c0", "c2"]),
-        (["--image", f"{2:064x}"], [1, 2], ["c0", "c1"]),
-        (["--steps", "1:1"], [2, 3], ["c1", "c2"]),
-        (["--judge", "gpt, typed", "--steps", "2:3"], [1], ["c0"]),
+        ([], [1, 3], ["c0", "c2"]), (["--image", f"{2:064x}"], [1, 2], ["c0", "c1"]),
+        (["--steps", "1:1"], [2, 3], ["c1", "c2"]), (["--judge", "gpt, typed", "--steps", "2:3"], [1], ["c0"]),
         (["--split", "heldout"], [1, 2, 3], ["c0", "c1", "c2"]),
     ],
-)
+)  # fmt: skip
 def test_expel_discards_the_selected_scores_and_keeps_the_recorded_calls(tmp_path, ask, words, steps, contents):
     run = add_infinite_scores(tmp_path)
     before = ask(run, "cost")["asked"]

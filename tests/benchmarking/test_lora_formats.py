@@ -17,13 +17,10 @@ from retouch_bench.running import run
 
 TARGETS = ["attn.to_q", "attn.to_out.0", "img_mlp.net.0.proj"]
 CONVERTED = {
-    "QwenImagePipeline": "transformer_blocks_0_attn_to_q",
-    "QwenImageEditPlusPipeline": "transformer_blocks_0_attn_to_q",
-    "FluxPipeline": "double_blocks_0_img_attn_proj",
-    "FluxKontextPipeline": "double_blocks_0_img_attn_proj",
-    "Flux2KleinPipeline": "double_blocks_0_img_attn_proj",
-    "ZImagePipeline": "layers_0_attention_to_q",
-}
+    "QwenImagePipeline": "transformer_blocks_0_attn_to_q", "QwenImageEditPlusPipeline": "transformer_blocks_0_attn_to_q",
+    "FluxPipeline": "double_blocks_0_img_attn_proj", "FluxKontextPipeline": "double_blocks_0_img_attn_proj",
+    "Flux2KleinPipeline": "double_blocks_0_img_attn_proj", "ZImagePipeline": "layers_0_attention_to_q",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,9 @@ import tiny_pipelines
 
 ROOT = Path(__file__).parents[2]
 TINY = {
-    "steps": 2,
-    "size": (32, 32),
-    "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
-    "device": "cpu",
-    "trackers": (),
-}
+    "steps": 2, "size": (32, 32), "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
+    "device": "cpu", "trackers": (),
+}  # fmt: skip
 
 
 def blocks(page, heading):

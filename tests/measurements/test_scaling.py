@@ -66,12 +66,9 @@ def test_the_last_point_does_not_influence_the_chosen_curve(league):
 
 def test_every_point_changes_one_setting_and_uses_the_same_budget(league):
     allowed = {
-        "Samples": set(),
-        "Group size": {"tasks_per_step", "group_size"},
-        "Denoising steps trained per chain": {"rollout"},
-        "Noise of the judge": {"reward"},
-        "Network size": {"policy"},
-    }
+        "Samples": set(), "Group size": {"tasks_per_step", "group_size"}, "Denoising steps trained per chain": {"rollout"},
+        "Noise of the judge": {"reward"}, "Network size": {"policy"},
+    }  # fmt: skip
 
     def recipe(point):
         return league.worlds.recipe_of(point.world, point.contestant, point.settings, stage="final", seed=7, curve=1)
@@ -98,13 +95,9 @@ def record(share, seed):
     """A finished run on two strata of two tasks."""
     after = [4.0 + 6 * share] * 4
     base = {
-        "ended": "finished",
-        "tasks": [2, 2],
-        "before": [4.0] * 4,
-        "ceiling": 10.0,
-        "after": after,
+        "ended": "finished", "tasks": [2, 2], "before": [4.0] * 4, "ceiling": 10.0, "after": after,
         "curve": [[0, 4], [1, after[0]]],
-    }
+    }  # fmt: skip
     return {**base, "steps": 5, "images": 240, "cpu_seconds": 20.0, "seed": seed}
 
 

@@ -295,17 +295,14 @@ _HALVES = ("tasks_per_step=8", "group_size=8", "minibatches=2")
 @pytest.mark.parametrize(
     ("name", "world", "changes", "says"),
     [
-        (_FLUX2, 8, [], []),
-        (_FLUX2, 8, ["microbatch=4"], _REPEATED),
-        (_FLUX2, 8, ["microbatch=12"], []),
-        (_FLUX2, 8, ["microbatch=4", "rollout.equal_shapes=false"], []),
-        (_WRITER, 1, ["microbatch=8", "rollout.chunk=64"], []),
+        (_FLUX2, 8, [], []), (_FLUX2, 8, ["microbatch=4"], _REPEATED), (_FLUX2, 8, ["microbatch=12"], []),
+        (_FLUX2, 8, ["microbatch=4", "rollout.equal_shapes=false"], []), (_WRITER, 1, ["microbatch=8", "rollout.chunk=64"], []),
         (_WRITER, 1, ["microbatch=8", "rollout.chunk=12"], ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"]),
         (_WRITER, 1, [*_HALVES[:2], "minibatches=1", "microbatch=5", "rollout.chunk=40"], []),
         (_WRITER, 1, [*_HALVES, "microbatch=8", "rollout.chunk=64"], []),
         (_WRITER, 1, [*_HALVES, "microbatch=12", "rollout.chunk=96"], ["32 rows", "use microbatch 4"]),
     ],
-)
+)  # fmt: skip
 def test_check_batch_reports_rows_that_are_repeated_and_chunks_and_minibatches_that_do_not_fit(name, world, changes, says):
     notes = [finding.text for finding in check_batch(load(name, changes), world=world) if finding.status == "note"]
     assert len(notes) == bool(says)

@@ -156,21 +156,16 @@ class NoKl(TokenPolicy):
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        (UsesGlobalRandomState, "draws from torch's global generator"),
-        (KeyedByPosition, r"rows 2 to 4 rolled out alone"),
-        (NonDeterministic, "the same rollout again: they differ by"),
-        (ChangesWeightsInRollout, "rollout changed table"),
-        (FreezesWeights, "rollout changed requires_grad of table"),
-        (OtherTemperature, r"\|ratio - 1\| is \d\.\d\de"),
-        (ForgetsTheLastRow, r"do not cover each|cover \(row, action\)"),
-        (ScoresARowTwice, r"\[(\(0, 2\)|\[0, 2\])\]"),
+        (UsesGlobalRandomState, "draws from torch's global generator"), (KeyedByPosition, r"rows 2 to 4 rolled out alone"),
+        (NonDeterministic, "the same rollout again: they differ by"), (ChangesWeightsInRollout, "rollout changed table"),
+        (FreezesWeights, "rollout changed requires_grad of table"), (OtherTemperature, r"\|ratio - 1\| is \d\.\d\de"),
+        (ForgetsTheLastRow, r"do not cover each|cover \(row, action\)"), (ScoresARowTwice, r"\[(\(0, 2\)|\[0, 2\])\]"),
         (DependsOnMicrobatches, "the gradient depends on the slicing"),
         (ConstantRatio, r"masked actions change the gradient|still exactly 1"),
         (MaskedActionsMatter, "masked actions change the gradient by"),
-        (ReferenceFollowsPolicy, "the reference changes with them"),
-        (NoKl, "returns no KL"),
+        (ReferenceFollowsPolicy, "the reference changes with them"), (NoKl, "returns no KL"),
     ],
-)
+)  # fmt: skip
 def test_broken_policies_fail_with_the_violated_requirement(broken, says):
     with pytest.raises(AssertionError, match=says):
         check_policy(broken(), BATCH, needs=K3)
@@ -484,14 +479,10 @@ class Broken(Objective):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("average", "larger microbatches change the gradient"),
-        ("weights", "rows with weight 0 change the gradient"),
-        ("metric", "policy/loss is"),
-        ("random", "global generator"),
-        ("infinite", "not finite"),
-        ("constant", "no gradient"),
+        ("average", "larger microbatches change the gradient"), ("weights", "rows with weight 0 change the gradient"),
+        ("metric", "policy/loss is"), ("random", "global generator"), ("infinite", "not finite"), ("constant", "no gradient"),
     ],
-)
+)  # fmt: skip
 def test_broken_objectives_fail_with_the_violated_requirement(policy, how, message):
     with pytest.raises(AssertionError, match=message):
         check_objective(Broken(how=how), *policy)

@@ -46,11 +46,9 @@ def gedit_row(key, task, *, language="en", intersection=True, image=1):
 
 def test_gedit_averages_task_types_and_selects_one_language(tmp_path):
     rows = [
-        gedit_row("a", "color_alter"),
-        gedit_row("b", "color_alter", intersection=False),
-        gedit_row("c", "text_change"),
+        gedit_row("a", "color_alter"), gedit_row("b", "color_alter", intersection=False), gedit_row("c", "text_change"),
         gedit_row("a", "color_alter", language="cn"),
-    ]
+    ]  # fmt: skip
     parquet(tmp_path / "gedit.parquet", rows)
     suite = GEditSuite()
     items, broken = suite.items(tmp_path / "gedit.parquet")
@@ -71,13 +69,11 @@ def test_gedit_averages_task_types_and_selects_one_language(tmp_path):
 
 def test_gedit_reports_broken_rows_and_excludes_missing_answers_from_the_mean(tmp_path):
     rows = [
-        gedit_row("a", "color_alter"),
-        gedit_row("a", "color_alter"),
-        gedit_row("", "color_alter"),
+        gedit_row("a", "color_alter"), gedit_row("a", "color_alter"), gedit_row("", "color_alter"),
         {**gedit_row("d", "color_alter"), "instruction": " "},
         {**gedit_row("e", "color_alter"), "input_image_raw": {"bytes": b"no image", "path": "e.png"}},
         gedit_row("f", "text_change"),
-    ]
+    ]  # fmt: skip
     parquet(tmp_path / "gedit.parquet", rows)
     suite = GEditSuite()
     items, broken = suite.items(tmp_path / "gedit.parquet")
@@ -155,11 +151,9 @@ def test_imgedit_averages_types(tmp_path):
 
 def test_imgedit_reports_invalid_rows_and_gives_nan_for_invalid_answers(tmp_path):
     rows = {
-        "1": {"id": "a/1.png", "prompt": "x", "edit_type": "add"},
-        "2": {"id": "a/2.png", "prompt": "x", "edit_type": "melt"},
-        "3": {"prompt": "x", "edit_type": "add"},
-        "4": {"id": "a/4.png", "edit_type": "add"},
-    }
+        "1": {"id": "a/1.png", "prompt": "x", "edit_type": "add"}, "2": {"id": "a/2.png", "prompt": "x", "edit_type": "melt"},
+        "3": {"prompt": "x", "edit_type": "add"}, "4": {"id": "a/4.png", "edit_type": "add"},
+    }  # fmt: skip
     folder = imgedit_folder(tmp_path, rows)
     (folder / "basic_edit.json").write_text(json.dumps({**rows, "5": {**rows["1"], "id": "../secret.png"}}))
     suite = ImgEditSuite()

@@ -1,6 +1,7 @@
 """Every suite, from one table: its published formula by hand, and missing or broken items are reported and never score 0."""
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,12 +246,18 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
     more: dict[str, Any] = {"data": data, "images": folder.root}
     whole = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "whole", **more)
     without_answer = run(with_reward(plain, {1: first, 2: unread}), out=tmp_path / "answers", **more)
+    judged = {**more, "images": tmp_path / "kept"}
+    shutil.copytree(folder.root, tmp_path / "kept")
     lost = [place for place in places if place.number == 1]
     for place in lost:
         folder.path(place).unlink()
     without_image = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "files", **more)
     assert whole.headline == pytest.approx(case.expected[0])
     assert not whole.missing
+    green = run(plain, judge=ShareReward(channel="green"), out=tmp_path / "green", **judged)
+    assert not green.missing
+    assert green.table["all"].keys() == {"share"}
+    assert green.headline == pytest.approx((100 / 301 + 100 / 302) / 2), "another reward can score every suite"
     for partial in (without_answer, without_image):
         assert partial.headline == pytest.approx(case.expected[1])
         assert [each["item"] for each in partial.missing] == [items[1].id] * len(lost)
@@ -263,20 +270,13 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
             assert f"{what}, left out: {broken[0].id} ({broken[0].reason})" in str(partial)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_suite_can_be_scored_by_another_reward(name, tmp_path):
-    case = CASES[name]
-    (tmp_path / "data").mkdir()
-    data = None if case.write is None else case.write(tmp_path / "data")
-    suite = find_suite(name, case.options)
-    items, _ = suite.items(data)
-    folder = ImageFolder(tmp_path / "images", suite=suite)
-    for place in image_keys(list(enumerate(items)), suite=suite):
-        folder.write(place, numbered_image(place.number + 1))
-    found = run(suite, judge=ShareReward(channel="green"), data=data, images=folder.root, out=tmp_path / "out")
-    assert not found.missing
-    assert found.table["all"].keys() == {"share"}
-    assert found.headline == pytest.approx((100 / 301 + 100 / 302) / 2)
+def scores_of(suite, items, model, column):
+    """The scores by a model of the images 1 and 2, and the headline."""
+    reward: Any = suite.reward(None)
+    samples = [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
+    scores = reward.with_model(model)(samples)[column].tolist()
+    table = {item.id: suite.score(item, {column: score}) for item, score in zip(items, scores, strict=True)}
+    return scores, headline(suite, items, table)
 
 
 def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path):
@@ -289,13 +289,9 @@ def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path):
         found = [sum(a * b for a, b in zip(*pairs[number_of(sample.image)], strict=True)) for sample in samples if sample.image]
         return torch.tensor(found), torch.zeros(len(found))
 
-    reward: Any = suite.reward(None)
-    scores = reward.with_model(SimpleNamespace(score_samples=cosines))(
-        [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
-    )["hps"].tolist()
+    scores, total = scores_of(suite, items, SimpleNamespace(score_samples=cosines), "hps")
     assert scores == pytest.approx([0.6, 0.0])
-    table = {item.id: suite.score(item, {"hps": score}) for item, score in zip(items, scores, strict=True)}
-    assert headline(suite, items, table) == pytest.approx({"hps": 0.3})
+    assert total == pytest.approx({"hps": 0.3})
 
 
 def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path):
@@ -303,18 +299,12 @@ def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path):
     items, _ = suite.items(suite_rows.prompts(tmp_path))
     # unit vectors of the images, through 2 x 2 and 1 x 2 layers: (2 x 0.6 + 1) + 3 x (0.8 - 0.5) = 3.1, and (0 + 1) + 3 x 0.5 = 2.5
     vectors = {1: (0.6, 0.8), 2: (0.0, 1.0)}
-    layers = [
-        (torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])),
-        (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0])),
-    ]
+    first = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])
     encoder: Any = SimpleNamespace(
         images=lambda images: torch.tensor([vectors[number_of(image)] for image in images]),
         model=SimpleNamespace(config=SimpleNamespace(projection_dim=2)),
     )
-    reward: Any = suite.reward(None)
-    scores = reward.with_model(AestheticModel(encoder, layers, head="h"))(
-        [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
-    )["aesthetic"].tolist()
+    model = AestheticModel(encoder, [first, (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0]))], head="h")
+    scores, total = scores_of(suite, items, model, "aesthetic")
     assert scores == pytest.approx([3.1, 2.5])
-    table = {item.id: suite.score(item, {"aesthetic": score}) for item, score in zip(items, scores, strict=True)}
-    assert headline(suite, items, table) == pytest.approx({"aesthetic": 2.8})
+    assert total == pytest.approx({"aesthetic": 2.8})

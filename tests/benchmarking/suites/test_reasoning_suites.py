@@ -96,12 +96,10 @@ def test_rise_weighs_its_scores_as_published(rise):
     assert len(items) == 5
     assert ["correct result" in broken[0].reason, "musical" in broken[1].reason] == [True, True]
     answers = {
-        1: {"consistency": 5, "reasoning_score": 5, "quality": 5},
-        2: {"reasoning_score": 5, "quality": 5},
-        3: {"consistency": 4, "reasoning_score": 1, "quality": 5},
-        4: {"consistency": 1, "reasoning_score": 1},
+        1: {"consistency": 5, "reasoning_score": 5, "quality": 5}, 2: {"reasoning_score": 5, "quality": 5},
+        3: {"consistency": 4, "reasoning_score": 1, "quality": 5}, 4: {"consistency": 1, "reasoning_score": 1},
         5: {"consistency": 1, "reasoning_score": 0},
-    }
+    }  # fmt: skip
     found = scored(suite, items, lambda question, number: by_name(answers[number])(question, number))
     one, free, wrong, solved, unsolved = (found[item.id] for item in items)
     assert (one["solved"], one["score"]) == (1, 100)
