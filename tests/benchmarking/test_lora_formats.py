@@ -124,13 +124,7 @@ def test_a_loaded_pipeline_accepts_a_kohya_file(weights, tmp_path):
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat"])
     call = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 64}
     found = run(
-        "hpsv2",
-        options={"path": "none"},
-        model=tiny_pipelines.qwen_image(),
-        lora=kohya(weights, tmp_path / "kohya.safetensors"),
-        judge="share:red",
-        data=data,
-        call=call,
-        out=tmp_path / "out",
-    )
+        "hpsv2", options={"path": "none"}, model=tiny_pipelines.qwen_image(),
+        lora=kohya(weights, tmp_path / "kohya.safetensors"), judge="share:red", data=data, call=call, out=tmp_path / "out",
+    )  # fmt: skip
     assert found.table["all"]["share"]["n"] == 1

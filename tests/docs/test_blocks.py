@@ -56,12 +56,9 @@ def blocks(language=None):
         text = page.read_text(encoding="utf-8")
         for found in BLOCK.finditer(text):
             block = Block(
-                page.relative_to(ROOT).as_posix(),
-                found["language"],
-                found["text"],
-                found["file"],
+                page.relative_to(ROOT).as_posix(), found["language"], found["text"], found["file"],
                 text[: found.start("text")].count("\n") + 1,
-            )
+            )  # fmt: skip
             if language in (None, block.language):
                 yield block
 

@@ -304,15 +304,9 @@ def test_the_diffusers_pipeline_gives_the_same_latents(first: Callable[[str], Pa
     for k in range(4):
         x = x + (sigmas[k + 1] - sigmas[k]) * model.velocity(model.module, x, sigmas[k][None], ours)
     drawn = pipeline(
-        prompt_embeds=embeds,
-        prompt_embeds_mask=ours.tensors["mask"].long(),
-        height=24,
-        width=24,
-        num_inference_steps=4,
-        true_cfg_scale=1.0,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).images
+        prompt_embeds=embeds, prompt_embeds_mask=ours.tensors["mask"].long(), height=24, width=24, num_inference_steps=4,
+        true_cfg_scale=1.0, generator=torch.Generator().manual_seed(0), output_type="latent",
+    ).images  # fmt: skip
     torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
 
 

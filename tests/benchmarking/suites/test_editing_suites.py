@@ -34,14 +34,9 @@ def vie(table):
 
 def gedit_row(key, task, *, language="en", intersection=True, image=1):
     return {
-        "task_type": task,
-        "key": key,
-        "instruction": f"edit {key}",
-        "instruction_language": language,
-        "input_image": encoded(90),
-        "input_image_raw": encoded(image),
-        "Intersection_exist": intersection,
-    }
+        "task_type": task, "key": key, "instruction": f"edit {key}", "instruction_language": language,
+        "input_image": encoded(90), "input_image_raw": encoded(image), "Intersection_exist": intersection,
+    }  # fmt: skip
 
 
 def test_gedit_averages_task_types_and_selects_one_language(tmp_path):
@@ -200,14 +195,11 @@ def earl_folder(tmp_path):
         tmp_path / "omniedit.parquet",
         [
             {
-                "omni_edit_id": "task_obj_1",
-                "task": "addition",
-                "src_img": encoded(1),
-                "edited_img": encoded(9),
+                "omni_edit_id": "task_obj_1", "task": "addition", "src_img": encoded(1), "edited_img": encoded(9),
                 "edited_prompt_list": ["add a cat", "add a small grey cat to the left"],
             }
         ],
-    )
+    )  # fmt: skip
     emu = {"instruction": "e", "image": encoded(1), "task": "add", "split": "test", "idx": 1, "hash": "x"}
     parquet(tmp_path / "emuedit.parquet", [{**emu, "input_caption": "a room", "output_caption": "a room with a cat"}])
     parquet(tmp_path / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])

@@ -55,24 +55,16 @@ CASES = {
     ),
     # the mean of the groups' means
     "gedit": Case(
-        "test_editing_suites.test_gedit_averages_task_types_and_selects_one_language",
-        suite_rows.gedit,
-        VIE,
-        (4, 6),
+        "test_editing_suites.test_gedit_averages_task_types_and_selects_one_language", suite_rows.gedit, VIE, (4, 6),
         ("instruction",),
     ),
     "imgedit": Case(
-        "test_editing_suites.test_imgedit_averages_types",
-        suite_rows.imgedit,
+        "test_editing_suites.test_imgedit_averages_types", suite_rows.imgedit,
         ({"compliance": 4, "naturalness": 4, "integrity": 2}, {"compliance": 5, "naturalness": 4, "integrity": 3}),
-        ((10 / 3 + 4) / 2, 10 / 3),
-        ("melt",),
+        ((10 / 3 + 4) / 2, 10 / 3), ("melt",),
     ),
     "imgedit-uge": Case(
-        "test_editing_suites.test_imgedit_hard_is_a_mean",
-        suite_rows.imgedit_uge,
-        ({"score": 2}, {"score": 5}),
-        (3.5, 2),
+        "test_editing_suites.test_imgedit_hard_is_a_mean", suite_rows.imgedit_uge, ({"score": 2}, {"score": 5}), (3.5, 2),
         ("'prompt'", "gone.png"),
     ),
     "imgedit-multi-turn": Case(TURN, suite_rows.imgedit_turns, tuple({**one, "restraint": 5.0} for one in VIE), (4, 6), ("turn2",)),
@@ -98,19 +90,12 @@ CASES = {
         {"levels": "1-2"},
     ),
     "earl": Case(
-        "test_editing_suites.test_earl_averages_six_sets",
-        suite_rows.earl,
-        VIE,
-        (4, 6),
-        ("no source image",),
+        "test_editing_suites.test_earl_averages_six_sets", suite_rows.earl, VIE, (4, 6), ("no source image",),
         {"sets": ("aurora", "magicbrush")},
     ),
     "preservation": Case(
-        "test_editing_suites.test_preservation_is_measured_outside_the_mask",
-        suite_rows.preservation,
-        ({"pixels/preservation": 0.9}, {"pixels/preservation": 0.7}),
-        (0.2, 0.1),
-        ("no mask",),
+        "test_editing_suites.test_preservation_is_measured_outside_the_mask", suite_rows.preservation,
+        ({"pixels/preservation": 0.9}, {"pixels/preservation": 0.7}), (0.2, 0.1), ("no mask",),
     ),
     "kris": Case(
         "test_reasoning_suites.test_kris_score_is_the_mean_of_the_columns_of_its_category",
@@ -124,25 +109,17 @@ CASES = {
         ("gone.png",),
     ),
     "rise": Case(
-        "test_reasoning_suites.test_rise_weighs_its_scores_as_published",
-        suite_rows.rise,
+        "test_reasoning_suites.test_rise_weighs_its_scores_as_published", suite_rows.rise,
         ({"reasoning_score": 5, "consistency": 5, "quality": 5}, {"reasoning_score": 5, "consistency": 4, "quality": 5}),
-        (1 / 2, 1),
-        ("correct result",),
+        (1 / 2, 1), ("correct result",),
     ),
     "geneval": Case(
-        "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks",
-        suite_rows.geneval,
-        ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}),
-        (1 / 2, 1),
-        ("painting",),
+        "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks", suite_rows.geneval,
+        ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}), (1 / 2, 1), ("painting",),
     ),
     "geneval2": Case(
-        "test_text_to_image_suites.test_geneval2_takes_the_geometric_mean",
-        suite_rows.geneval2,
-        ({"gm": 0.6, "am": 0.65}, {"gm": 0.2, "am": 0.3}),
-        (0.4, 0.6),
-        ("atom_count",),
+        "test_text_to_image_suites.test_geneval2_takes_the_geometric_mean", suite_rows.geneval2,
+        ({"gm": 0.6, "am": 0.65}, {"gm": 0.2, "am": 0.3}), (0.4, 0.6), ("atom_count",),
     ),
     "dpg": Case(
         "test_text_to_image_suites.test_dpg_questions_that_depend_on_a_negative_answer_score_0",
@@ -162,10 +139,8 @@ CASES = {
         ("Smell",),
     ),
     "ocr": Case(
-        "test_text_to_image_suites.test_ocr_is_a_mean_over_prompts",
-        suite_rows.ocr,
-        ({"accuracy": 1, "exact": 1, "words": 1}, {"accuracy": 2 / 3, "exact": 0.5, "words": 0}),
-        (5 / 6, 1),
+        "test_text_to_image_suites.test_ocr_is_a_mean_over_prompts", suite_rows.ocr,
+        ({"accuracy": 1, "exact": 1, "words": 1}, {"accuracy": 2 / 3, "exact": 0.5, "words": 0}), (5 / 6, 1),
         ("double quotes",),
     ),
     "longtext": Case(
@@ -177,22 +152,14 @@ CASES = {
     ),
     "pickscore": Case(PROMPTS, suite_rows.prompts, ({"pickscore": 20}, {"pickscore": 23}), (21.5, 20), ("instruction",)),
     "hpsv2": Case(
-        "test_every_suite.test_hpsv2_is_the_mean_cosine_of_text_and_image",
-        suite_rows.prompts,
-        ({"hps": 0.25}, {"hps": 0.31}),
-        (0.28, 0.25),
-        ("instruction",),
-        {"path": "p"},
+        "test_every_suite.test_hpsv2_is_the_mean_cosine_of_text_and_image", suite_rows.prompts, ({"hps": 0.25}, {"hps": 0.31}),
+        (0.28, 0.25), ("instruction",), {"path": "p"},
     ),
     "aesthetic": Case(
-        "test_every_suite.test_aesthetic_is_the_mean_rating_of_the_head",
-        suite_rows.prompts,
-        ({"aesthetic": 5}, {"aesthetic": 6.5}),
-        (5.75, 5),
-        ("instruction",),
-        {"head": "h"},
+        "test_every_suite.test_aesthetic_is_the_mean_rating_of_the_head", suite_rows.prompts,
+        ({"aesthetic": 5}, {"aesthetic": 6.5}), (5.75, 5), ("instruction",), {"head": "h"},
     ),
-}
+}  # fmt: skip
 
 
 def test_every_suite_has_a_case_and_its_golden_test_exists():

@@ -63,13 +63,9 @@ def test_kris_judge_receives_all_source_images_and_the_ground_truth_image(kris):
 
 def rise_row(index, category, **more):
     return {
-        "index": index,
-        "category": category,
-        "subtask": "x",
-        "instruction": f"edit {index}",
-        "image": f"{category}_images/{index}.png",
-        **more,
-    }
+        "index": index, "category": category, "subtask": "x", "instruction": f"edit {index}",
+        "image": f"{category}_images/{index}.png", **more,
+    }  # fmt: skip
 
 
 @pytest.fixture
