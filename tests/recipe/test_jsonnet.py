@@ -58,8 +58,8 @@ def test_overrides_are_applied_before_the_check(tmp_path):
     ("text", "says"),
     [
         ("{ a: ", "syntax error"), ("{ a: error 'no such size' }", "no such size"), ("[1]", "object with keys"),
-        ("{ a: 1, a: 2 }", "duplicate"), ("{ steps: , }", ""), ("{\n  a: 1, //one\n  = 3,\n}", ""), ("{ a: missing }", ""),
-        ("{ a: 1 } }", ""), ("steps: 3", ""), ("{ a: [1, 2 }", ""),
+        ("{ a: 1, a: 2 }", "duplicate"), ("{ steps: , }", "."), ("{\n  a: 1, //one\n  = 3,\n}", "."), ("{ a: missing }", "."),
+        ("{ a: 1 } }", "."), ("steps: 3", "."), ("{ a: [1, 2 }", "."),
     ],
 )  # fmt: skip
 def test_errors_contain_the_file_name_and_a_suggestion_only_if_it_is_clear(tmp_path, text, says):

@@ -57,11 +57,12 @@ def shown_for(suite, item):
 
 def test_judges_receive_all_source_images_and_the_reference_if_there_is_one(tmp_path):
     (tmp_path / "kris").mkdir()
-    items, _ = KrisSuite().items(write_kris(tmp_path / "kris"))
-    assert [number_of(image) for image in KrisSuite().task_for(items[2]).images] == [2, 3]
-    assert shown_for(KrisSuite(), items[2]) == [[2, 3, 2], [2, 3, 4, 2], [2]]  # consistency, instruction, quality
-    items, _ = RiseSuite().items(write_rise(tmp_path / "rise"))
-    assert [shown_for(RiseSuite(), items[place]) for place in (0, 2)] == [[[1, 1], [1], [1]], [[50, 3], [50, 3], [3]]]
+    kris, rise = KrisSuite(), RiseSuite()
+    items, _ = kris.items(write_kris(tmp_path / "kris"))
+    assert [number_of(image) for image in kris.task_for(items[2]).images] == [2, 3]
+    assert shown_for(kris, items[2]) == [[2, 3, 2], [2, 3, 4, 2], [2]]  # consistency, instruction, quality
+    items, _ = rise.items(write_rise(tmp_path / "rise"))
+    assert [shown_for(rise, items[place]) for place in (0, 2)] == [[[1, 1], [1], [1]], [[50, 3], [50, 3], [3]]]
 
 
 def rise_row(index, category, **more):
