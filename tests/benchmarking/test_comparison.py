@@ -61,18 +61,11 @@ def stored(folder, shift, *, judge="own", columns=("overall", "IF")):
             )
         )  # fmt: skip
     about = {
-        "suite": {"name": "playground", **SUITE.model_dump(mode="json")},
-        "title": "Playground <b>",
-        "model": {"model": f"shifted by {shift}"},
-        "judge": {"name": judge, "own": True, "fingerprint": judge},
-        "headline": "overall",
-        "items": 12,
-        "size": 256,
-        "seed": 0,
-        "table": make_table(SUITE, items, rows),
-        "missing": [],
+        "suite": {"name": "playground", **SUITE.model_dump(mode="json")}, "title": "Playground <b>",
+        "model": {"model": f"shifted by {shift}"}, "judge": {"name": judge, "own": True, "fingerprint": judge},
+        "headline": "overall", "items": 12, "size": 256, "seed": 0, "table": make_table(SUITE, items, rows), "missing": [],
         "broken": [],
-    }
+    }  # fmt: skip
     BenchmarkResult(folder / "scores" / judge, about, rows, items).write()
     return folder
 
@@ -92,9 +85,13 @@ def test_the_page_shows_the_items_that_differ_most_first(tmp_path):
     assert set(found.about["table"]) == {"all", "1 edit", "2 edits", "3 edits"}
 
 
+@pytest.fixture
+def folders(tmp_path):
+    return stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
+
+
 @pytest.mark.parametrize(("lower", "style"), [([], "good"), (["overall"], "bad")])
-def test_a_rise_is_shown_as_worse_if_lower_is_better(lower, style, tmp_path):
-    folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
+def test_a_rise_is_shown_as_worse_if_lower_is_better(lower, style, folders):
     for each in folders:
         result = BenchmarkResult.read(each / "scores" / "own")
         dataclasses.replace(result, about={**result.about, "lower_is_better": lower}).write()
@@ -102,27 +99,22 @@ def test_a_rise_is_shown_as_worse_if_lower_is_better(lower, style, tmp_path):
     assert [len(page.all("span", each)) for each in ("good", "bad")] == [3 * (style == "good"), 3 * (style == "bad")]
 
 
-def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path):
-    folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
+def test_an_item_or_a_column_without_a_score_on_one_side_has_no_difference(folders):
     rows = folders[1] / "scores" / "own" / "rows.jsonl"
-    first, *others = [json.loads(line) for line in rows.read_text().splitlines()]
-    first["scores"] = dict.fromkeys(first["scores"])
-    rows.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
-    text = compare(*folders, top=12).page.read_text()
+    first, *others = lines = [json.loads(line) for line in rows.read_text().splitlines()]
+
+    def compared(changed, top):
+        rows.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        found = compare(*folders, top=top)
+        text = found.page.read_text()
+        assert "nan" not in read(text).words
+        return found, text
+
+    _, text = compared([{**first, "scores": dict.fromkeys(first["scores"])}, *others], 12)
     assert text.count("no score") == 2, "of B, and of the difference"
-    assert "nan" not in read(text).words
-
-
-def test_a_column_without_a_score_is_shown_as_a_dash(tmp_path):
-    folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
-    rows = folders[1] / "scores" / "own" / "rows.jsonl"
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    rows.write_text("".join(json.dumps({**row, "scores": {**row["scores"], "IF": None}}) + "\n" for row in lines))
-    found = compare(*folders, top=1)
+    found, text = compared([{**row, "scores": {**row["scores"], "IF": None}} for row in lines], 1)
     assert "| all | 0 | IF | - | - | - | - |  |" in str(found)
-    page = read(found.page.read_text())
-    assert "nan" not in page.words
-    cells = page.text["td"]
+    cells = read(text).text["td"]
     assert cells[cells.index("IF") - 1 :][:6] == ["0", "IF", "-", "-", "-", "-"]
 
 

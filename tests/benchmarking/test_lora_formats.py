@@ -17,13 +17,10 @@ from retouch_bench.running import run
 
 TARGETS = ["attn.to_q", "attn.to_out.0", "img_mlp.net.0.proj"]
 CONVERTED = {
-    "QwenImagePipeline": "transformer_blocks_0_attn_to_q",
-    "QwenImageEditPlusPipeline": "transformer_blocks_0_attn_to_q",
-    "FluxPipeline": "double_blocks_0_img_attn_proj",
-    "FluxKontextPipeline": "double_blocks_0_img_attn_proj",
-    "Flux2KleinPipeline": "double_blocks_0_img_attn_proj",
-    "ZImagePipeline": "layers_0_attention_to_q",
-}
+    "QwenImagePipeline": "transformer_blocks_0_attn_to_q", "QwenImageEditPlusPipeline": "transformer_blocks_0_attn_to_q",
+    "FluxPipeline": "double_blocks_0_img_attn_proj", "FluxKontextPipeline": "double_blocks_0_img_attn_proj",
+    "Flux2KleinPipeline": "double_blocks_0_img_attn_proj", "ZImagePipeline": "layers_0_attention_to_q",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +124,7 @@ def test_a_loaded_pipeline_accepts_a_kohya_file(weights, tmp_path):
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat"])
     call = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 64}
     found = run(
-        "hpsv2",
-        options={"path": "none"},
-        model=tiny_pipelines.qwen_image(),
-        lora=kohya(weights, tmp_path / "kohya.safetensors"),
-        judge="share:red",
-        data=data,
-        call=call,
-        out=tmp_path / "out",
-    )
+        "hpsv2", options={"path": "none"}, model=tiny_pipelines.qwen_image(),
+        lora=kohya(weights, tmp_path / "kohya.safetensors"), judge="share:red", data=data, call=call, out=tmp_path / "out",
+    )  # fmt: skip
     assert found.table["all"]["share"]["n"] == 1

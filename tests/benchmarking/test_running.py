@@ -99,6 +99,9 @@ def test_a_folder_of_images_has_the_scores_of_the_model_that_made_them(base, tmp
     assert again.table == base.table
     assert base.table["all"]["overall"]["n"] == 6
     assert base.headline == pytest.approx(sum(row.scores["overall"] for row in base.rows) / 6)
+    about = read_json(base.folder / "result.json")
+    assert {"suite", "protocol", "deviations", "licence", "model", "judge", "seed", "items", "missing", "broken"} <= about.keys()
+    assert (base.folder / "table.md").read_text().strip() == str(base)
 
 
 def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base, tmp_path):
@@ -296,14 +299,5 @@ def test_invalid_arguments_of_bench_exit_with_a_clear_message(arguments, message
     out = [] if arguments[0] == "compare" else ["--out", str(tmp_path / "out")]
     assert cli.main(["bench", *arguments, *out]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_bench_list_prints_the_suites(capsys):
     assert cli.main(["bench", "list"]) == 0
     assert "playground" in capsys.readouterr().out
-
-
-def test_the_result_folder_contains_the_settings_and_the_table(base):
-    about = read_json(base.folder / "result.json")
-    assert {"suite", "protocol", "deviations", "licence", "model", "judge", "seed", "items", "missing", "broken"} <= about.keys()
-    assert (base.folder / "table.md").read_text().strip() == str(base)

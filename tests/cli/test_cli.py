@@ -32,15 +32,12 @@ print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))
         assert done.stdout.splitlines()[-1] == f"False {expected}"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["train"], ["launch"], ["eval"], ["sample"], ["doctor"], ["recipes"], ["playground", "build"], ["data", "check"], ["serve"]],
-)
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main([*command, "--help"])
-    assert end.value.code == 0
-    assert "usage: retouch " + command[0] in capsys.readouterr().out
+def test_every_command_has_help(capsys):
+    for command in ("train", "launch", "eval", "sample", "doctor", "recipes", "playground build", "data check", "serve"):
+        with pytest.raises(SystemExit) as end:
+            cli.main([*command.split(), "--help"])
+        assert end.value.code == 0
+        assert f"usage: retouch {command}" in capsys.readouterr().out
 
 
 def test_an_internal_exception_is_raised_and_not_reported_as_a_user_error(monkeypatch):
@@ -189,36 +186,25 @@ def test_fault_13_recipes_lists_what_each_recipe_trains_and_needs(capsys):
     assert "quickstart" not in printed
 
 
-def test_fault_13_recipes_describes_a_recipe_that_is_given_by_name(capsys):
-    assert cli.main(["recipes", "sd3/ocr-grpo"]) == 0
-    assert "retouch launch --nproc 8 sd3/ocr-grpo" in capsys.readouterr().out
+def test_fault_13_a_recipe_that_is_given_by_name_is_described_with_its_command_and_the_steps_of_each_phase(capsys):
+    for name, described in (
+        ("sd3/ocr-grpo", "retouch launch --nproc 8 sd3/ocr-grpo"), ("quickstart", "\nsteps: 60\n"),
+        ("emu3/sft_think_s__rl_s-playground", "\nsteps: 500 (supervised) + 150 (rl)\n"),
+        ("qwen-image-edit/writer-grpo", "\nsteps: 3 passes over the data\n"),
+    ):  # fmt: skip
+        assert cli.main(["recipes", name]) == 0
+        assert described in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        ("quickstart", "60"),
-        ("emu3/sft_think_s__rl_s-playground", "500 (supervised) + 150 (rl)"),
-        ("qwen-image-edit/writer-grpo", "3 passes over the data"),
-    ],
-)
-def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(name, length, capsys):
-    assert cli.main(["recipes", name]) == 0
-    assert f"\nsteps: {length}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
+def test_fault_13_near_names_are_suggested(capsys):
+    for typed, meant in (
         ("quikstart", ["quickstart"]), ("recipes/quickstat.jsonnet", ["quickstart"]),
         ("ocr-grpo", ["flux2-klein/ocr-grpo", "sd3/ocr-grpo"]), ("zzz", []),
-    ],
-)  # fmt: skip
-def test_fault_13_near_names_are_suggested(typed, meant, capsys):
-    assert near_names(typed)[: len(meant)] == meant
-    said = failure(capsys, "train", typed)
-    assert ("did you mean " + " or ".join(meant) in said) == bool(meant)
-    assert "`retouch recipes` lists them" in said
+    ):  # fmt: skip
+        assert near_names(typed)[: len(meant)] == meant
+        said = failure(capsys, "train", typed)
+        assert ("did you mean " + " or ".join(meant) in said) == bool(meant)
+        assert "`retouch recipes` lists them" in said
 
 
 def test_fault_13_a_packaged_recipe_is_read_from_any_folder(tmp_path, monkeypatch):
@@ -227,63 +213,57 @@ def test_fault_13_a_packaged_recipe_is_read_from_any_folder(tmp_path, monkeypatc
     assert len(load("tiny-sd3").data.build(DataContext()).train) == 6  # its list of prompts is part of the package
 
 
-def test_fault_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path, monkeypatch):
+def test_fault_13_launch_and_serve_do_not_use_the_cpu_when_gpus_are_named(tmp_path, monkeypatch, capsys):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"--gpus 0: no CUDA device was found.*; leave --gpus away to use the CPU"):
         launch(1, [0], ["recipes"], logs=tmp_path)
+    for engine in ("own", "ray"):
+        words = ["serve", "share:red", "--port", "0", "--logs", str(tmp_path / "logs"), "--gpus", "0,1", "--engine", engine]
+        assert "--gpus 0,1: no CUDA device was found" in failure(capsys, *words)
+        assert not (tmp_path / "logs").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"--gpus 1,2: there is no CUDA device 2; this machine has 2, from 0 to 1"):
         launch(1, [1, 2], ["recipes"], logs=tmp_path)
 
 
-@pytest.mark.parametrize("engine", ["own", "ray"])
-def test_fault_13_serve_does_not_use_the_cpu_when_gpus_are_named(engine, tmp_path, monkeypatch, capsys):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["serve", "share:red", "--port", "0", "--logs", str(tmp_path / "logs"), "--gpus", "0,1", "--engine", engine]
-    assert "--gpus 0,1: no CUDA device was found" in failure(capsys, *words)
-    assert not (tmp_path / "logs").exists()
-
-
-def folder_of_images(folder, *, rows, lines):
+def folder_of_images(folder, *, rows, key="instruction"):
     folder.mkdir()
     for number in range(rows):
         Image.new("RGBA", (16, 16), (number, 0, 0, 255)).save(folder / f"{number}.png")
-    (folder / "metadata.jsonl").write_text("".join(lines % (number, number) + "\n" for number in range(rows)))
+    lines = [json.dumps({"file_name": f"{number}.png", key: f"make it {number} times redder"}) for number in range(rows)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    return str(folder)
+
+
+def checked(capsys, *words):
+    code = cli.main(["data", "check", *words])
+    return code, capsys.readouterr().out.splitlines()
 
 
 def test_fault_13_data_check_folds_equal_findings_and_counts_rows(tmp_path, capsys):
-    folder_of_images(tmp_path / "photos", rows=12, lines='{"file_name": "%d.png", "instruction": "make it %d times redder"}')
-    assert cli.main(["data", "check", str(tmp_path / "photos")]) == 0
-    folded = capsys.readouterr().out.splitlines()
-    assert folded[-1] == f"{tmp_path / 'photos'}: 12 rows read, 0 errors, 12 notes"
+    photos = folder_of_images(tmp_path / "photos", rows=12)
+    code, folded = checked(capsys, photos)
+    assert (code, len(folded)) == (0, 5)
+    assert folded[-1] == f"{photos}: 12 rows read, 0 errors, 12 notes"
     assert folded[-2].endswith("and 9 more notes like this one, the last in line 12; --all lists them")
-    assert len(folded) == 5
-    assert cli.main(["data", "check", str(tmp_path / "photos"), "--all"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 13
+    code, every = checked(capsys, photos, "--all")
+    assert (code, len(every)) == (0, 13)
 
 
-@pytest.mark.parametrize("as_recipe", [False, True])
-def test_data_check_names_a_known_test_set(as_recipe, tmp_path, capsys):
-    folder = tmp_path / "gedit-bench"
-    folder_of_images(folder, rows=2, lines='{"file_name": "%d.png", "instruction": "make it %d times redder"}')
-    words = ["photos", "--set", f"data.path={folder}"] if as_recipe else [str(folder)]
-    assert cli.main(["data", "check", *words]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{folder} is GEdit-Bench, a test set")
-
-
-def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path, capsys):
-    folder_of_images(tmp_path / "photos", rows=3, lines='{"file_name": "%d.png", "request": "make it %d times redder"}')
-    changes = [f"data.path={tmp_path / 'photos'}", 'data.columns={"instruction": "request"}']
-    words = [word for change in changes for word in ("--set", change)]
-    assert cli.main(["data", "check", str(tmp_path / "photos")]) in (1, 2)
-    capsys.readouterr()
-    assert cli.main(["data", "check", "photos", *words]) == 0
-    assert "3 rows read, 0 errors" in capsys.readouterr().out
+def test_data_check_takes_the_columns_of_a_recipe_and_names_a_known_test_set(tmp_path, capsys):
+    bench, photos = folder_of_images(tmp_path / "gedit-bench", rows=2), folder_of_images(tmp_path / "mine", rows=3, key="request")
+    for words in (["photos", "--set", f"data.path={bench}"], [bench]):
+        code, lines = checked(capsys, *words)
+        assert code == 0
+        assert lines[-1].startswith(f"{bench} is GEdit-Bench, a test set")
+    assert checked(capsys, photos)[0] in (1, 2)
+    words = ["photos", "--set", f"data.path={photos}", "--set", 'data.columns={"instruction": "request"}']
+    code, lines = checked(capsys, *words)
+    assert code == 0
+    assert "3 rows read, 0 errors" in lines[-1]
 
 
 def test_fault_13_python_m_retouch_works_and_a_closed_pipe_prints_no_error(tmp_path):

@@ -174,16 +174,13 @@ def test_the_allow_import_flag_sets_the_environment_only_during_its_command(proj
     assert cli.main(["train", "theirs.jsonnet"]) == 2
 
 
-def test_allowing_a_package_allows_its_submodules_but_not_its_parents():
+def test_allowing_a_package_allows_its_submodules_but_not_its_parents_and_invalid_names_are_rejected(project):
     names = frozenset({"mine", "theirs.rewards"})
     assert all(consent.allows(names, module) for module in ("mine", "mine.rewards.red", "theirs.rewards.red"))
     assert not any(consent.allows(names, module) for module in ("theirs", "minerals", "theirs.models", ""))
-
-
-@pytest.mark.parametrize("name", ["*", "my-module", "stranger.py:", "../stranger", "a..b"])
-def test_invalid_module_names_are_rejected(project, name):
-    with pytest.raises(ValueError, match="is not the name of a module"):
-        load(project.recipe, allow_imports=[name])
+    for name in ("*", "my-module", "stranger.py:", "../stranger", "a..b"):
+        with pytest.raises(ValueError, match="is not the name of a module"):
+            load(project.recipe, allow_imports=[name])
 
 
 # The question on a terminal
@@ -262,14 +259,12 @@ def test_a_run_trained_with_consent_is_opened_without_further_consent(project):
 # Modules and classes that must not be imported or called
 
 
-@pytest.mark.parametrize(
-    "key", ["reward", "policy.model", "data", "objective", "advantage", "rollout.transition", "rollout.window"]
-)
-def test_every_key_that_names_a_class_needs_consent(project, key):
+def test_every_key_that_names_a_class_needs_consent(project):
     section = {"kind": "import", "class": "stranger:Zero", "args": {"unknown": 1}}
-    document = apply(evaluate(GRPO), [f"{key}={json.dumps(section)}"])
-    with pytest.raises(ValueError, match=rf"{key}\.class: stranger:Zero is code from outside Retouch"):
-        parse(document)
+    for key in ("reward", "policy.model", "data", "objective", "advantage", "rollout.transition", "rollout.window"):
+        document = apply(evaluate(GRPO), [f"{key}={json.dumps(section)}"])
+        with pytest.raises(ValueError, match=rf"{key}\.class: stranger:Zero is code from outside Retouch"):
+            parse(document)
     assert not project.ran
 
 
@@ -282,40 +277,29 @@ def test_no_module_is_imported_before_consent_not_even_a_parent(project, path):
     assert not project.ran
 
 
-@pytest.mark.parametrize("path", ["subprocess:Popen", "stranger:Number", "functools:partial", "torch.nn:Linear"])
-def test_a_class_that_is_no_reward_is_not_called(project, path):
+def test_a_class_that_is_no_reward_or_model_is_not_called(project):
     marker = project.folder / "called"
-    args = {"args": ["touch", str(marker)]} if path == "subprocess:Popen" else {}
-    section = parse_reward(project.section(path, **args), allow_imports=[path.partition(":")[0]])
-    with pytest.raises(ValueError, match=r"is no reward: its class has no columns"):
-        section.build()
+    popen = {"kind": "import", "class": "subprocess:Popen", "args": {"args": ["touch", str(marker)]}}
+    for path in ("subprocess:Popen", "stranger:Number", "functools:partial", "torch.nn:Linear"):
+        args = popen["args"] if path == "subprocess:Popen" else {}
+        section = parse_reward(project.section(path, **args), allow_imports=[path.partition(":")[0]])
+        with pytest.raises(ValueError, match=r"is no reward: its class has no columns"):
+            section.build()
+    image_model = load(GRPO, [f"policy.model={json.dumps(popen)}"]).policy.model
+    with pytest.raises(ValueError, match="subprocess:Popen is no image model: its class has no encode, "):
+        image_model.build(device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="subprocess:Popen is no language model: its class has no encode, "):
+        ImportedLanguageModel(**popen).build(device=torch.device("cpu"), gradient_checkpointing=False)
     assert not marker.exists()
     assert not project.built
 
 
-def test_a_class_that_is_no_model_is_not_called(project):
-    marker = project.folder / "called"
-    section = {"kind": "import", "class": "subprocess:Popen", "args": {"args": ["touch", str(marker)]}}
-    image_model = load(GRPO, [f"policy.model={json.dumps(section)}"]).policy.model
-    with pytest.raises(ValueError, match="subprocess:Popen is no image model: its class has no encode, "):
-        image_model.build(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="subprocess:Popen is no language model: its class has no encode, "):
-        ImportedLanguageModel(**section).build(device=torch.device("cpu"), gradient_checkpointing=False)
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("path", ["retouch.cli.__main__:main", "retouch.types:Task", "retouch_serve.client:RemoteClient"])
-def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project, path):
-    with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
-        parse_reward(project.section(path))
-
-
-def test_classes_of_retouch_with_a_kind_need_no_consent(project):
-    named = {
-        "kind": "import", "class": "retouch.rewards.pixels:ShareReward", "args": {"channel": "red"},
-        "combine": {"share": 1},
-    }  # fmt: skip
-    assert parse_reward(named).channel == "red"
+def test_only_classes_of_retouch_with_a_kind_can_be_named_in_a_recipe_and_need_no_consent(project):
+    for path in ("retouch.cli.__main__:main", "retouch.types:Task", "retouch_serve.client:RemoteClient"):
+        with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
+            parse_reward(project.section(path))
+    share = {"kind": "import", "class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"}}
+    assert parse_reward({**share, "combine": {"share": 1}}).channel == "red"
     assert load("recipes/flux-fill/tiny.jsonnet").policy.model.class_.endswith("TinyFluxFill")
 
 

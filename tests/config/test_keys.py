@@ -80,20 +80,14 @@ def test_a_key_is_not_sent_to_a_judge_that_it_is_not_bound_to(listener, monkeypa
         ChatClient(judge(url, key="HOME"))
 
 
-def test_a_server_without_a_key_needs_no_binding(listener):
+def test_keys_from_files_and_custom_headers_need_a_binding_and_a_server_without_a_key_needs_none(listener, tmp_path, monkeypatch):
     ChatClient(judge(listener[0], key=None)).close()
     assert RemoteReward(endpoints=("http://10.1.2.3:8700",)).token is None
     Client("http://10.1.2.3:8000", timeout=1.0, patience=0.0).close()
-
-
-def test_a_key_from_a_file_needs_a_binding_of_its_variable(tmp_path, monkeypatch):
     (tmp_path / "key").write_text(SECRET)
     monkeypatch.setenv("JUDGE_KEY_FILE", str(tmp_path / "key"))
     with pytest.raises(ValueError, match=r"JUDGE_KEY is not sent to https://judge\.example:8443"):
         ChatClient(judge("https://judge.example:8443/v1", key="JUDGE_KEY"))
-
-
-def test_custom_headers_of_the_openai_package_need_a_binding(listener, monkeypatch):
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: Bearer {SECRET}")
     with pytest.raises(ValueError, match="OPENAI_CUSTOM_HEADERS is not sent to"):
         ChatClient(judge(listener[0], key=None))
@@ -126,91 +120,74 @@ def test_openai_organization_and_project_ids_are_sent_only_to_bound_addresses(mo
     assert SECRET not in str(received)
 
 
-def test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch):
+def test_reward_tokens_and_engine_keys_are_sent_only_to_this_machine_and_bound_addresses(monkeypatch):
     monkeypatch.setenv("RETOUCH_TOKEN", SECRET)
     local = ("http://127.0.0.1:8700", "http://localhost:9000", "http://[::1]:8700")
     assert RemoteReward(endpoints=local).token == SECRET
     foreign = RemoteReward(endpoints=(*local, "https://rewards.example"))
     with pytest.raises(ValueError, match=r"RETOUCH_TOKEN is not sent to https://rewards\.example"):
         foreign.build()
-    monkeypatch.setenv("RETOUCH_KEYS", "RETOUCH_TOKEN=https://rewards.example")
-    assert foreign.token == SECRET
-
-
-def test_the_engine_key_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
     Client("http://127.0.0.1:8000/v1", timeout=1.0, patience=0.0).close()
     engine = VllmEngine(url="http://10.1.2.3:8000")
     with pytest.raises(ValueError, match=r"VLLM_API_KEY is not sent to http://10\.1\.2\.3:8000"):
         engine.connect()
-    ((status, text, command),) = engine.diagnose(
-        TokenSampling(max_new_tokens=8), base_model=None, full_weights=False, image_grammar=False
-    )
+    sampling = TokenSampling(max_new_tokens=8)
+    ((status, text, command),) = engine.diagnose(sampling, base_model=None, full_weights=False, image_grammar=False)
     assert status == "FAILED"
     assert "VLLM_API_KEY is not sent" in text
     assert command == 'export RETOUCH_KEYS="VLLM_API_KEY=http://10.1.2.3:8000"'
-    monkeypatch.setenv("RETOUCH_KEYS", "VLLM_API_KEY=http://10.1.2.3:8000")
+    monkeypatch.setenv("RETOUCH_KEYS", "RETOUCH_TOKEN=https://rewards.example VLLM_API_KEY=http://10.1.2.3:8000")
+    assert foreign.token == SECRET
     engine.connect().close()
 
 
 # Bindings
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://api.openai.com.evil.example/v1",
-        "https://evil.example/api.openai.com",
-        "https://evil.example#@api.openai.com",
-        "https://api.openai.com:8443/v1", "http://api.openai.com/v1", "https://openai.com/v1", "https://xapi.openai.com/v1",
-        "https://127.0.0.1.evil.example",
-    ],
-)  # fmt: skip
-def test_addresses_similar_to_a_bound_address_do_not_receive_the_key(url):
-    with pytest.raises(ValueError, match="OPENAI_API_KEY is not sent to"):
-        keys.require_bound("OPENAI_API_KEY", url)
-
-
-@pytest.mark.parametrize(
-    "url", ["https://api.openai.com/v1", "https://API.OpenAI.com:443/v1/", "https://api.openai.com./v1", "https://api.openai.com"]
-)
-def test_the_key_of_a_provider_is_bound_to_its_address_by_default(url):
-    keys.require_bound("OPENAI_API_KEY", url)
-
-
-def test_a_binding_of_the_user_replaces_the_default_address_of_the_provider(monkeypatch):
-    monkeypatch.setenv("RETOUCH_KEYS", "OPENAI_API_KEY=https://proxy.example, OPENAI_API_KEY=http://127.0.0.1:*")
-    keys.require_bound("OPENAI_API_KEY", "https://proxy.example/v1")
-    keys.require_bound("OPENAI_API_KEY", "http://127.0.0.1:12345/v1")
-    for url in ("https://api.openai.com/v1", "http://localhost:12345/v1"):
-        with pytest.raises(ValueError, match="is not sent to"):
+def test_the_key_of_a_provider_is_bound_to_its_address_which_a_binding_of_the_user_replaces(monkeypatch):
+    api = "https://api.openai.com"
+    mine = "OPENAI_API_KEY=https://proxy.example, OPENAI_API_KEY=http://127.0.0.1:*"
+    similar = (
+        f"{api}.evil.example/v1", "https://evil.example/api.openai.com", "https://evil.example#@api.openai.com", f"{api}:8443/v1",
+        "http://api.openai.com/v1", "https://openai.com/v1", "https://xapi.openai.com/v1", "https://127.0.0.1.evil.example",
+    )  # fmt: skip
+    for bindings, accepted, refused in (
+        (None, (f"{api}/v1", "https://API.OpenAI.com:443/v1/", f"{api}./v1", api), similar),
+        (mine, ("https://proxy.example/v1", "http://127.0.0.1:12345/v1"), (f"{api}/v1", "http://localhost:12345/v1")),
+    ):
+        if bindings is not None:
+            monkeypatch.setenv("RETOUCH_KEYS", bindings)
+        for url in accepted:
             keys.require_bound("OPENAI_API_KEY", url)
+        for url in refused:
+            with pytest.raises(ValueError, match="OPENAI_API_KEY is not sent to"):
+                keys.require_bound("OPENAI_API_KEY", url)
 
 
-def test_bindings_are_read_from_the_users_file_too(missing_bindings_file):
+def test_bindings_are_read_from_the_users_file_too_and_an_invalid_one_raises_with_its_name(missing_bindings_file):
     missing_bindings_file.parent.mkdir()
     missing_bindings_file.write_text('A_KEY = "https://a.example:8443"\nB_KEY = ["https://b.example", "http://127.0.0.1:8000"]\n')
     keys.require_bound("A_KEY", "https://a.example:8443/v1")
     keys.require_bound("B_KEY", "http://127.0.0.1:8000/v1")
     with pytest.raises(ValueError, match=r"B_KEY is not sent to https://a\.example:8443"):
         keys.require_bound("B_KEY", "https://a.example:8443/v1")
+    for text in ("A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'):
+        missing_bindings_file.write_text(text)
+        with pytest.raises(ValueError, match=r"keys\.toml"):
+            keys.require_bound("A_KEY", "https://a.example")
 
 
-@pytest.mark.parametrize(
-    ("bindings", "says"),
-    [
+def test_insecure_or_invalid_bindings_are_rejected(monkeypatch):
+    for bindings, says in (
         ("OPENAI_API_KEY=http://judge.example", "without https everybody on the network path can read it"),
         ("OPENAI_API_KEY=https://judge.example:*", "only an address of this machine may have the port"),
-        ("OPENAI_API_KEY=https://*", "is not an address"),
-        ("OPENAI_API_KEY=judge.example", "is not an address"),
-        ("OPENAI_API_KEY=https://me:pw@judge.example", "is not an address"),
-        (f"{SECRET}", "needs an address: VARIABLE=https://host"),
-    ],
-)
-def test_insecure_or_invalid_bindings_are_rejected(monkeypatch, bindings, says):
-    monkeypatch.setenv("RETOUCH_KEYS", bindings)
-    with pytest.raises(ValueError, match=f"RETOUCH_KEYS: .*({says})"):
-        keys.require_bound("OPENAI_API_KEY", "https://judge.example")
+        ("OPENAI_API_KEY=https://*", "is not an address"), ("OPENAI_API_KEY=judge.example", "is not an address"),
+        ("OPENAI_API_KEY=https://me:pw@judge.example", "is not an address"), (SECRET, "needs an address: VARIABLE=https://host"),
+    ):  # fmt: skip
+        monkeypatch.setenv("RETOUCH_KEYS", bindings)
+        with pytest.raises(ValueError, match=f"RETOUCH_KEYS: .*({says})"):
+            keys.require_bound("OPENAI_API_KEY", "https://judge.example")
 
 
 @pytest.mark.parametrize("relative", ["XDG_CONFIG_HOME", "HOME"])
@@ -225,14 +202,6 @@ def test_binding_files_below_the_current_folder_are_not_read(tmp_path, monkeypat
         (Path(folder) / "keys.toml").write_text('A_KEY = "https://evil.example"')
     with pytest.raises(ValueError, match="A_KEY is not sent to"):
         keys.require_bound("A_KEY", "https://evil.example")
-
-
-@pytest.mark.parametrize("text", ["A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'])
-def test_an_invalid_bindings_file_raises_with_its_name(missing_bindings_file, text):
-    missing_bindings_file.parent.mkdir()
-    missing_bindings_file.write_text(text)
-    with pytest.raises(ValueError, match=r"keys\.toml"):
-        keys.require_bound("A_KEY", "https://a.example")
 
 
 def test_the_doctor_shows_which_key_goes_where(monkeypatch):
@@ -308,8 +277,7 @@ def test_ordinary_texts_are_not_changed(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "bindings", [KEY, f"OPENAI_API_KEY={KEY}", f"OPENAI_API_KEY=https://me:{PROXY}@judge.example", f"OPENAI_API_KEY:{KEY}"]
 )
-def test_point_3_8_a_key_in_retouch_keys_is_neither_in_the_message_nor_in_a_text(bindings, monkeypatch):
-    from retouch.config import keys
+def test_point_3_8_a_key_in_retouch_keys_or_in_a_file_is_neither_in_the_message_nor_in_a_text(bindings, monkeypatch, tmp_path):
 
     monkeypatch.setenv("RETOUCH_KEYS", bindings)
     with pytest.raises(ValueError, match="address") as raised:
@@ -317,11 +285,9 @@ def test_point_3_8_a_key_in_retouch_keys_is_neither_in_the_message_nor_in_a_text
     assert shows_a_secret(str(raised.value)) == []
     if PROXY not in bindings:
         assert shows_a_secret(redacted(f"echo {KEY}")) == []
-
-
-def test_point_3_8_keys_from_files_are_known(monkeypatch, tmp_path):
-    (tmp_path / "key").write_text(KEY + "\n")
+    monkeypatch.delenv("RETOUCH_KEYS")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "key").write_text(KEY + "\n")
     monkeypatch.setenv("OPENAI_API_KEY_FILE", str(tmp_path / "key"))
     assert shows_a_secret(redacted(f"echo {KEY[::-1]}")) == []
 

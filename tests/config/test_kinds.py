@@ -84,6 +84,11 @@ def test_the_kind_selects_the_class_in_single_list_and_optional_fields():
         (imported("OtherSection"), "shape: .*OtherSection is no shape: derive the class from .*Shape"),
         (imported("Nobody"), "shape: .* has no class Nobody"),
         ({"kind": "import", "class": "no_such_module_of_mine:Thing"}, "there is no module no_such_module_of_mine"),
+        ({**imported("Custom"), "side": 3}, "shape.side: unknown key; the fields of your class go into shape.args"),
+        (
+            {"kind": "import", "class": "my_module.Circle"},
+            r"shape\.class: 'my_module\.Circle' is not the path of a class; write package\.module:Class",
+        ),
     ],
 )
 def test_invalid_kinds_and_values_raise_with_their_path(shape, message):
@@ -111,32 +116,16 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch):
 
 
 def test_an_installed_class_that_no_recipe_can_select_is_refused_with_what_to_change(monkeypatch):
-    monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
-    with pytest.raises(
-        ValueError, match=r"Custom is installed as the kind 'square', but has no field kind; add to the class: kind: "
+    """It can be loaded by its name: a suite, for example, is named outside of recipes and needs no kind."""
+    for path, message in (
+        ("pathlib:Path", r"Path is installed as the kind 'square', but is no section; derive it from .* a shape"),
+        (f"{__name__}:Custom", r"Custom is installed as the kind 'square', but has no field kind; add to the class: kind: "),
     ):
-        read({"shape": {"kind": "square", "side": 2}})
-    monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", "pathlib:Path", GROUP)])
-    with pytest.raises(ValueError, match=r"Path is installed as the kind 'square', but is no section; derive it from .* a shape"):
-        read({"shape": {"kind": "square"}})
-
-
-def test_an_installed_class_without_a_field_kind_can_be_loaded_by_name(monkeypatch):
-    """A suite, for example, is named outside of recipes and needs no kind."""
-    monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
+        entries = [EntryPoint("shape.square", path, GROUP)]
+        monkeypatch.setattr(consent, "plugins", lambda entries=entries: entries)
+        with pytest.raises(ValueError, match=message):
+            read({"shape": {"kind": "square", "side": 2}})
     assert SHAPES.load("square") is Custom
-
-
-def test_a_field_of_an_imported_class_next_to_args_is_refused_with_its_place():
-    wrong = {"kind": "import", "class": f"{__name__}:Custom", "side": 3}
-    assert unknown_keys({"shape": wrong}, Drawing) == ["shape.side: unknown key; the fields of your class go into shape.args"]
-
-
-def test_a_class_path_without_a_colon_is_refused_with_the_right_form():
-    with pytest.raises(
-        ValueError, match=r"shape\.class: 'my_module\.Circle' is not the path of a class; write package\.module:Class"
-    ):
-        read({"shape": {"kind": "import", "class": "my_module.Circle"}})
 
 
 @pytest.mark.parametrize(
@@ -160,46 +149,32 @@ def test_the_settings_suggested_for_an_algorithm_name_are_accepted(base, name):
     load(base, [f"{key}={json.dumps(json.loads(rjsonnet.evaluate_snippet(key, f'{{{keys}}}')))}" for key, keys in changes.items()])
 
 
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("Invalid JSON: lone surrogate", "Invalid JSON: lone surrogate, not 'x"),
-        ("Input should be a list", "should be a list, not 'x"),
-    ],
-)
-def test_a_line_about_a_value_has_the_whole_message_and_the_start_of_the_value(message, shown):
-    line = expected({"msg": message, "input": "x" * 1000})
-    assert line.startswith(shown)
-    assert len(line) < 300
+def test_a_line_about_a_value_has_the_whole_message_and_the_start_of_the_value():
+    for message, shown in (("Invalid JSON", "Invalid JSON, not 'x"), ("Input should be a list", "should be a list, not 'x")):
+        line = expected({"msg": message, "input": "x" * 1000})
+        assert line.startswith(shown)
+        assert len(line) < 300
 
 
 GRPO = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("policy.model.size=[48]", r"policy\.model\.size\.1: missing"),
-        ("policy.model.size=[]", r"policy\.model\.size\.0: missing"),
-        ('data={"kind": "folder", "path": "photos", "size": []}', r"data\.size\.0: missing"),
-        ('data={"kind": "folder", "path": "photos", "size": [1, 2, 3]}', r"data\.size: should "),
-    ],
-)
-def test_a_list_that_is_too_short_or_too_long_raises_with_its_key(override, message):
-    with pytest.raises(ValueError, match=message):
-        load(GRPO, [override])
 
 
 class Boxes(Section):
     corners: tuple[tuple[int, int], ...] | None = None
 
 
-def test_python_may_pass_a_list_where_a_section_has_a_tuple():
-    assert Remote(endpoints=["http://127.0.0.1:1"]).endpoints == ("http://127.0.0.1:1",)
-    assert retouch.Lora(rank=4, alpha=8, targets=["to_q"]).targets == ("to_q",)
-    assert Boxes(corners=[[0, 1], [2, 3]]).corners == ((0, 1), (2, 3))
-
-
-def test_a_list_with_wrong_values_raises_with_the_position():
+def test_a_list_that_is_too_short_too_long_or_has_wrong_values_raises_with_its_key():
+    for override, message in (
+        ("policy.model.size=[48]", r"policy\.model\.size\.1: missing"),
+        ("policy.model.size=[]", r"policy\.model\.size\.0: missing"),
+        ('data={"kind": "folder", "path": "photos", "size": []}', r"data\.size\.0: missing"),
+        ('data={"kind": "folder", "path": "photos", "size": [1, 2, 3]}', r"data\.size: should "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(GRPO, [override])
     with pytest.raises(ValueError, match=r"^Boxes: corners\.1\.0: should be a valid integer, not 'a'$"):
         Boxes(corners=[[0, 1], ["a", 3]])
+    # In Python, a list may be passed where a section has a tuple.
+    assert Boxes(corners=[[0, 1], [2, 3]]).corners == ((0, 1), (2, 3))
+    assert Remote(endpoints=["http://127.0.0.1:1"]).endpoints == ("http://127.0.0.1:1",)
+    assert retouch.Lora(rank=4, alpha=8, targets=["to_q"]).targets == ("to_q",)

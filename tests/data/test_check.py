@@ -53,23 +53,11 @@ def notes(problems):
     return [(problem.line, problem.what) for problem in problems if problem.severity == "note"]
 
 
-def test_a_good_data_set_has_no_problems(photos):
-    write(photos, row(), row(mask="mask.png", target="a.png", reference="noise.jpg", text="x", id="y"))
-    assert check(photos) == []
-    found = accept_rows(read_folder(photos), on_bad_row="refuse")
-    assert (found.indices, found.problems) == ((0, 1), ())
-
-
-def test_a_folder_of_images_without_metadata_is_reported(photos):
+def test_a_missing_path_and_a_folder_of_images_without_metadata_are_reported(photos, tmp_path):
     (found,) = check(photos)
     assert "a folder of images without metadata.jsonl; write one, with a line for each image" in found.what
-
-
-def test_a_key_in_capitals_is_noted_as_an_ordinary_column(photos):
-    write(photos, row(Mask="mask.png"))
-    assert notes(check(photos)) == [
-        (0, "the key 'Mask' is read as an ordinary column, not as 'mask', and goes to meta; should it be 'mask'?")
-    ]
+    (problem,) = check(tmp_path / "none")
+    assert problem == Problem(str(tmp_path / "none"), 0, f"{tmp_path / 'none'}: no such file or folder")
 
 
 def test_every_defect_is_reported_with_file_and_line(photos, tmp_path):
@@ -136,16 +124,16 @@ def test_harmless_irregularities_are_reported_as_notes(photos):
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     problems = check(photos)
     assert errors(problems) == []
-    wanted = [
-        (1, "byte-order mark"), (1, "CRLF"), (0, "the key 'taget' goes to meta; should it be 'target'?"),
-        (1, "turned.png: rotated"), (2, "clear.png: mode RGBA, read as RGB"), (3, "all black"), (4, "grey levels"),
-        (5, "the target is 16x6 but its source 8x6"),
+    wanted = [  # without the key 'taget', because some row has a target
+        (1, "byte-order mark"), (1, "CRLF"), (1, "turned.png: rotated"), (2, "clear.png: mode RGBA, read as RGB"),
+        (3, "all black"), (4, "grey levels"), (5, "the target is 16x6 but its source 8x6"),
     ]  # fmt: skip
-    wanted.remove((0, "the key 'taget' goes to meta; should it be 'target'?"))  # not reported, because some row has a target
     assert [line for line, _ in notes(problems)] == [line for line, _ in wanted]
     assert all(what in got for (_, what), (_, got) in zip(wanted, notes(problems), strict=True))
-    write(photos, row(taget="x"))
-    assert notes(check(photos)) == [(0, "the key 'taget' goes to meta; should it be 'target'?")]
+    capitals = "the key 'Mask' is read as an ordinary column, not as 'mask', and goes to meta; should it be 'mask'?"
+    for key, what in (("taget", "the key 'taget' goes to meta; should it be 'target'?"), ("Mask", capitals)):
+        write(photos, row(**{key: "mask.png"}))
+        assert notes(check(photos)) == [(0, what)]
 
 
 def test_invalid_csv_records_are_reported_with_their_first_line(photos):
@@ -157,19 +145,24 @@ def test_invalid_csv_records_are_reported_with_their_first_line(photos):
     ]  # fmt: skip
 
 
-def test_a_missing_path_is_reported_as_a_problem(tmp_path):
-    (problem,) = check(tmp_path / "none")
-    assert problem == Problem(str(tmp_path / "none"), 0, f"{tmp_path / 'none'}: no such file or folder")
+class NoRows(list):
+    problems = ()
 
 
-def test_accept_with_refuse_raises_and_lists_the_invalid_rows(photos):
+def test_accept_raises_with_the_first_invalid_rows_without_usable_ones_and_with_an_unknown_on_bad_row(photos):
     file = write(photos, row(), *(row(file_name=f"gone{n}.png") for n in range(7)), row(instruction="", file_name="gone.png"))
     with pytest.raises(ValueError, match="8 of 9 rows cannot be used") as refused:
         accept_rows(read_folder(photos), on_bad_row="refuse")
-    assert [line.split(": error")[0].strip() for line in str(refused.value).splitlines()[1:6]] == [
-        f"{file}:{n}" for n in range(2, 7)
-    ]
+    listed = [line.split(": error")[0].strip() for line in str(refused.value).splitlines()[1:6]]
+    assert listed == [f"{file}:{n}" for n in range(2, 7)]
     assert "and 3 more" in str(refused.value)
+    write(photos, row(file_name="gone.png"))
+    for rows, on_bad_row, message in (
+        (read_folder(photos), "skip", "1 of 1 rows cannot be used"), (NoRows(), "skip", "no rows"),
+        (read_folder(photos), "ignore", 'must be "refuse" or "skip"'),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            accept_rows(rows, on_bad_row=on_bad_row)
 
 
 def test_bad_rows_are_skipped_counted_and_logged(photos, caplog):
@@ -188,37 +181,21 @@ def test_bad_rows_are_skipped_counted_and_logged(photos, caplog):
 def test_exactly_the_accepted_rows_can_be_loaded(photos):
     """No accepted row may fail later, for example at step 400 of a run; `accept` exists to prevent this."""
     (photos / "cut.jpg").write_bytes((photos / "noise.jpg").read_bytes()[:300])
-    lines = [
-        row(), row(file_name="cut.jpg"), row(mask="noise.jpg"), row(target="cut.jpg"), row(text=3), "null", row(mask="mask.png"),
-    ]  # fmt: skip
-    write(photos, *lines)
+    wrong = [row(file_name="cut.jpg"), row(mask="noise.jpg"), row(target="cut.jpg"), "null"]
+    write(photos, row(), *wrong, row(text=3), row(mask="mask.png", target="a.png", reference="noise.jpg", text="x", id="y"))
     rows = read_folder(photos)
     tasks = Tasks(rows, resize=None)
-    good = accept_rows(rows, on_bad_row="skip").indices
-    assert good == (0, 4, 6)
-    loads, said = [], {}
-    for index in range(len(rows)):
-        try:
+    assert accept_rows(rows, on_bad_row="skip").indices == (0, 5, 6)
+    for index in range(1, 5):
+        with pytest.raises(ValueError, match=rf"metadata\.jsonl:{index + 1}: "):
             tasks[index]
-            loads.append(index)
-        except ValueError as error:
-            said[index] = str(error)
-    assert tuple(loads) == good
-    assert all(f"metadata.jsonl:{index + 1}: " in words for index, words in said.items())
+    assert all(tasks[index] for index in (0, 5, 6))
 
 
-class NoRows(list):
-    problems = ()
-
-
-def test_accept_raises_without_usable_rows_or_with_an_unknown_on_bad_row(photos):
-    write(photos, row(file_name="gone.png"))
-    with pytest.raises(ValueError, match="1 of 1 rows cannot be used"):
-        accept_rows(read_folder(photos), on_bad_row="skip")
-    with pytest.raises(ValueError, match="no rows"):
-        accept_rows(NoRows(), on_bad_row="skip")
-    with pytest.raises(ValueError, match='must be "refuse" or "skip"'):
-        accept_rows(read_folder(photos), on_bad_row="ignore")
+def test_a_row_with_a_decoded_image_is_refused_with_the_class_to_use():
+    image = Image.new("RGB", (4, 4))
+    with pytest.raises(ValueError, match=r"image of the row 'a' is of type Image; give .* as retouch\.data\.images\.EncodedImage"):
+        Row("rows", 1, "a", "blue", (EncodedImage("a", b""),), target=image)
 
 
 class Numbers(DataSource):
@@ -236,12 +213,6 @@ class Numbers(DataSource):
 
     def build(self, context):
         return DataSets(_tasks(range(4)), _tasks(range(1 if self.shared else 4, 6)))
-
-
-def test_a_row_with_a_decoded_image_is_refused_with_the_class_to_use():
-    image = Image.new("RGB", (4, 4))
-    with pytest.raises(ValueError, match=r"image of the row 'a' is of type Image; give .* as retouch\.data\.images\.EncodedImage"):
-        Row("rows", 1, "a", "blue", (EncodedImage("a", b""),), target=image)
 
 
 class NonDeterministic(Numbers):
@@ -285,23 +256,22 @@ def document_of(**data):
 
 
 def test_a_user_defined_data_source_is_parsed_stored_and_compared_like_a_built_in_one():
-    document = document_of(**imported("Numbers", path="here"))
-    recipe = parse(document)
+    recipe = parse(document_of(**imported("Numbers", path="here")))
     assert recipe.data == Numbers(path="here")
     assert recipe.data.label == "Numbers"
     assert recipe.document()["data"] == imported("Numbers", path="here", allow_test_sets=False, shared=False)
     assert parse(recipe.document()) == recipe
     # When a run is resumed, the path of the data may differ, but no other key.
-    assert differences(recipe, parse(document_of(**imported("Numbers", path="there")))) == []
-    assert differences(recipe, parse(document_of(**imported("Numbers", path="here", shared=True)))) == [
-        "data.args.shared: False in the run, True in the recipe"
-    ]
-    with pytest.raises(ValueError, match=r"data\.args\.pth: unknown key; did you mean data\.args\.path"):
-        parse(document_of(**imported("Numbers", pth="here")))
-    with pytest.raises(ValueError, match=r"is no data: derive the class from retouch\.data\.base\.DataSource"):
-        parse(document_of(kind="import", **{"class": f"{__name__}:Task"}))
-    with pytest.raises(ValueError, match=r"retouch\.types:Task is not a class of Retouch that a recipe can name"):
-        parse(document_of(kind="import", **{"class": "retouch.types:Task"}))
+    changed = ["data.args.shared: False in the run, True in the recipe"]
+    for args, found in (({"path": "there"}, []), ({"path": "here", "shared": True}, changed)):
+        assert differences(recipe, parse(document_of(**imported("Numbers", **args)))) == found
+    for data, message in (
+        (imported("Numbers", pth="here"), r"data\.args\.pth: unknown key; did you mean data\.args\.path"),
+        ({"kind": "import", "class": f"{__name__}:Task"}, r"is no data: derive the class from retouch\.data\.base\.DataSource"),
+        ({"kind": "import", "class": "retouch.types:Task"}, r"types:Task is not a class of Retouch that a recipe can name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(document_of(**data))
 
 
 def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones():

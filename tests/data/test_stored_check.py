@@ -67,21 +67,14 @@ def kept_files(folder):
     return sorted(path.name for path in (folder / ".retouch").glob("*.json"))
 
 
-def test_the_second_check_decodes_nothing(tmp_path, decoded):
+def test_only_changed_files_are_decoded_again(tmp_path, decoded, caplog):
     folder = photos(tmp_path / "photos")
     first = accept_rows(read_folder(folder), on_bad_row="refuse")
     assert sorted(decoded) == ["0.png", "1.png", "2.png", "3.png"]
     decoded.clear()
     assert accept_rows(read_folder(folder), on_bad_row="refuse") == first
-    assert check(folder) == []
-    assert decoded == []
+    assert check(folder) == decoded == []
     assert len(kept_files(folder)) == 1
-
-
-def test_a_changed_file_is_decoded_again_and_unchanged_files_are_not(tmp_path, decoded, caplog):
-    folder = photos(tmp_path / "photos")
-    assert check(folder) == []
-    decoded.clear()
     damage(folder / "2.png")
     with caplog.at_level(logging.INFO, logger="retouch"):
         (problem,) = check(folder)
@@ -118,6 +111,16 @@ def test_changed_metadata_or_limits_invalidate_the_stored_result(tmp_path, decod
     assert check(folder) == [problem]  # the problem of the repeated id is stored too
     assert len(decoded) == 5
     assert check(folder, max_pixels=40) != [problem]  # a stored result is for one limit
+    (folder / "metadata.jsonl").write_text(
+        (folder / "metadata.jsonl").read_text().partition('{"file_name": "0.png", "instruction": "again"')[0]
+    )
+    check(folder)
+    decoded.clear()
+    required = RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one image and a mask")
+    with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
+        accept_rows(read_folder(folder), on_bad_row="refuse", required=required)
+    assert "flux-fill takes one image and a mask, and this row has no mask" in str(refused.value)
+    assert decoded == []
 
 
 def test_a_moved_data_set_keeps_its_stored_check_and_reports_the_new_path(tmp_path, decoded):
@@ -171,17 +174,6 @@ def test_an_invalid_stored_result_is_ignored(tmp_path, decoded, key, value):
     decoded.clear()
     assert check(folder) == []
     assert len(decoded) == 4
-
-
-def test_row_requirements_of_a_run_are_checked_without_decoding_again(tmp_path, decoded):
-    folder = photos(tmp_path / "photos")
-    accept_rows(read_folder(folder), on_bad_row="refuse")
-    decoded.clear()
-    required = RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one image and a mask")
-    with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
-        accept_rows(read_folder(folder), on_bad_row="refuse", required=required)
-    assert "flux-fill takes one image and a mask, and this row has no mask" in str(refused.value)
-    assert decoded == []
 
 
 def test_a_reward_that_compares_with_a_target_refuses_rows_without_one_before_training(tmp_path):

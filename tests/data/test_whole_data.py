@@ -115,10 +115,7 @@ def test_fault_4_tag_columns_become_tags_and_rows_of_the_result_table(tmp_path, 
     )
     table = evaluated(capsys, str(file))["table"]
     assert {row: table[row]["n"] for row in table} == {"all": 5, "headline": 3, "task_type=colour": 3, "task_type=style": 2}
-
-
-def test_fault_4_a_row_without_a_value_for_a_tag_raises(tmp_path):
-    section = FolderData(path=str(folder(tmp_path, "own")), tags=("task_type",))
+    section = FolderData(path=str(folder(tmp_path, "untagged")), tags=("task_type",))
     with pytest.raises(ValueError, match="'task_type': no value for this tag"):
         section.build(DataContext())
 
@@ -203,27 +200,19 @@ TRAINING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", TESTS)
-@pytest.mark.parametrize("change", [str, str.upper, str.lower], ids=["as is", "upper", "lower"])
-def test_test_sets_are_recognised(place, change):
-    assert [known.name for known in find_test_sets([change(place)])] == [TESTS[place]]
+def test_test_sets_are_recognised_by_name_split_and_link_and_training_sets_are_not(tmp_path):
+    def names(*places, **keys):
+        return [known.name for known in find_test_sets(places, **keys)]
 
-
-@pytest.mark.parametrize("place", TRAINING)
-def test_training_sets_are_not_recognised_as_test_sets(place):
-    assert find_test_sets([place], split="train") == ()
-
-
-def test_test_splits_are_recognised():
-    assert "MagicBrush test" in {known.name for known in find_test_sets(["osunlp/MagicBrush"], split="test")}
-    assert [known.name for known in find_test_sets(["me/mine"], split="test_real")] == ["the split 'test_real'"]
-    assert find_test_sets(["osunlp/MagicBrush"], split="dev") == ()
-
-
-def test_a_link_to_a_test_set_is_recognised(tmp_path):
+    for place, name in TESTS.items():
+        assert [names(change(place)) for change in (str, str.upper, str.lower)] == [[name]] * 3
+    assert {place: names(place, split="train") for place in TRAINING} == {place: [] for place in TRAINING}
+    assert "MagicBrush test" in names("osunlp/MagicBrush", split="test")
+    assert names("me/mine", split="test_real") == ["the split 'test_real'"]
+    assert names("osunlp/MagicBrush", split="dev") == []
     (tmp_path / "GEdit-Bench").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "GEdit-Bench")
-    assert [known.name for known in find_test_sets([tmp_path / "mine"])] == ["GEdit-Bench"]
+    assert names(tmp_path / "mine") == ["GEdit-Bench"]
 
 
 def test_calligraphers_bench_is_recognised_by_its_files_and_not_by_the_name_of_one(tmp_path):

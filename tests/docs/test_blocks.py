@@ -56,12 +56,9 @@ def blocks(language=None):
         text = page.read_text(encoding="utf-8")
         for found in BLOCK.finditer(text):
             block = Block(
-                page.relative_to(ROOT).as_posix(),
-                found["language"],
-                found["text"],
-                found["file"],
+                page.relative_to(ROOT).as_posix(), found["language"], found["text"], found["file"],
                 text[: found.start("text")].count("\n") + 1,
-            )
+            )  # fmt: skip
             if language in (None, block.language):
                 yield block
 
@@ -183,13 +180,10 @@ def elsewhere(words):
 
 
 PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
-    **dict.fromkeys(("retouch", "make"), retouch_or_make),
-    "pip": pip,
-    "python": python,
-    **dict.fromkeys(("accelerate", "torchrun"), launcher),
-    **dict.fromkeys(("sbatch", "examples/cluster/ray_job.sh"), job_file),
+    **dict.fromkeys(("retouch", "make"), retouch_or_make), "pip": pip, "python": python,
+    **dict.fromkeys(("accelerate", "torchrun"), launcher), **dict.fromkeys(("sbatch", "examples/cluster/ray_job.sh"), job_file),
     **dict.fromkeys(("vllm", "sglang", "export", "hf", "uv", "conda", "kubectl", "sky"), elsewhere),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))

@@ -39,11 +39,8 @@ YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
 GENERATED = (  # by commands that the pages name
-    "docs/results.md",
-    "docs/pictures/enhancer.png",
-    "docs/pictures/quickstart.png",
-    "docs/pictures/writer.png",
-)
+    "docs/results.md", "docs/pictures/enhancer.png", "docs/pictures/quickstart.png", "docs/pictures/writer.png",
+)  # fmt: skip
 COMMANDS = [line for block in BLOCK.finditer(YOUR_OWN) if block["language"] == "sh" for line in block["text"].splitlines()]
 
 
@@ -141,12 +138,6 @@ def test_commands_of_the_your_own_page_succeed(page_folder, command, monkeypatch
         assert all(f"reward/{column}" in line for line in metrics for column in recipe.reward.combine)
 
 
-def test_the_your_own_page_has_commands_for_its_recipes_and_its_reward():
-    kinds = {load_words[1] for command in COMMANDS if (load_words := words_of(command))[0] in ("train", "doctor")}
-    assert kinds >= {"recipes/photos.jsonnet", "recipes/quickstart.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
-    assert any("my_reward:Keeps" in command for command in COMMANDS)
-
-
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".jsonnet")])
 def test_recipes_of_the_your_own_page_load(page_folder, name):
     assert load(name).name == Path(name).stem.replace("_", "-").replace("my-recipe", "my-model")
@@ -175,12 +166,12 @@ def test_the_tests_of_the_your_own_page_pass(page_folder):
         test()
 
 
-def test_the_reward_of_the_your_own_page_has_at_most_ten_lines():
+def test_the_your_own_page_has_commands_for_its_recipes_a_short_reward_and_every_image_model_kind():
+    kinds = {load_words[1] for command in COMMANDS if (load_words := words_of(command))[0] in ("train", "doctor")}
+    assert kinds >= {"recipes/photos.jsonnet", "recipes/quickstart.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
+    assert any("my_reward:Keeps" in command for command in COMMANDS)
     lines = [line for line in FILES["my_reward.py"].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 10
-
-
-def test_the_your_own_page_lists_every_image_model_kind():
     table = re.findall(r"^\| `([\w-]+)` \| `\w+Pipeline`", YOUR_OWN, re.MULTILINE)
     shown = [kind for kind in IMAGE_MODELS if kind != "import" and not kind.startswith("playground")]
     assert sorted(table) == sorted(shown)
@@ -230,8 +221,9 @@ def test_commands_that_do_not_exist_are_detected(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_resolves(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+def test_every_link_resolves_and_every_file_that_is_named_exists(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("http://", "https://")):
             continue
         place, _, anchor = target.partition("#")
@@ -239,11 +231,7 @@ def test_every_link_resolves(page):
         assert file.exists(), target
         if anchor:
             assert anchor in [slug(line.lstrip("#")) for line in file.read_text().splitlines() if line.startswith("#")], target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_file_that_is_named_exists(page):
-    named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|measurements|recipes|src)/[\w./-]+\.\w+)", page.read_text())
+    named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|measurements|recipes|src)/[\w./-]+\.\w+)", text)
     assert [name for name in named if name not in GENERATED and not (ROOT / name).is_file()] == []
 
 
@@ -283,13 +271,9 @@ def defined(file):
     return found
 
 
-def test_the_recipes_page_equals_the_generated_one():
-    page = runpy.run_path(str(ROOT / "docs" / "generate_recipes.py"))["page"]()
-    assert (ROOT / "docs" / "recipes.md").read_text() == page, "run `python docs/generate_recipes.py`"
-
-
-def test_the_recipes_page_lists_every_key():
+def test_the_recipes_page_equals_the_generated_one_and_lists_every_key():
     text = (ROOT / "docs" / "recipes.md").read_text()
+    assert text == runpy.run_path(str(ROOT / "docs" / "generate_recipes.py"))["page"](), "run `python docs/generate_recipes.py`"
     for key in places(Recipe):
         assert key in ("kind", "mode") or f"| `{key}` |" in text, key
 
@@ -298,15 +282,12 @@ TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 CODE = re.findall(r"`([^`\n]+)`", BLOCK.sub("", TROUBLESHOOTING))
 
 
-def test_every_key_that_troubleshooting_names_exists():
+def test_every_key_and_metric_that_troubleshooting_names_exists():
     known = {path for paths in places(Recipe).values() for path in paths}
     said = {span for span in CODE if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", span)}
     said -= {"metrics.jsonl", "timings.jsonl", "report.html", "model_index.json", "identity.json"}  # files
     assert len(said) > 20
     assert {key for key in said if key not in known and not key.startswith("retouch.")} == set()
-
-
-def test_every_metric_that_troubleshooting_names_is_written():
     source = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
     said = {span for span in CODE if re.fullmatch(r"[a-z]+/[a-z_]+", span)}
     assert len(said) > 8

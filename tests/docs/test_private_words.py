@@ -9,21 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 FORBIDDEN = {
-    "askers": "clients",
-    "awaited": "wait_for_rewards",
-    "beside": "shared, next_to",
-    "bury": "delete",
-    "drawer": "image_model",
-    "lazy": "incomplete",
-    "meet": "join",
-    "mend": "fix",
-    "painter": "text_to_image",
-    "roomy": "preallocated",
-    "slips": "wrong_letters",
-    "unshown": "hidden",
-    "vain": "impossible",
-    "worth": "advantage",
-}
+    "askers": "clients", "awaited": "wait_for_rewards", "beside": "shared, next_to", "bury": "delete", "drawer": "image_model",
+    "lazy": "incomplete", "meet": "join", "mend": "fix", "painter": "text_to_image", "roomy": "preallocated",
+    "slips": "wrong_letters", "unshown": "hidden", "vain": "impossible", "worth": "advantage",
+}  # fmt: skip
 """Words that names must not contain, and the standard term for each."""
 
 

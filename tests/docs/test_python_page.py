@@ -14,12 +14,9 @@ import tiny_pipelines
 
 ROOT = Path(__file__).parents[2]
 TINY = {
-    "steps": 2,
-    "size": (32, 32),
-    "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
-    "device": "cpu",
-    "trackers": (),
-}
+    "steps": 2, "size": (32, 32), "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
+    "device": "cpu", "trackers": (),
+}  # fmt: skip
 
 
 def blocks(page, heading):
@@ -68,11 +65,9 @@ def test_the_code_of_the_python_page_runs(tmp_path, monkeypatch):
     assert names["from_pairs"].train().steps == 2
     made = names["trainer"].recipe
     names["trainer"] = retouch.Trainer(
-        model=tiny_pipelines.sd3(),
-        reward_funcs=names["brightness"],
-        train_dataset=dataset,
+        model=tiny_pipelines.sd3(), reward_funcs=names["brightness"], train_dataset=dataset,
         peft_config=retouch.Lora(rank=4, alpha=4),
-    )
+    )  # fmt: skip
     assert made.name == "from-python"
     exec(use, names)
     names["torch"] = torch

@@ -11,21 +11,13 @@ from retouch_bench.suite import Suite
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {
-    "gedit": "stepfun-ai/GEdit-Bench",
-    "imgedit": "PKU-YuanGroup/ImgEdit/Benchmark/Basic",
-    "imgedit-uge": "PKU-YuanGroup/ImgEdit/Benchmark/UGE",
-    "imgedit-multi-turn": "PKU-YuanGroup/ImgEdit/Benchmark/Multiturn",
-    "complex-edit": "UCSC-VLAA/Complex-Edit",
-    "earl": "facebook/emu_edit_test_set",
-    "kris": "mercurystraw/Kris_Bench",
-    "rise": "PhoenixZ/RISEBench",
-    "geneval": "prompts/evaluation_metadata.jsonl",
-    "geneval2": "GenEval2/geneval2_data.jsonl",
-    "dpg": "dpg_bench/dpg_bench.csv",
-    "unigenbench": "data/test_prompts_en.csv",
-    "ocr": "dataset/ocr/test.txt",
+    "gedit": "stepfun-ai/GEdit-Bench", "imgedit": "PKU-YuanGroup/ImgEdit/Benchmark/Basic",
+    "imgedit-uge": "PKU-YuanGroup/ImgEdit/Benchmark/UGE", "imgedit-multi-turn": "PKU-YuanGroup/ImgEdit/Benchmark/Multiturn",
+    "complex-edit": "UCSC-VLAA/Complex-Edit", "earl": "facebook/emu_edit_test_set", "kris": "mercurystraw/Kris_Bench",
+    "rise": "PhoenixZ/RISEBench", "geneval": "prompts/evaluation_metadata.jsonl", "geneval2": "GenEval2/geneval2_data.jsonl",
+    "dpg": "dpg_bench/dpg_bench.csv", "unigenbench": "data/test_prompts_en.csv", "ocr": "dataset/ocr/test.txt",
     "longtext": "X-Omni/LongText-Bench",
-}
+}  # fmt: skip
 OWN_DATA = {"import", "playground", "preservation", "multi-turn", "pickscore", "hpsv2", "aesthetic"}
 
 

@@ -138,13 +138,11 @@ def test_share_of_red_equals_hand_computed_values():
 def library_policy(pipeline):
     """The library's policy on the very same modules."""
     model = SD3(
-        transformer=pipeline.transformer,
-        vae=pipeline.vae,
+        transformer=pipeline.transformer, vae=pipeline.vae,
         text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3),
         tokenizers=[pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3],
-        scheduler_config=dict(pipeline.scheduler.config),
-        max_sequence_length=128,
-    )
+        scheduler_config=dict(pipeline.scheduler.config), max_sequence_length=128,
+    )  # fmt: skip
     window = RandomWindow(mode="window", size=one_file.WINDOW, low=0, high=one_file.WINDOW_END)
     sampling = DenoisingRollout(
         num_steps=one_file.NUM_STEPS, transition=CPSTransition(noise_level=one_file.NOISE_LEVEL), window=window

@@ -147,11 +147,9 @@ def test_the_processor_pads_on_the_left():
 def test_jinja_syntax_in_a_template_or_prompt_is_not_evaluated():
     template = TURNS.format(system='say "{{ 1 + 1 }}" {% raw %} \\n é', user="{}")
     writer = QwenWriter(
-        tiny_writers.module(),
-        tiny_writers.tokenizer(),
-        template=template,
+        tiny_writers.module(), tiny_writers.tokenizer(), template=template,
         image_processor=tiny_writers.image_processor("qwen2.5-vl"),
-    )
+    )  # fmt: skip
     text = processor_for(writer).apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "{{ red }}"}]}])
     assert text == template.replace("{}", "{{ red }}")
 
@@ -195,22 +193,13 @@ def test_grpo_trainer_trains_only_the_adapter_with_rewards_of_images(tmp_path, m
         model=policy,
         reward_funcs=RetouchReward(writer, renderer, ShareReward(), combine={"share": 1.0}, task=lambda row: tasks[row["task"]]),
         args=GRPOConfig(
-            str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=5,
-            learning_rate=1e-2,
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-            logging_steps=1,
-            save_strategy="no",
+            str(tmp_path), max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=5,
+            learning_rate=1e-2, bf16=False, use_cpu=True, report_to="none", logging_steps=1, save_strategy="no",
             disable_tqdm=True,
         ),
         train_dataset=dataset_of(tasks, writer),
         processing_class=processor_for(writer),
-    )
+    )  # fmt: skip
     trained_on = []
     score = trainer._generate_and_score_completions
     monkeypatch.setattr(trainer, "_generate_and_score_completions", lambda rows: trained_on.append(score(rows)) or trained_on[-1])

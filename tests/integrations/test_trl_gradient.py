@@ -54,13 +54,9 @@ def ours(twins, pair, batch):
     tasks = tuple(pair.tasks[: twins.TASKS_PER_STEP])
     rows = range(twins.ROWS)
     asked = Batch(
-        seed=0,
-        step=0,
-        tasks=tasks,
-        group_ids=tuple(range(len(tasks))),
-        group=tuple(row // twins.GROUP_SIZE for row in rows),
+        seed=0, step=0, tasks=tasks, group_ids=tuple(range(len(tasks))), group=tuple(row // twins.GROUP_SIZE for row in rows),
         slot=tuple(row % twins.GROUP_SIZE for row in rows),
-    )
+    )  # fmt: skip
     written = Generation(ids=ids, lengths=mask.sum(-1), log_probs=torch.zeros(ids.shape))
     trajectory = policy._trajectory(asked, writer.encode(tasks), written)
     everything = Slice(slice(0, twins.ROWS), slice(0, ids.shape[1]))

@@ -50,22 +50,10 @@ def complex_edit(tmp_path, monkeypatch):
 def words(folder, options):
     """The command line of two tiny steps of the playground's writer, with the given options."""
     known = {
-        "output_dir": folder / "run",
-        "num_steps": 1,
-        "max_steps": 2,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 24,
-        "lora_r": 4,
-        "bf16": "false",
-        "use_cpu": "true",
-        "report_to": "none",
-        **options,
-    }
+        "output_dir": folder / "run", "num_steps": 1, "max_steps": 2, "save_strategy": "no", "logging_steps": 1,
+        "learning_rate": 1e-2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 2,
+        "max_completion_length": 24, "lora_r": 4, "bf16": "false", "use_cpu": "true", "report_to": "none", **options,
+    }  # fmt: skip
     return [*(word for name, value in known.items() for word in (f"--{name}", str(value))), "--use_peft"]
 
 
@@ -73,16 +61,9 @@ def test_the_script_trains_on_complex_edit_and_evaluates_on_other_images(script,
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with Double() as double:
         options = {
-            "complex_edit": complex_edit,
-            "complexity": "3,8",
-            "allow_test_sets": "true",
-            "held_out": 0.3,
-            "judge": "m",
-            "judge_url": double.url,
-            "n_evals": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-        }
+            "complex_edit": complex_edit, "complexity": "3,8", "allow_test_sets": "true", "held_out": 0.3, "judge": "m",
+            "judge_url": double.url, "n_evals": 1, "eval_strategy": "steps", "eval_steps": 2,
+        }  # fmt: skip
         trainer = script.main(words(tmp_path, options))
     prompts = [{row["prompt"][0]["content"] for row in rows} for rows in (trainer.train_dataset, trainer.eval_dataset)]
     training, heldout = ({text.partition(",")[0] for text in side} for side in prompts)

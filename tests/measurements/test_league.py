@@ -59,25 +59,26 @@ def imported(names):
 # Statistics
 
 
-def test_the_interquartile_mean_drops_a_quarter_at_each_end(league):
-    assert league.ranking.interquartile_mean(np.array([[90.0, 2, 3], [1, 4, 5], [-80, 6, 7]])) == pytest.approx(
-        (2 + 3 + 4 + 5 + 6) / 5
-    )
-    assert league.ranking.interquartile_mean(np.array([[1.0, 5.0]])) == 3
-
-
-def test_the_probability_of_improvement_counts_a_tie_one_half(league):
-    better = league.ranking.probability_of_improvement(np.array([[1.0], [3.0]]), np.array([[1.0], [2.0]]))
-    assert better == (0.5 + 0 + 1 + 1) / 4
-    two_strata = league.ranking.probability_of_improvement(np.array([[1.0, 0.0]]), np.array([[0.0, 1.0]]))
-    assert two_strata == 0.5
-
-
-def test_the_time_to_a_share_is_interpolated_between_two_evaluations(league):
+def test_statistics_equal_values_by_hand(league):
+    ranking = league.ranking
+    found = ranking.interquartile_mean(np.array([[90.0, 2, 3], [1, 4, 5], [-80, 6, 7]]))  # without a quarter at each end
+    assert found == pytest.approx((2 + 3 + 4 + 5 + 6) / 5)
+    assert ranking.interquartile_mean(np.array([[1.0, 5.0]])) == 3
+    better = ranking.probability_of_improvement(np.array([[1.0], [3.0]]), np.array([[1.0], [2.0]]))
+    assert better == (0.5 + 0 + 1 + 1) / 4  # a tie counts one half
+    assert ranking.probability_of_improvement(np.array([[1.0, 0.0]]), np.array([[0.0, 1.0]])) == 0.5
     curve = [[0, 2.0], [100, 4.0], [200, 3.0], [300, 8.0]]
-    assert league.ranking.time_to(curve, 0.25, ceiling=10) == 100
-    assert league.ranking.time_to(curve, 0.5, ceiling=10) == pytest.approx(200 + 100 * 3 / 5)
-    assert league.ranking.time_to(curve, 0.9, ceiling=10) is None
+    times = [ranking.time_to(curve, share, ceiling=10) for share in (0.25, 0.5, 0.9)]
+    assert times == [100, pytest.approx(200 + 100 * 3 / 5), None]
+    correlation = league.agreement.rank_correlation
+    first = np.array([0.1, 0.5, 0.2, 0.9])
+    assert correlation(first, 10 * first**3) == pytest.approx(1.0)
+    assert correlation(first, -first) == pytest.approx(-1.0)
+    # Ranks 1, 3, 2, 4 and 2, 1, 3, 4: the squared differences sum to 1 + 4 + 1 + 0, and 1 - 6 * 6 / (4 * 15) = 0.4.
+    assert correlation(first, np.array([2.0, 1.0, 3.0, 4.0])) == pytest.approx(0.4)
+    # Ranks 1, 2.5, 2.5 and 1, 2, 3: the correlation is 1.5 / sqrt(1.5 * 2).
+    assert correlation(np.array([1.0, 2.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(1.5 / math.sqrt(3))
+    assert math.isnan(correlation(np.ones(3), np.array([1.0, 2.0, 3.0])))
 
 
 def record(after, **more):
@@ -94,13 +95,9 @@ def test_shares_of_the_gap_are_those_of_each_seed_and_stratum(league):
     chosen = league.ranking.shares_of([found, found], [np.array([1, 1]), np.array([0])])
     assert [each[1] for each in chosen] == pytest.approx(np.array([[0.0, 1.0]] * 2))
     assert league.runs.share_of_gap(record([2.0, 10.0, 5.0])) == pytest.approx((17 - 9) / (30 - 9))
-
-
-def test_a_run_that_ends_with_an_error_or_below_the_base_has_diverged(league):
-    assert league.runs.share_of_gap({"ended": "ValueError: no"}) == league.runs.FLOOR
-    assert league.runs.diverged({"ended": "ValueError: no"})
-    assert league.runs.diverged(record([0.0, 0.0, 5.0]))
-    assert not league.runs.diverged(record([0.0, 4.0, 4.0]))
+    error = {"ended": "ValueError: no"}
+    assert league.runs.share_of_gap(error) == league.runs.FLOOR
+    assert [league.runs.diverged(run) for run in (error, record([0.0, 0.0, 5.0]), record([0.0, 4.0, 4.0]))] == [True, True, False]
 
 
 def test_the_better_contestant_ranks_first_and_intervals_contain_the_estimates(league):
@@ -159,25 +156,19 @@ def test_every_contestants_steps_fit_into_the_budget_and_one_more_does_not(leagu
         assert 3 <= math.ceil(recipe.steps / recipe.eval.every) <= 4
 
 
-def test_every_knob_changes_the_recipe(league):
-    world = league.worlds.EDITOR
+def test_every_knob_and_the_device_change_the_recipe(league):
+    world, digest = league.worlds.EDITOR, league.worlds.digest
     for contestant in world.contestants:
         given = settings_of(contestant)
         before = league.worlds.recipe_of(world, contestant, given, stage="tuning", seed=0)
         for knob in contestant.knobs:
             other = next((choice for choice in knob.choices if choice != knob.default), knob.high)
             changed = league.worlds.recipe_of(world, contestant, {**given, knob.name: other}, stage="tuning", seed=0)
-            assert league.worlds.digest(changed) != league.worlds.digest(before), knob.name
-
-
-def test_the_device_of_a_recipe_is_the_given_one_and_the_cpu_by_default(league):
-    world, contestant = league.worlds.EDITOR, league.worlds.EDITOR.contestant("RAFT")
-    arguments = {"stage": "final", "seed": 101}
-    recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), **arguments)
-    on_gpu = league.worlds.recipe_of(world, contestant, settings_of(contestant), device="cuda", **arguments)
-    assert (recipe.device, on_gpu.device) == ("cpu", "cuda")
-    assert {**recipe.document(), "device": "cuda"} == on_gpu.document()
-    assert league.worlds.digest(recipe) != league.worlds.digest(on_gpu)
+            assert digest(changed) != digest(before), knob.name
+    on_gpu = league.worlds.recipe_of(world, contestant, given, device="cuda", stage="tuning", seed=0)
+    assert (before.device, on_gpu.device) == ("cpu", "cuda")
+    assert {**before.document(), "device": "cuda"} == on_gpu.document()
+    assert digest(before) != digest(on_gpu)
 
 
 def test_a_student_with_few_steps_is_measured_against_the_base_model_of_all_runs(league, tmp_path, monkeypatch):
@@ -252,14 +243,14 @@ def test_computed_network_evaluations_equal_the_counted_calls(league):
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
 
 
+# Runs
+
+
 def test_an_objective_without_an_entry_in_the_cost_table_raises(league, monkeypatch):
     monkeypatch.delitem(league.budget.UPDATE, "policy_gradient")
-    contestant = league.worlds.EDITOR.contestants[0]
+    world = league.worlds.EDITOR
     with pytest.raises(ValueError, match="UPDATE what an update of 'policy_gradient' costs"):
-        league.worlds.recipe_of(league.worlds.EDITOR, contestant, settings_of(contestant), stage="tuning", seed=0)
-
-
-# Runs
+        league.worlds.recipe_of(world, world.contestants[0], settings_of(world.contestants[0]), stage="tuning", seed=0)
 
 
 def test_a_run_that_fails_in_training_is_a_result_and_one_that_never_starts_raises(league, tmp_path, monkeypatch):
@@ -303,12 +294,15 @@ def test_noisy_judge_scores_do_not_depend_on_the_batch_and_some_are_missing(leag
 # The page
 
 
-def test_the_page_matches_the_stored_runs(league):
+def test_the_page_matches_the_stored_runs_and_every_stored_file_belongs_to_a_row(league):
     page, kept = league.league_page, FOLDER / "kept"
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept)
     for world in league.worlds.WORLDS:
         if figure := page.curves(world, page.records(kept, world)):
             assert (page.PICTURES / f"league-{world.name}.svg").read_text() == figure
+    rows = [(world, each.name) for world in league.worlds.WORLDS for each in world.contestants]
+    rows += [(point.world, point.contestant.name) for point in league.scaling_points.every_point()]
+    assert set(kept.rglob("*.json")) <= {league.runs.place(kept, *row) for row in rows}
 
 
 def test_a_world_with_final_runs_has_a_ranking_a_figure_and_all_settings(league, tmp_path):
@@ -362,18 +356,6 @@ def test_the_best_curves_have_bands_if_all_evaluations_have_scores_of_tasks(leag
     assert f"have a band, or a bar at the end of the line ({names[0]}): the 95 % interval" in page.page(tmp_path)
 
 
-def test_the_rank_correlation_is_spearmans(league):
-    correlation = league.agreement.rank_correlation
-    first = np.array([0.1, 0.5, 0.2, 0.9])
-    assert correlation(first, 10 * first**3) == pytest.approx(1.0)
-    assert correlation(first, -first) == pytest.approx(-1.0)
-    # Ranks 1, 3, 2, 4 and 2, 1, 3, 4: the squared differences sum to 1 + 4 + 1 + 0, and 1 - 6 * 6 / (4 * 15) = 0.4.
-    assert correlation(first, np.array([2.0, 1.0, 3.0, 4.0])) == pytest.approx(0.4)
-    # Ranks 1, 2.5, 2.5 and 1, 2, 3: the correlation is 1.5 / sqrt(1.5 * 2).
-    assert correlation(np.array([1.0, 2.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(1.5 / math.sqrt(3))
-    assert math.isnan(correlation(np.ones(3), np.array([1.0, 2.0, 3.0])))
-
-
 def test_worlds_are_compared_over_the_algorithms_that_both_have(league):
     names = [f"A{k}" for k in range(8)]
     one = {name: float(k) for k, name in enumerate(names)} | {"only here": 9.0}
@@ -397,12 +379,6 @@ def test_worlds_are_compared_over_the_algorithms_that_both_have(league):
     text = "\n".join(league.agreement.section([("Wide", wide), ("Tokens", of_tokens), ("Other", wide)]))
     assert "Tokens" not in text
     assert "| Wide; Other | 1.00 (1.00 to 1.00) |" in text
-
-
-def test_every_stored_file_belongs_to_a_row(league):
-    rows = [(world, each.name) for world in league.worlds.WORLDS for each in world.contestants]
-    rows += [(point.world, point.contestant.name) for point in league.scaling_points.every_point()]
-    assert set((FOLDER / "kept").rglob("*.json")) <= {league.runs.place(FOLDER / "kept", *row) for row in rows}
 
 
 # The queue

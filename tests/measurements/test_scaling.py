@@ -32,33 +32,22 @@ def league():
 # Fits
 
 
-def test_each_curve_family_fits_and_extrapolates_its_own_data(league):
-    n = np.array([100.0, 200, 400, 800, 1600])
+def test_each_curve_family_fits_and_extrapolates_its_own_data_without_the_last_point(league):
+    fits, n = league.scaling_fit, np.array([100.0, 200, 400, 800, 1600])
     curves = {"logarithm": -0.5 + 0.1 * np.log(n), "power law": 0.02 * n**0.3, "hyperbola": 0.6 * n / (n + 251.188643)}
-    for form in league.scaling_fit.FORMS:
-        found = league.scaling_fit.extrapolated(form, n, curves[form.name])
+    for form in fits.FORMS:
+        found = fits.extrapolated(form, n, curves[form.name])
         assert found.residual == pytest.approx(0, abs=1e-6)
         assert found.predicted == pytest.approx(found.measured, abs=1e-6)
-        assert league.scaling_fit.chosen(n, curves[form.name]) is form
-    assert league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, curves["logarithm"]).parameters == pytest.approx((-0.5, 0.1))
-    assert league.scaling_fit.fit(league.scaling_fit.POWER, n, curves["power law"]).parameters == pytest.approx((0.02, 0.3))
-
-
-def test_a_fitted_curve_gives_the_samples_for_a_target(league):
-    n = np.array([100.0, 200, 400, 800, 1600])
-    rising = league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, -0.5 + 0.1 * np.log(n))
+        assert fits.chosen(n, curves[form.name]) is form
+    rising = fits.fit(fits.LOGARITHM, n, curves["logarithm"])
+    assert rising.parameters == pytest.approx((-0.5, 0.1))
+    assert fits.fit(fits.POWER, n, curves["power law"]).parameters == pytest.approx((0.02, 0.3))
     assert rising.samples_for(0.25) == pytest.approx(np.exp(7.5), rel=0.01)
-    assert league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, -0.1 * np.log(n)).samples_for(0.25) == np.inf
-
-
-def test_the_last_point_does_not_influence_the_chosen_curve(league):
-    n = np.array([100.0, 200, 400, 800, 1600])
-    shares = -0.5 + 0.1 * np.log(n)
-    shares[-1] = 5.0
-    assert league.scaling_fit.chosen(n, shares) is league.scaling_fit.LOGARITHM
-    assert league.scaling_fit.extrapolated(league.scaling_fit.LOGARITHM, n, shares).predicted == pytest.approx(
-        -0.5 + 0.1 * np.log(1600)
-    )
+    assert fits.fit(fits.LOGARITHM, n, -0.1 * np.log(n)).samples_for(0.25) == np.inf
+    curves["logarithm"][-1] = 5.0
+    assert fits.chosen(n, curves["logarithm"]) is fits.LOGARITHM
+    assert fits.extrapolated(fits.LOGARITHM, n, curves["logarithm"]).predicted == pytest.approx(-0.5 + 0.1 * np.log(1600))
 
 
 # Points
@@ -66,12 +55,9 @@ def test_the_last_point_does_not_influence_the_chosen_curve(league):
 
 def test_every_point_changes_one_setting_and_uses_the_same_budget(league):
     allowed = {
-        "Samples": set(),
-        "Group size": {"tasks_per_step", "group_size"},
-        "Denoising steps trained per chain": {"rollout"},
-        "Noise of the judge": {"reward"},
-        "Network size": {"policy"},
-    }
+        "Samples": set(), "Group size": {"tasks_per_step", "group_size"}, "Denoising steps trained per chain": {"rollout"},
+        "Noise of the judge": {"reward"}, "Network size": {"policy"},
+    }  # fmt: skip
 
     def recipe(point):
         return league.worlds.recipe_of(point.world, point.contestant, point.settings, stage="final", seed=7, curve=1)
@@ -98,13 +84,9 @@ def record(share, seed):
     """A finished run on two strata of two tasks."""
     after = [4.0 + 6 * share] * 4
     base = {
-        "ended": "finished",
-        "tasks": [2, 2],
-        "before": [4.0] * 4,
-        "ceiling": 10.0,
-        "after": after,
+        "ended": "finished", "tasks": [2, 2], "before": [4.0] * 4, "ceiling": 10.0, "after": after,
         "curve": [[0, 4], [1, after[0]]],
-    }
+    }  # fmt: skip
     return {**base, "steps": 5, "images": 240, "cpu_seconds": 20.0, "seed": seed}
 
 

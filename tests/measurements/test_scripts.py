@@ -13,44 +13,27 @@ from warm_python import python
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "measurements"
 FAST = {
-    "data/streams.py": "kills --rows 2048 --kills 0 --folder rows",
-    "judging/votes.py": "table",
-    "league/quickstart_trials.py": "--repeat 5",
-    "league/scaling.py": "--minutes 0",
-    "pipelines/table.py": "StableDiffusionXLPipeline",
-    "playground/exploration.py": "s --tasks 4",
+    "data/streams.py": "kills --rows 2048 --kills 0 --folder rows", "judging/votes.py": "table",
+    "league/quickstart_trials.py": "--repeat 5", "league/scaling.py": "--minutes 0",
+    "pipelines/table.py": "StableDiffusionXLPipeline", "playground/exploration.py": "s --tasks 4",
     "speed/run.py": "--only trl --trl-steps 3 --trl-settings 9·image·tokens,·40·new --threads 1",
     "structure/shape.py": "--static",
-}
+}  # fmt: skip
 SLOW = {
-    "engines/image_tokens.py": "--rounds 1",
-    "engines/text.py": "--rounds 1",
-    "judging/gamed_judge.py": "--steps 5 --runs honest",
-    "judging/judge_faults.py": "--steps 2 --seeds 0",
-    "judging/quota.py": "--seconds 20 --processes 2",
-    "league/league.py": "--page",
+    "engines/image_tokens.py": "--rounds 1", "engines/text.py": "--rounds 1",
+    "judging/gamed_judge.py": "--steps 5 --runs honest", "judging/judge_faults.py": "--steps 2 --seeds 0",
+    "judging/quota.py": "--seconds 20 --processes 2", "league/league.py": "--page",
     "playground/pairs.py": "--tasks 8 --group 4 --steps 1 --pairs-per-step 2",
     "playground/references.py": "flux-fill/ip-adapter-grpo-playground",
-    "quantized/learning.py": "runs --recipes playground/grpo --steps 1 --seeds 0",
-    "quantized/peak.py": "--width 8",
-    "rehearsal/before_after.py": "sd3/ocr-grpo",
-    "rehearsal/cards.py": "sd3/one-gpu --cards 80gb",
-    "rehearsal/speedup.py": "guidance",
-    "rehearsal/table.py": "sd3/ocr-grpo",
-    "robustness/archives.py": "--every 20",
-    "robustness/exhaustion.py": "--every 18",
-    "robustness/links.py": "--every 12",
-    "robustness/payloads.py": "--requests 50",
-    "robustness/ranks.py": "--only nothing",
-    "robustness/replies.py": "",
-    "robustness/soak.py": "--minutes 0.01",
-    "serving/chaos.py": "--samples 100",
-    "serving/dead_judges.py": "--deadline 5 --ranks 1",
-    "serving/throughput.py": "--only sending --rounds 1",
-    "speed/ledger_cost.py": "--rounds 1",
-    "view/overhead.py": "--steps 24 --block 6",
-    "view/pages.py": "--runs 2 --samples 1000",
-}
+    "quantized/learning.py": "runs --recipes playground/grpo --steps 1 --seeds 0", "quantized/peak.py": "--width 8",
+    "rehearsal/before_after.py": "sd3/ocr-grpo", "rehearsal/cards.py": "sd3/one-gpu --cards 80gb",
+    "rehearsal/speedup.py": "guidance", "rehearsal/table.py": "sd3/ocr-grpo", "robustness/archives.py": "--every 20",
+    "robustness/exhaustion.py": "--every 18", "robustness/links.py": "--every 12", "robustness/payloads.py": "--requests 50",
+    "robustness/ranks.py": "--only nothing", "robustness/replies.py": "", "robustness/soak.py": "--minutes 0.01",
+    "serving/chaos.py": "--samples 100", "serving/dead_judges.py": "--deadline 5 --ranks 1",
+    "serving/throughput.py": "--only sending --rounds 1", "speed/ledger_cost.py": "--rounds 1",
+    "view/overhead.py": "--steps 24 --block 6", "view/pages.py": "--runs 2 --samples 1000",
+}  # fmt: skip
 NEEDS = {"league/league.py": "optuna", "view/overhead.py": "playwright", "view/pages.py": "playwright"}
 """Modules that are not in every environment of the tests."""
 NOT_RUN_HERE = {

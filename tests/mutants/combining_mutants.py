@@ -89,7 +89,7 @@ COMBINING = (
         "retouch_judge/models.py",
         'raise ValueError("give the name of an environment variable',
         'raise ValueError(f"{name}: give the name of an environment variable',
-        f"{_SECTIONS}::test_an_api_key_instead_of_a_variable_name_is_rejected_and_not_in_the_error",
+        f"{_SECTIONS}::test_an_api_key_or_an_address_with_credentials_is_rejected_and_not_in_the_error",
     ),
     Mutant(
         "each reward opens its own client of the same judge",

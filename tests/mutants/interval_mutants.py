@@ -38,6 +38,6 @@ INTERVALS = (
         "data/tasks.py",
         "        source=row.source,\n",
         "",
-        "tests/data/sources/test_data_folder.py::test_a_task_has_the_source_of_its_row",
+        "tests/data/sources/test_data_folder.py::test_rows_of_one_image_or_prompt_have_one_source",
     ),
 )

@@ -144,7 +144,7 @@ LEDGER = (
         "retouch_view/ledger.py",
         '"cost": sum(costs) if costs else None',
         '"cost": sum(costs)',
-        f"{_AUDIT}::test_an_unknown_cost_is_none_and_not_zero",
+        f"{_AUDIT}::test_cost_adds_recorded_costs_and_uses_given_prices_for_the_other_calls",
     ),
     Mutant(
         "of two ranks' scores for one position, the earlier is used",
@@ -165,14 +165,14 @@ LEDGER = (
         "retouch_view/ledger.py",
         "return None if path is None else read_image(path, sample.image)",
         'return None if path is None else Image.open(path).convert("RGB")',
-        f"{_AUDIT}::test_an_image_file_with_the_wrong_content_is_not_rescored",
+        f"{_AUDIT}::test_neither_an_image_with_the_wrong_content_nor_a_run_whose_data_have_changed_is_rescored",
     ),
     Mutant(
         "missing scores of the second judge are not requested again",
         "retouch_view/rescoring.py",
         "journal.forget_missing(wanted, split=split, step=step)",
         "pass",
-        f"{_AUDIT}::test_rescore_scores_samples_with_missing_scores_again",
+        f"{_AUDIT}::test_rescore_scores_samples_with_missing_scores_again_and_whole_groups_if_the_reward_compares_them",
     ),
     Mutant(
         "the comparison lists the smallest disagreements first",

@@ -27,14 +27,14 @@ TOKENS = (
         "data/sources/tokens.py",
         "path = path_under(root, entry)",
         "path = root / entry",
-        f"{DATA}::test_file_names_that_leave_the_data_set_are_rejected",
+        f"{DATA}::test_an_invalid_token_list_and_file_names_that_leave_the_data_set_raise",
     ),
     Mutant(
         "a pickled feature file is opened without data.trusted",
         "data/sources/features.py",
         'elif path.suffix == ".pth" and trusted:',
         'elif path.suffix == ".pth":',
-        f"{DATA}::test_pth_files_are_read_only_if_they_are_trusted",
+        f"{DATA}::test_feature_files_are_read_as_they_were_written_and_pth_files_only_if_they_are_trusted",
     ),
     Mutant(
         "a code equal to the size of the codebook is accepted",

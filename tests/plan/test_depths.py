@@ -11,12 +11,9 @@ from warm_python import run_python
 SUPPORT = Path(__file__).parents[1] / "support"
 AGREEMENT = 0.005
 STACKS = [
-    {"transformer": 60},
-    {"transformer": 60, "text_encoder": 28, "writer": 28},
-    {"double": 19, "single": 38},
-    {"dual": 13, "plain": 11},
-    {"double": 5, "single": 20},
-]
+    {"transformer": 60}, {"transformer": 60, "text_encoder": 28, "writer": 28}, {"double": 19, "single": 38},
+    {"dual": 13, "plain": 11}, {"double": 5, "single": 20},
+]  # fmt: skip
 
 
 @pytest.mark.slow

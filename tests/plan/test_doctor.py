@@ -105,28 +105,20 @@ def test_findings_are_aligned():
 # The installation
 
 
-def test_check_install_reports_ok_for_this_installation():
-    found = list(check_install())
-    assert [finding.subject for finding in found] == ["python", "torch", "diffusers", "transformers", "peft", "libraries"]
-    assert {finding.status for finding in found} == {"ok"}
-
-
 def test_unsupported_versions_are_reported_with_the_pip_command():
     requirements = ["safetensors>=0.1", "peft>=99", "no-such-library>=2", "numpy<1", "torch>=2.11"]
     found = list(check_versions([Requirement(each) for each in requirements]))
-    assert [(finding.subject, finding.status) for finding in found] == [
-        ("torch", "ok"),
-        ("peft", "FAILED"),
-        ("no-such-library", "FAILED"),
-        ("numpy", "FAILED"),
-        ("libraries", "ok"),
-    ]
+    assert [finding.subject for finding in found] == ["torch", "peft", "no-such-library", "numpy", "libraries"]
+    assert [finding.status for finding in found] == ["ok", "FAILED", "FAILED", "FAILED", "ok"]
     assert found[1].fix == "pip install --upgrade 'peft>=99'"
     assert found[2].text == "not installed; >=2 is supported"
     assert found[4].text.startswith("1 other")
 
 
 def test_doctor_without_a_recipe_checks_the_installation_and_built_in_model(capsys):
+    found = list(check_install())
+    assert [finding.subject for finding in found] == ["python", "torch", "diffusers", "transformers", "peft", "libraries"]
+    assert {finding.status for finding in found} == {"ok"}
     code, lines = doctor(capsys)
     assert code == 0
     assert any(line.startswith("ok      playground    the built-in model loads and samples") for line in lines)
@@ -218,23 +210,15 @@ def test_without_cuda_a_recipe_is_checked_for_an_h100_with_a_note():
     assert check_device("cuda", device=None, weights_here=True)[1].status == "FAILED"
 
 
-@pytest.mark.parametrize(
-    ("name", "rates"),
-    [
-        ("cuda:0 (NVIDIA A100-SXM4-80GB)", "a100-80gb"),
-        ("cuda:0 (NVIDIA H200)", "h200"),
-        ("cuda:1 (NVIDIA GeForce RTX 4090)", "4090"),
+def test_a_device_of_this_machine_has_the_rates_of_the_gpu_that_it_names():
+    for name, rates in (
+        ("cuda:0 (NVIDIA A100-SXM4-80GB)", "a100-80gb"), ("cuda:1 (NVIDIA GeForce RTX 4090)", "4090"),
         ("cuda:0 (NVIDIA B300)", "h100"),
-    ],
-)
-def test_a_device_of_this_machine_has_the_rates_of_the_gpu_that_it_names(name, rates):
-    made = machine_of(PlannedDevice(name, 10**9, torch.device("cuda:0")), "auto")
-    assert (made.name, made.memory, made.half) == (name, 10**9, MACHINES[rates].half)
-    assert made.measured.startswith(f"rates of {rates}: ")
+    ):  # fmt: skip
+        made = machine_of(PlannedDevice(name, 10**9, torch.device("cuda:0")), "auto")
+        assert (made.name, made.memory, made.half) == (name, 10**9, MACHINES[rates].half)
+        assert made.measured.startswith(f"rates of {rates}: ")
     assert machine_of(PlannedDevice("l40s", 1, None), "l40s") == MACHINES["l40s"]
-
-
-def test_unknown_device_raises_with_the_known_names(capsys):
     with pytest.raises(ValueError, match="4090"):
         cli.main(["doctor", "--device", "h20O", "--debug"])
 
@@ -292,14 +276,12 @@ def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective)
 
 
 def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path, capsys):
-    code, lines = doctor(capsys, recipe_file(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
-    assert code == 1
-    assert lines[-2] == "not ready: model"
-    assert any("no.such.layer" in line for line in lines)
-    code, lines = doctor(capsys, recipe_file(tmp_path, "policy.train.init_from=nowhere"), "--device", "cpu")
-    assert code == 1
-    assert lines[-2] == "not ready: model"
-    assert any("nowhere has none of" in line for line in lines)
+    for change, said in (
+        ('policy.train.targets=["no.such.layer"]', "no.such.layer"), ("policy.train.init_from=nowhere", "nowhere has none of"),
+    ):  # fmt: skip
+        code, lines = doctor(capsys, recipe_file(tmp_path, change), "--device", "cpu")
+        assert (code, lines[-2]) == (1, "not ready: model")
+        assert any(said in line for line in lines)
 
 
 # Recipes
@@ -313,17 +295,14 @@ _HALVES = ("tasks_per_step=8", "group_size=8", "minibatches=2")
 @pytest.mark.parametrize(
     ("name", "world", "changes", "says"),
     [
-        (_FLUX2, 8, [], []),
-        (_FLUX2, 8, ["microbatch=4"], _REPEATED),
-        (_FLUX2, 8, ["microbatch=12"], []),
-        (_FLUX2, 8, ["microbatch=4", "rollout.equal_shapes=false"], []),
-        (_WRITER, 1, ["microbatch=8", "rollout.chunk=64"], []),
+        (_FLUX2, 8, [], []), (_FLUX2, 8, ["microbatch=4"], _REPEATED), (_FLUX2, 8, ["microbatch=12"], []),
+        (_FLUX2, 8, ["microbatch=4", "rollout.equal_shapes=false"], []), (_WRITER, 1, ["microbatch=8", "rollout.chunk=64"], []),
         (_WRITER, 1, ["microbatch=8", "rollout.chunk=12"], ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"]),
         (_WRITER, 1, [*_HALVES[:2], "minibatches=1", "microbatch=5", "rollout.chunk=40"], []),
         (_WRITER, 1, [*_HALVES, "microbatch=8", "rollout.chunk=64"], []),
         (_WRITER, 1, [*_HALVES, "microbatch=12", "rollout.chunk=96"], ["32 rows", "use microbatch 4"]),
     ],
-)
+)  # fmt: skip
 def test_check_batch_reports_rows_that_are_repeated_and_chunks_and_minibatches_that_do_not_fit(name, world, changes, says):
     notes = [finding.text for finding in check_batch(load(name, changes), world=world) if finding.status == "note"]
     assert len(notes) == bool(says)
@@ -366,42 +345,14 @@ def test_check_data_reports_image_problems(photos):
 
 
 def test_headline_tags_without_held_out_tasks_are_a_failure():
-    ((finding, _),) = check_data(small('eval.headline={"complexity":["3"]}'))
-    assert finding.status == "FAILED"
-    assert "evaluate on more tasks (eval.tasks), or set eval.headline to null" in finding.text
-    ((finding, _),) = check_data(small('eval.headline={"complexity":["1"]}'))
-    assert finding.status == "ok"
+    ((good, _),) = check_data(small('eval.headline={"complexity":["1"]}'))
+    ((bad, _),) = check_data(small('eval.headline={"complexity":["3"]}'))
+    assert (good.status, bad.status) == ("ok", "FAILED")
+    assert "evaluate on more tasks (eval.tasks), or set eval.headline to null" in bad.text
 
 
 class NoScore:
-    """A reward whose score is always missing."""
-
-    columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
-
-    def __call__(self, samples):
-        return {"overall": torch.full((len(samples),), math.nan)}
-
-
-def test_check_scoring_scores_a_source_image_and_reports_faulty_rewards(monkeypatch):
-    recipe = small()
-    sets = build_sets(recipe, recipe.data, size=None)
-    good = check_scoring(recipe, sets)
-    assert good.status == "ok"
-    assert good.text.endswith("for an unedited source image")
-    assert "not tested" in check_scoring(recipe, None).text
-    monkeypatch.setitem(
-        sys.modules, "judges", SimpleNamespace(NoScore=NoScore, __spec__=SimpleNamespace(submodule_search_locations=None))
-    )
-    wrong = check_scoring(small('reward={"kind":"import","class":"judges:NoScore","combine":{"overal":1}}'), sets)
-    assert wrong.status == "FAILED"
-    assert "'overal'" in wrong.text
-    unsure = check_scoring(small('reward={"kind":"import","class":"judges:NoScore","combine":{"overall":1}}'), sets)
-    assert unsure.status == "FAILED"
-    assert "overall missing" in unsure.text
-
-
-class RecordsDevice:
-    """A reward that notes where it was built."""
+    """A reward whose score is always missing, and that notes where it was built."""
 
     columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
     built: list[torch.device] = []  # noqa: RUF012
@@ -410,32 +361,52 @@ class RecordsDevice:
         self.built.append(device)
 
     def __call__(self, samples):
-        return {"overall": torch.zeros(len(samples))}
+        return {"overall": torch.full((len(samples),), math.nan)}
+
+
+@pytest.fixture
+def judges(monkeypatch):
+    """A module of the user with the reward `NoScore`."""
+    NoScore.built.clear()
+    module = SimpleNamespace(NoScore=NoScore, __spec__=SimpleNamespace(submodule_search_locations=None))
+    monkeypatch.setitem(sys.modules, "judges", module)
+
+
+def no_score(column="overall"):
+    return f'reward={{"kind":"import","class":"judges:NoScore","combine":{{"{column}":1}}}}'
+
+
+@pytest.mark.usefixtures("judges")
+def test_check_scoring_scores_a_source_image_and_reports_faulty_rewards():
+    recipe = small()
+    sets = build_sets(recipe, recipe.data, size=None)
+    good = check_scoring(recipe, sets)
+    assert good.status == "ok"
+    assert good.text.endswith("for an unedited source image")
+    assert "not tested" in check_scoring(recipe, None).text
+    for column, said in (("overal", "'overal'"), ("overall", "overall missing")):
+        found = check_scoring(small(no_score(column)), sets)
+        assert found.status == "FAILED"
+        assert said in found.text
 
 
 @pytest.mark.parametrize(
     ("changes", "gpus", "mps", "place"),
     [
-        (["device=auto"], 0, True, "mps"),
-        (["device=auto"], 1, False, "cuda:0"),
-        (["device=auto", "devices.reward=cpu"], 1, False, "cpu"),
-        (["device=auto", "devices.policy=cuda:1"], 2, False, "cuda:1"),
+        (["device=auto"], 0, True, "mps"), (["device=auto"], 1, False, "cuda:0"),
+        (["device=auto", "devices.reward=cpu"], 1, False, "cpu"), (["device=auto", "devices.policy=cuda:1"], 2, False, "cuda:1"),
         (["device=auto", "devices.reward=cuda:1"], 2, False, "cuda:1"),
-        (["device=auto", "devices.reward=cuda:1"], 0, False, "cpu"),
-        (["device=cuda"], 0, False, "cpu"),
+        (["device=auto", "devices.reward=cuda:1"], 0, False, "cpu"), (["device=cuda"], 0, False, "cpu"),
     ],
-)
+)  # fmt: skip
+@pytest.mark.usefixtures("judges")
 def test_reward_is_built_on_the_device_of_the_run_if_it_exists(changes, gpus, mps, place, monkeypatch):
     """If this machine lacks the device, the reward is built on one that it has."""
-    module = SimpleNamespace(RecordsDevice=RecordsDevice, __spec__=SimpleNamespace(submodule_search_locations=None))
-    monkeypatch.setitem(sys.modules, "judges", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    RecordsDevice.built.clear()
-    found = check_scoring(small(*changes, 'reward={"kind":"import","class":"judges:RecordsDevice","combine":{"overall":1}}'), None)
-    assert found.status == "ok"
-    assert RecordsDevice.built == [torch.device(place)]
+    assert check_scoring(small(*changes, no_score()), None).status == "ok"
+    assert NoScore.built == [torch.device(place)]
 
 
 @pytest.mark.parametrize("column", ["preference", "win_probability"])
@@ -504,21 +475,18 @@ def test_run_folder_with_the_same_run_is_a_note_and_with_another_a_failure(tmp_p
     assert check_folder(recipe).status == "FAILED"
 
 
-@pytest.mark.parametrize(
-    ("says", "fix"),
-    [
-        ("policy.train.targets: a model of your own has no usual LoRA targets", "correct policy.train.targets"),
-        ("eval.column: the reward has no column 'overall'", "correct eval.column"),
-        ("no such folder: weights", "correct policy.model"),
-    ],
-)
-def test_run_that_cannot_be_built_suggests_the_key_to_correct(says, fix, monkeypatch):
-    def refuse(*_):
-        raise ValueError(says)
+def test_run_that_cannot_be_built_suggests_the_key_to_correct(monkeypatch):
+    for says, key in (
+        ("policy.train.targets: a model of your own has no usual LoRA targets", "policy.train.targets"),
+        ("eval.column: the reward has no column 'overall'", "eval.column"), ("no such folder: weights", "policy.model"),
+    ):  # fmt: skip
 
-    monkeypatch.setattr(checks, "assemble", refuse)
-    (found,) = checks.check_trial(small(), Ranks(), steps=None, check_space=False)
-    assert (found.status, found.text, found.fix) == ("FAILED", says, fix)
+        def refuse(*_, says=says):
+            raise ValueError(says)
+
+        monkeypatch.setattr(checks, "assemble", refuse)
+        (found,) = checks.check_trial(small(), Ranks(), steps=None, check_space=False)
+        assert (found.status, found.text, found.fix) == ("FAILED", says, f"correct {key}")
 
 
 def test_checkpoints_must_fit_on_the_disk(tmp_path):
@@ -580,11 +548,8 @@ def test_fix_of_a_failed_trial_step_is_a_valid_override(check, changes, fix, mon
     )
     assert found.fix == fix
     parse(recipe.document(), fix.removeprefix("--set ").split(" --set "))
-
-
-@pytest.mark.parametrize(("check", "expected"), [("frozen", "writes to weights"), ("kl_gradient", "do not depend on the trained")])
-def test_failed_check_that_no_override_fixes_is_explained(check, expected):
-    assert expected in checks._suggested_fix(small(), check)
+    for explained, words in (("frozen", "writes to weights"), ("kl_gradient", "do not depend on the trained")):
+        assert words in checks._suggested_fix(small(), explained), "no override fixes it"
 
 
 # Where weights are found

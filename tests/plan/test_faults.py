@@ -34,16 +34,16 @@ def test_a_device_error_is_reported_with_file_and_line(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["device", "dtype", "shape"])
-def test_an_error_is_reported_with_file_and_line(found, fault):
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("device", "expected all tensors to be on the same device, but found dryrun:0, cpu"), ("dtype", "same dtype"),
+        ("shape", "invalid for input of size"),
+    ],
+)  # fmt: skip
+def test_an_error_is_reported_with_its_mismatch_file_and_line(found, fault, says):
     assert f"planted_faults.py:{line_of(fault)}, in velocity" in found[fault]["error"]
-
-
-@pytest.mark.slow
-def test_error_messages_describe_the_device_dtype_or_shape_mismatch(found):
-    assert "expected all tensors to be on the same device, but found dryrun:0, cpu" in found["device"]["error"]
-    assert "same dtype" in found["dtype"]["error"]
-    assert "invalid for input of size" in found["shape"]["error"]
+    assert says in found[fault]["error"]
 
 
 @pytest.mark.slow
@@ -69,18 +69,20 @@ def test_gradient_checkpointing_reduces_activations_and_increases_flops(found):
 
 
 @pytest.mark.slow
-def test_a_setting_that_makes_the_recipe_fit_is_suggested(found):
-    settings, peak = found["small chunks"]["changes"]  # where the update alone is too large
-    assert settings == ["policy.gradient_checkpointing=true"]
-    assert peak < 0.95 * found["small chunks"]["peak"]
-
-
-@pytest.mark.slow
-def test_settings_are_suggested_for_every_stage_that_is_too_large(found):
-    settings, peak = found[""]["changes"]  # where the rollout is nearly as large as the update
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("small chunks", ["policy.gradient_checkpointing=true"]),  # where the update alone is too large
+        # Where the rollout is nearly as large as the update: gradient checkpointing was tried before, and is not needed beside it.
+        ("", ["rollout.chunk=4"]),
+    ],
+)
+def test_settings_that_make_the_recipe_fit_are_suggested_for_every_stage_that_is_too_large(found, case, settings):
     assert found[""]["peaks"]["rollout"] > 0.95 * found[""]["peak"]
-    assert settings == ["rollout.chunk=4"]  # gradient checkpointing was tried before, and is not needed beside it
-    assert peak < 0.95 * found[""]["peak"]
+    suggested, peak = found[case]["changes"]
+    assert suggested == settings
+    assert peak < 0.95 * found[case]["peak"]
+    assert found[case]["again"] == {"peak": peak, "fits": True}
 
 
 @pytest.mark.slow
@@ -88,12 +90,6 @@ def test_moments_in_8_bits_are_suggested_if_they_suffice(tmp_path):
     found = dry_run(tmp_path / "sd3", "all weights")["all weights"]
     assert found["changes"][0] == ["optimizer.moments=8bit"]
     assert found["again"] == {"peak": found["changes"][1], "fits": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["", "small chunks"])
-def test_a_recipe_fits_with_the_suggested_settings(found, case):
-    assert found[case]["again"] == {"peak": found[case]["changes"][1], "fits": True}
 
 
 @pytest.mark.slow

@@ -63,30 +63,21 @@ def test_fault_11_the_command_that_makes_a_missing_export_is_named(capsys):
     assert "next: retouch launch --nproc 8 emu3/sft_s  (weights)" in lines
 
 
-def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path):
+def test_fault_11_base_model_of_a_future_export_is_read_from_its_run_or_given(tmp_path):
     made = tmp_path / "runs" / "mine"
     RunFolder(made).write_recipe({"policy": {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"}}})
     path = made / "somewhere" / "writer"
     base, _, fix = future_weights(str(path))
-    assert base == "Qwen/Qwen2.5-VL-3B-Instruct"
-    assert fix == f"retouch export {made} --to {made}/exported"
-    recipe = load("sd3/prompt-enhancer", [f"policy.model.path={path}"])
-    substituted, _ = _with_known_size(recipe, None)
+    assert (base, fix) == ("Qwen/Qwen2.5-VL-3B-Instruct", f"retouch export {made} --to {made}/exported")
+    substituted, _ = _with_known_size(load("sd3/prompt-enhancer", [f"policy.model.path={path}"]), None)
     assert substituted.policy.model.source == base
-
-
-@pytest.mark.parametrize(
-    ("path", "base", "fix"),
-    [
-        ("a/b/c", None, "--base MODEL"),
-        ("a/b/c", "Qwen/Qwen2-VL-7B-Instruct", "train the model that this recipe starts from"),
+    for missing, given, fix in (
+        ("a/b/c", None, "--base MODEL"), ("a/b/c", QWEN2, "train the model that this recipe starts from"),
         ("a/nobody-knows/exported/writer", None, "train and export that run, or give --base MODEL for its size"),
-    ],
-)
-def test_fault_11_fix_for_missing_weights_is_to_train_them_or_give_a_base(path, base, fix):
-    found, text, command = future_weights(path, base=base)
-    assert (found, command) == (base, fix)
-    assert ("The dry run uses a model" in text) == (base is not None)
+    ):  # fmt: skip
+        found, text, command = future_weights(missing, base=given)
+        assert (found, command) == (given, fix)
+        assert ("The dry run uses a model" in text) == (given is not None)
 
 
 def test_fault_11_a_base_is_asked_for_if_weights_are_missing(capsys):
@@ -194,12 +185,10 @@ def test_fault_11_time_and_cost_are_estimated():
 @pytest.mark.parametrize(
     "words",
     [
-        ["--price-per-hour", "-1", "quickstart"],
-        ["--estimate"],
-        ["--price-per-hour", "nan", "quickstart"],
+        ["--price-per-hour", "-1", "quickstart"], ["--estimate"], ["--price-per-hour", "nan", "quickstart"],
         ["--price-per-hour", "2", "quickstart", "--no-rehearsal"],
     ],
-)
+)  # fmt: skip
 def test_fault_11_invalid_prices_and_estimates_without_a_recipe_are_rejected(words, capsys):
     assert cli.main(["doctor", *words]) == 2
     assert "--price-per-hour" in capsys.readouterr().err

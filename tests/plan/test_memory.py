@@ -200,11 +200,9 @@ def test_a_step_fits_if_a_tenth_of_the_memory_stays_free(monkeypatch):
     ("size", "changes", "fix"),
     [
         (30, ("microbatch=1", "devices.offload=true"), "--set microbatch=1 --set devices.offload=true"),
-        (30, None, "--device 5090"),
-        (50, None, "--device h100"),
-        (500, None, "use more ranks, and sharding fsdp2"),
+        (30, None, "--device 5090"), (50, None, "--device h100"), (500, None, "use more ranks, and sharding fsdp2"),
     ],
-)
+)  # fmt: skip
 def test_the_fix_of_a_step_that_does_not_fit(size, changes, fix, monkeypatch):
     found = memory(dry_run(device0=(size - 30) * GB), "4090", monkeypatch, changes)
     assert (found.status, found.fix) == ("FAILED", fix)

@@ -53,14 +53,9 @@ def dry_run():
     update = stage({"weights: transformer": 20, "activations": 10})
     phase = DryPhase(name="", steps=2, rows=4, stages=("rollout", "update"))
     return DryRun(
-        stages={"rollout": rollout, "update": update},
-        world=1,
-        phases=(phase,),
-        evaluations=0,
-        checkpoint=GB,
-        host_peak=GB,
+        stages={"rollout": rollout, "update": update}, world=1, phases=(phase,), evaluations=0, checkpoint=GB, host_peak=GB,
         units={},
-    )
+    )  # fmt: skip
 
 
 def stage(held):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -101,12 +101,31 @@ def test_the_tokenizer_has_the_special_tokens_and_round_trips_unusual_text() -> 
     assert words.tokenize("make the red circle blue") == ["make", "Ġthe", "Ġred", "Ġcircle", "Ġblue"]
 
 
+def scores_of(*names: str) -> dict[str, float]:
+    """The scores that were stored when these weights were built."""
+    scores: dict[str, float] = read_json(playground_weights(*names) / "build.json")["held_out"]
+    return scores
+
+
+def measured(name: str) -> dict[str, float]:
+    cpu = torch.device("cpu")
+    if name == "words":
+        found = words.measure(cast(Any, PlaygroundWords().build(device=cpu)), OcrReward(where="box", line_width=160))
+        assert found["ceiling correctness"] >= 0.97
+        return found
+    if name == "text_to_image":
+        writer: Any = PlaygroundEnhancer().build(device=cpu, gradient_checkpointing=False)
+        assert scores_of("enhancer") == scores_of(name)
+        return measure_build_text_to_image(cast(Any, PlaygroundTextToImage().build(device=cpu)), writer)
+    return measure(load(playground_weights()))
+
+
 @pytest.mark.slow
-def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
-    kept = read_json(playground_weights() / "build.json")["held_out"]
-    found = measure(load(playground_weights()))
+@pytest.mark.parametrize(("name", "tolerance"), [("", 0.1), ("text_to_image", 0.1), ("words", 0.05)])
+def test_the_packaged_weights_have_the_scores_in_build_json(name: str, tolerance: float) -> None:
+    kept, found = scores_of(*([name] if name else [])), measured(name)
     assert found.keys() == kept.keys()
-    assert max(abs(found[name] - kept[name]) for name in kept) <= 0.1
+    assert max(abs(found[each] - kept[each]) for each in kept) <= tolerance
 
 
 def test_the_text_encoder_attends_at_most_6_tokens_back() -> None:
@@ -285,15 +304,9 @@ def test_the_diffusers_pipeline_gives_the_same_latents(first: Callable[[str], Pa
     for k in range(4):
         x = x + (sigmas[k + 1] - sigmas[k]) * model.velocity(model.module, x, sigmas[k][None], ours)
     drawn = pipeline(
-        prompt_embeds=embeds,
-        prompt_embeds_mask=ours.tensors["mask"].long(),
-        height=24,
-        width=24,
-        num_inference_steps=4,
-        true_cfg_scale=1.0,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).images
+        prompt_embeds=embeds, prompt_embeds_mask=ours.tensors["mask"].long(), height=24, width=24, num_inference_steps=4,
+        true_cfg_scale=1.0, generator=torch.Generator().manual_seed(0), output_type="latent",
+    ).images  # fmt: skip
     torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
 
 
@@ -312,41 +325,14 @@ def test_the_built_words_model_loads_as_a_flux_fill_model(first: Callable[[str],
     assert model.decode(x, known)[0].size == (64, 32)
 
 
-@pytest.mark.parametrize(("section", "option"), [(PlaygroundTextToImage, "--text-to-image"), (PlaygroundWords, "--words")])
-def test_a_folder_without_the_model_raises(tmp_path: Path, section: Any, option: str) -> None:
-    with pytest.raises(ValueError, match=f"playground build {option}"):
-        section(path=str(tmp_path)).build(device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("names", "megabytes"), [((), 12), (("text_to_image", "enhancer"), 8), (("words",), 4)])
-def test_the_packaged_weights_are_small(names: tuple[str, ...], megabytes: int) -> None:
-    folders = [playground_weights(name) for name in names] or [playground_weights()]
-    assert sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file()) <= megabytes * 10**6
-
-
-@pytest.mark.slow
-def test_the_packaged_weights_have_the_scores_in_build_json_of_build_text_to_image() -> None:
-    """The enhancer, from which its recipe starts, names a single thing correctly, and of several things mostly the first."""
-    text_to_image, enhancer = (
-        read_json(playground_weights(name) / "build.json")["held_out"] for name in ("text_to_image", "enhancer")
-    )
-    assert text_to_image == enhancer
-    cpu = torch.device("cpu")
-    model: Any = PlaygroundTextToImage().build(device=cpu)
-    writer: Any = PlaygroundEnhancer().build(device=cpu, gradient_checkpointing=False)
-    found = measure_build_text_to_image(model, writer)
-    assert found.keys() == text_to_image.keys()
-    assert max(abs(found[name] - text_to_image[name]) for name in text_to_image) <= 0.1
-
-
-@pytest.mark.slow
-def test_the_packaged_weights_have_the_scores_in_build_json_of_build_words() -> None:
-    told = read_json(playground_weights("words") / "build.json")["held_out"]
-    model: Any = PlaygroundWords().build(device=torch.device("cpu"))
-    found = words.measure(model, OcrReward(where="box", line_width=160))
-    assert found.keys() == told.keys()
-    assert max(abs(found[name] - told[name]) for name in told) <= 0.05
-    assert found["ceiling correctness"] >= 0.97
+def test_the_packaged_weights_are_small_and_a_folder_without_them_raises(tmp_path: Path) -> None:
+    for names, megabytes in (([""], 12), (["text_to_image", "enhancer"], 8), (["words"], 4)):
+        folders = [playground_weights(name) if name else playground_weights() for name in names]
+        assert sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file()) <= megabytes * 10**6
+    sections: tuple[tuple[Any, str], ...] = ((PlaygroundTextToImage, "--text-to-image"), (PlaygroundWords, "--words"))
+    for section, option in sections:
+        with pytest.raises(ValueError, match=f"playground build {option}"):
+            section(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
 def test_every_instruction_fits_the_text_encoder() -> None:

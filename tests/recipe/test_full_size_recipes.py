@@ -148,7 +148,7 @@ def test_prompts_without_quoted_text_raise_with_their_line(tmp_path):
     assert sorted(task.text for part in (sets.train, sets.heldout) for task in (part[0],)) == ["Open 24", "Push"]
 
 
-def test_packaged_prompts_are_read_from_any_working_directory(monkeypatch, tmp_path):
+def test_packaged_prompts_are_read_from_any_working_directory_unless_there_is_a_local_file(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rows = read_prompts(shipped(load(ENHANCER).data.path))
     prompts = [rows[index].instruction for index in range(len(rows))]
@@ -156,10 +156,6 @@ def test_packaged_prompts_are_read_from_any_working_directory(monkeypatch, tmp_p
     assert len(set(prompts)) == len(prompts) == 120
     named = ["purple rabbit", "green cat with blue eyes", "square wheel", "concept of happiness", "transparent glass butterfly"]
     assert all(any(words in prompt for prompt in prompts) for words in named)
-
-
-def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     own = tmp_path / "recipes" / "sd3" / "challenging.txt"
     own.parent.mkdir(parents=True)
     own.write_text("a cat\n")
@@ -203,14 +199,10 @@ def test_fault_14_no_full_size_recipe_has_a_reward_that_needs_no_model(monkeypat
     assert len(full) > 20
     found = {name: rewards_of(read["reward"]) & TOY_REWARDS for name, read in full.items() if read.get("reward")}
     assert {name: kinds for name, kinds in found.items() if kinds} == {}
-
-
-def test_fault_14_the_recipe_for_photographs_on_a_gpu_has_published_rewards():
-    recipe = load("recipes/flux-kontext/photos.jsonnet")
-    document = recipe.document()
-    assert recipe.ranks in (None, 1)
-    assert rewards_of(document["reward"]) == {"several", "pickscore", "dino"}
-    assert document["policy"]["model"]["path"] == "black-forest-labs/FLUX.1-Kontext-dev"
+    photos = load("flux-kontext/photos")
+    assert photos.ranks in (None, 1)
+    assert rewards_of(photos.document()["reward"]) == {"several", "pickscore", "dino"}
+    assert photos.document()["policy"]["model"]["path"] == "black-forest-labs/FLUX.1-Kontext-dev"
 
 
 def test_fault_14_three_of_ten_photographs_are_held_out(tmp_path):

@@ -164,27 +164,18 @@ def test_invalid_reward_values_are_reported_when_the_recipe_is_parsed(reward, ch
     assert any(found.startswith(line) for found in refusal(reward, **changes))
 
 
-@pytest.mark.parametrize("key", ["sk-canary-5f1c0ffee9d34b7aa1", "my key", "lower_case"])
-def test_an_api_key_instead_of_a_variable_name_is_rejected_and_not_in_the_error(key):
-    (line,) = refusal(ASPECTS, reward__judge__key=key)
-    assert line.startswith("reward.judge.key: give the name of an environment variable, such as OPENAI_API_KEY")
-    assert key not in line
-
-
-@pytest.mark.parametrize(
-    "url", ["http://me:sk-canary-1@host/v1", "https://host/v1?key=sk-canary-1", "host:8000/v1", "file:///etc/passwd"]
-)
-def test_judge_urls_with_credentials_or_without_http_are_rejected(url):
-    (line,) = refusal(ASPECTS, reward__judge__base_url=url)
-    assert line.startswith("reward.judge.base_url: give ")
-    assert "canary" not in line
-
-
-@pytest.mark.parametrize(
-    "url", ["http://10.0.0.1:4877", "http://10.0.0.1:4877/", "http://10.0.0.1:4877/v1", "http://10.0.0.1:4877/v1/"]
-)
-def test_a_judge_url_with_or_without_v1_gives_the_same_url(url):
-    assert parse(document(ASPECTS, reward__judge__base_url=url)).reward.judge.base_url == "http://10.0.0.1:4877/v1"
+def test_an_api_key_or_an_address_with_credentials_is_rejected_and_not_in_the_error():
+    for key in ("sk-canary-5f1c0ffee9d34b7aa1", "my key", "lower_case"):
+        (line,) = refusal(ASPECTS, reward__judge__key=key)
+        assert line.startswith("reward.judge.key: give the name of an environment variable, such as OPENAI_API_KEY")
+        assert key not in line
+    for url in ("http://me:sk-canary-1@host/v1", "https://host/v1?key=sk-canary-1", "host:8000/v1", "file:///etc/passwd"):
+        (line,) = refusal(ASPECTS, reward__judge__base_url=url)
+        assert line.startswith("reward.judge.base_url: give ")
+        assert "canary" not in line
+    address = "http://10.0.0.1:4877/v1"
+    for url in (address, address.removesuffix("/v1"), address.removesuffix("v1"), f"{address}/"):
+        assert parse(document(ASPECTS, reward__judge__base_url=url)).reward.judge.base_url == address
 
 
 def test_a_run_can_resume_with_another_judge_connection_but_not_another_judge_model():

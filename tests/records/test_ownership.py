@@ -54,26 +54,17 @@ def write_record(folder, **changes):
     return record
 
 
-def test_a_second_process_raises_and_names_the_owner(tmp_path):
+def test_a_second_process_raises_and_names_the_owner_until_it_is_killed(tmp_path):
     with owned_elsewhere(tmp_path / "run") as other:
         with pytest.raises(NotOwner, match=rf"in use by process {other.pid} on \S+, since 2.*--set name="):
             Owner(tmp_path / "run")
-        record = current_owner(tmp_path / "run")
-        assert record.pid == other.pid
-
-
-def test_a_killed_owner_owns_nothing(tmp_path):
-    with owned_elsewhere(tmp_path) as other:
+        assert current_owner(tmp_path / "run").pid == other.pid
         other.send_signal(signal.SIGKILL)
         other.wait()
-        assert current_owner(tmp_path) is None
-        with closing(Owner(tmp_path)) as owner:
+        assert current_owner(tmp_path / "run") is None
+        with closing(Owner(tmp_path / "run")) as owner:
             owner.require()
-            assert current_owner(tmp_path) is not None
-
-
-def _delete(folder):
-    (folder / ownership.FILE).unlink()
+            assert current_owner(tmp_path / "run") is not None
 
 
 def _replace(folder):
@@ -81,19 +72,12 @@ def _replace(folder):
     Owner(folder)
 
 
-def _rename(folder):
-    folder.rename(folder.with_name("moved"))
-
-
-def _write_another_record(folder):
-    write_record(folder)
-
-
 @pytest.mark.parametrize(
     ("lose", "says"),
     [
-        (_delete, "is gone"), (_replace, rf"now belongs to process {os.getpid()}"), (_rename, "is gone"),
-        (_write_another_record, "now belongs to process 4242 on node-7"),
+        (lambda folder: (folder / ownership.FILE).unlink(), "is gone"), (_replace, rf"now belongs to process {os.getpid()}"),
+        (lambda folder: folder.rename(folder.with_name("moved")), "is gone"),
+        (lambda folder: write_record(folder), "now belongs to process 4242 on node-7"),
     ],
     ids=["deleted", "replaced", "renamed", "another-record"],  # no process number: every test process must collect the same
 )  # fmt: skip
@@ -121,11 +105,18 @@ def test_an_owner_that_lost_the_folder_writes_nothing(tmp_path, lose, says):
         assert len(RunFolder(where).read_metrics()) == 1
 
 
-def test_a_truncated_record_is_written_again_by_its_owner(tmp_path):
+def test_an_owner_renews_its_file_and_writes_a_truncated_one_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.02)
     with closing(Owner(tmp_path)) as owner:
         os.truncate(tmp_path / ownership.FILE, 3)
         owner.require()
         assert current_owner(tmp_path) is not None
+        before = (tmp_path / ownership.FILE).stat().st_mtime_ns
+        for _ in range(200):
+            if (tmp_path / ownership.FILE).stat().st_mtime_ns > before:
+                return
+            time.sleep(0.02)
+    raise AssertionError("the file was never renewed")
 
 
 def test_a_fork_does_not_keep_the_folder(tmp_path):
@@ -170,7 +161,7 @@ def test_an_invalid_or_foreign_environment_variable_shares_no_ownership(tmp_path
         assert shared_owner(tmp_path / "two", one.environment()) is None
 
 
-def test_a_remote_owner_that_renews_its_file_keeps_the_folder(tmp_path, monkeypatch):
+def test_a_remote_owner_keeps_the_folder_as_long_as_it_renews_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "WATCH_SECONDS", 5.0)
     record = write_record(tmp_path)
     renewer = f"import os, time\nwhile True: os.utime({str(tmp_path / ownership.FILE)!r}); time.sleep(0.1)"
@@ -181,24 +172,9 @@ def test_a_remote_owner_that_renews_its_file_keeps_the_folder(tmp_path, monkeypa
         finally:
             process.kill()
     assert read_record(tmp_path / ownership.FILE) == record
-
-
-def test_a_remote_owner_that_does_not_renew_its_file_loses_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "WATCH_SECONDS", 0.3)
-    write_record(tmp_path)
     with closing(Owner(tmp_path)) as owner:
         owner.require()
-
-
-def test_an_owner_renews_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.02)
-    with closing(Owner(tmp_path)):
-        before = (tmp_path / ownership.FILE).stat().st_mtime_ns
-        for _ in range(200):
-            if (tmp_path / ownership.FILE).stat().st_mtime_ns > before:
-                return
-            time.sleep(0.02)
-    raise AssertionError("the file was never renewed")
 
 
 def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path, monkeypatch):
@@ -341,35 +317,27 @@ def test_point_3_3_a_name_that_a_file_gives_does_not_lead_out_of_the_folder(name
         files.inside(run, name)
 
 
-@pytest.mark.parametrize("guessed", ["report.html.tmp", ".report.html.tmp", ".tmp-report.html"])
-def test_point_3_3_a_temporary_file_cannot_be_prepared(guessed, run, outside):
-    (run / guessed).symlink_to(outside)
-    files.write_atomic(run / "report.html", b"page")
-    assert outside.read_bytes() == SECRET
-    assert (run / "report.html").read_bytes() == b"page"
-
-
-def test_point_3_3_a_written_file_replaces_a_link_and_has_the_mode_of_the_umask(run, outside):
-    (run / "summary.json").symlink_to(outside)
-    files.write_json(run / "summary.json", {})
-    assert outside.read_bytes() == SECRET
-    assert not (run / "summary.json").is_symlink()
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE((run / "summary.json").stat().st_mode) == 0o666 & ~umask
-
-
-def test_point_3_3_a_failed_write_leaves_no_temporary_file(run):
-    with pytest.raises(ValueError, match="stop"), files.replacing(run / "a"):
-        raise ValueError("stop")
-    assert list(run.iterdir()) == []
-
-
 def test_point_3_3_a_file_above_the_limit_is_not_read(run):
     (run / "metrics.jsonl").write_bytes(b"")
     os.truncate(run / "metrics.jsonl", files.MOST_BYTES + 1)
     with pytest.raises(OSError, match="more than"):
         RunFolder(run).read_metrics()
+
+
+def test_point_3_3_a_written_file_replaces_a_link_has_the_mode_of_the_umask_and_leaves_no_temporary_file(run, outside):
+    guessed = ("report.html.tmp", ".report.html.tmp", ".tmp-report.html")
+    for name in (*guessed, "report.html"):
+        (run / name).symlink_to(outside)
+    files.write_atomic(run / "report.html", b"page")
+    assert outside.read_bytes() == SECRET
+    assert not (run / "report.html").is_symlink()
+    assert (run / "report.html").read_bytes() == b"page"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((run / "report.html").stat().st_mode) == 0o666 & ~umask
+    with pytest.raises(ValueError, match="stop"), files.replacing(run / "a"):
+        raise ValueError("stop")
+    assert {path.name for path in run.iterdir()} == {*guessed, "report.html"}
 
 
 AROUND = {

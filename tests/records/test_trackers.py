@@ -32,40 +32,19 @@ def fresh_accelerate():
     PartialState._reset_state()
 
 
-def test_tensorboard_has_every_value(tmp_path):
+def test_tensorboard_has_every_value_and_a_resumed_run_replaces_later_steps_of_the_killed_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    tracker = open_tensorboard(folder)
-    for step in range(1, 4):
-        tracker.log({"reward/mean": step / 4, "policy/approx_kl": None}, step)
-    tracker.close()
-    assert scalars(folder, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    for first, last, reward in ((1, 5, -1.0), (3, 4, 1.0), (5, 5, 2.0)):
+        tracker = open_tensorboard(folder, first_step=first)
+        for step in range(first, last + 1):
+            tracker.log({"reward/mean": reward, "policy/approx_kl": None}, step)
+        tracker.close()
+    assert scalars(folder, "reward/mean") == [(1, -1.0), (2, -1.0), (3, 1.0), (4, 1.0), (5, 2.0)]
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward/mean"], "None is not logged"
-
-
-def test_a_resumed_run_replaces_later_steps_of_the_killed_run_in_tensorboard(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    killed = open_tensorboard(folder)
-    for step in range(1, 6):
-        killed.log({"reward/mean": -1.0}, step)
-    killed.close()
-    resumed = open_tensorboard(folder, first_step=3)
-    for step in range(3, 5):
-        resumed.log({"reward/mean": 1.0}, step)
-    resumed.close()
-    assert scalars(folder, "reward/mean") == [(1, -1.0), (2, -1.0), (3, 1.0), (4, 1.0)]
-
-
-def test_tensorboard_files_of_runs_resumed_within_one_second_stay_in_order(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    for step in range(1, 4):
-        tracker = open_tensorboard(folder, first_step=step)
-        tracker.log({"reward/mean": float(step)}, step)
-        tracker.close()
-    names = sorted(file.name for file in folder.tensorboard.iterdir())
-    assert len({name.split(".")[3] for name in names}) == 3, "every file has a second of its own"
-    assert scalars(folder, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    names = [file.name for file in folder.tensorboard.iterdir()]
+    assert len({name.split(".")[3] for name in names}) == 3, "every file has a second of its own, also if a run resumes at once"
 
 
 class Tables:
@@ -109,18 +88,16 @@ def test_stored_samples_are_logged_as_tables_only_if_requested(chosen, tmp_path)
             assert Image.open(str(first[part])).getpixel((0, 0)) == colour
 
 
-def test_an_unknown_tracker_raises_and_lists_the_available_ones(tmp_path):
+def test_an_unknown_tracker_and_missing_libraries_raise(tmp_path, monkeypatch):
+    keys = {"project": "p", "recipe": {}, "first_step": 1}
     with pytest.raises(ValueError, match="choose from tensorboard, wandb, trackio"):
-        open_trackers(["mlflow"], RunFolder(tmp_path), project="p", recipe={}, first_step=1)
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_missing_tracker_libraries_raise_with_install_command(name, tmp_path, monkeypatch):
+        open_trackers(["mlflow"], RunFolder(tmp_path), **keys)
     monkeypatch.setattr("retouch.records.libraries.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'retouch\[track\]'"):
-        require_trackers(["tensorboard", name])
-    with pytest.raises(ValueError, match=name):
-        open_trackers([name], RunFolder(tmp_path), project="p", recipe={}, first_step=1)
+    for name in ("wandb", "trackio"):
+        with pytest.raises(ValueError, match=r"pip install 'retouch\[track\]'"):
+            require_trackers(["tensorboard", name])
+        with pytest.raises(ValueError, match=name):
+            open_trackers([name], RunFolder(tmp_path), **keys)
 
 
 def start(root, kind, monkeypatch):
@@ -153,15 +130,12 @@ def test_point_1_7_a_tracker_knows_a_run_by_an_id_that_is_stored_in_its_folder(k
     assert start(aside.rename(moved), kind, monkeypatch) == first, "the old run, renamed back"
 
 
-def test_point_1_7_an_id_of_the_environment_is_kept_by_a_resume_without_it(tmp_path):
+def test_point_1_7_an_id_of_the_environment_is_kept_and_a_damaged_file_of_the_id_is_refused_by_name(tmp_path):
     assert [tracker_id(tmp_path, given="swept"), tracker_id(tmp_path)] == ["swept", "swept"]
-
-
-@pytest.mark.parametrize("content", ["[]", '{"id": 5, "folder": "/"}', '{"id": "a"}', "{"])
-def test_point_1_7_a_damaged_file_of_the_id_is_refused_by_name(content, tmp_path):
-    (tmp_path / "tracker.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tracker\.json"):
-        tracker_id(tmp_path)
+    for content in ("[]", '{"id": 5, "folder": "/"}', '{"id": "a"}', "{"):
+        (tmp_path / "tracker.json").write_text(content)
+        with pytest.raises(ValueError, match=r"tracker\.json"):
+            tracker_id(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["", "run"])

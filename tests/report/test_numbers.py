@@ -75,12 +75,6 @@ def test_axis_ticks_are_evenly_spaced_within_the_range(low, width, about):
     assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
 
 
-def test_axis_ticks_of_known_ranges_have_the_expected_values():
-    assert axis_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    assert axis_ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
-    assert axis_ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
-
-
 @given(st.lists(FINITE, max_size=9))
 def test_a_padded_range_contains_its_values_and_is_not_empty(values):
     low, high = padded_range(values)
@@ -90,28 +84,20 @@ def test_a_padded_range_contains_its_values_and_is_not_empty(values):
         assert low >= 0
 
 
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [(0.0, "0"), (8.5e-5, "8.5e−5"), (1e-6, "1e−6"), (-0.5, "−0.50"), (0.0123, "0.012"), (3.14159, "3.14"), (12345, "12345"),
-     (1234.5, "1234"), (2.5e7, "2.5e7"), (math.nan, "–"), (None, "–")],
-)  # fmt: skip
-def test_format_number_gives_the_expected_text(value, written):
-    assert numbers.format_number(value) == written
-
-
-def test_signed_numbers_durations_tick_labels_and_percentages_are_formatted():
+def test_numbers_durations_ticks_and_percentages_are_formatted():
+    written = {
+        0.0: "0", 8.5e-5: "8.5e−5", 1e-6: "1e−6", -0.5: "−0.50", 0.0123: "0.012", 3.14159: "3.14", 12345: "12345",
+        1234.5: "1234", 2.5e7: "2.5e7", math.nan: "–", None: "–",
+    }  # fmt: skip
+    assert [numbers.format_number(value) for value in written] == [*written.values()]
     assert [numbers.format_signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
-    assert [numbers.format_signed(-0.0099, numbers.decimals_for(values)) for values in ([0.5, None, math.nan], [0.5, -3.0])] == [
-        "−0.010",
-        "−0.01",
-    ]
-    assert [numbers.format_duration(s) for s in (0.05, 2.0, 263.0, 660.0, 7300.0)] == [
-        "50 ms",
-        "2.0 s",
-        "4 min 23 s",
-        "11 min",
-        "2 h 02 min",
-    ]
+    decimals = [numbers.decimals_for(values) for values in ([0.5, None, math.nan], [0.5, -3.0])]
+    assert [numbers.format_signed(-0.0099, each) for each in decimals] == ["−0.010", "−0.01"]
+    seconds = {0.05: "50 ms", 2.0: "2.0 s", 263.0: "4 min 23 s", 660.0: "11 min", 7300.0: "2 h 02 min"}
+    assert [numbers.format_duration(each) for each in seconds] == [*seconds.values()]
+    assert axis_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert axis_ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
+    assert axis_ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
     assert [numbers.tick_label(value, 0.05) for value in (0.0, 0.25, 1.0)] == ["0", "0.25", "1.00"]
     assert [numbers.tick_label(value, 2.0) for value in (8.0, 10.0)] == ["8", "10"]
     assert numbers.format_percent(-0.034) == "−3 %"
@@ -149,24 +135,16 @@ def test_time_bars_show_the_time_outside_all_stages_as_other():
     assert seconds_spent([{"step": 1, "time/a": 2.0, "time/b": None}, {"step": 2, "time/step": None, "time/a": 5.0}]) == 7.0
 
 
-def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar():
-    bar = gap_bar(Summary(column="reward", on="tasks", before=-3.0, after=-2.0, steps=1, ceiling=-1.0, best_of_k=0.0))
-    assert bar is not None
-    (tick,) = read(bar).all("span", "tick")
-    assert tick["style"] == "left:100.00%"
-    gained, *_ = read(bar).all("span", "gained")
-    assert gained["style"] == "left:0.00%;width:33.33%"
-
-
-def test_a_better_score_is_on_the_right_of_the_gap_bar_if_lower_is_better():
-    summary = Summary(column="error", on="tasks", before=0.9, after=0.6, steps=1, ceiling=0.3, best_of_k=0.45, lower_is_better=True)
-    bar = gap_bar(summary)
-    assert bar is not None
-    (tick,) = read(bar).all("span", "tick")
-    assert tick["style"] == "left:75.00%"
-    gained, *_ = read(bar).all("span", "gained")
-    assert (gained["style"], gained["class"]) == ("left:0.00%;width:50.00%", "gained good")
-    assert gap_bar(dataclasses.replace(summary, ceiling=1.0)) is None
+def test_a_better_score_is_on_the_right_of_the_gap_bar():
+    rising = Summary(column="reward", on="tasks", before=-3.0, after=-2.0, steps=1, ceiling=-1.0, best_of_k=0.0)
+    falling = Summary(column="error", on="tasks", before=0.9, after=0.6, steps=1, ceiling=0.3, best_of_k=0.45, lower_is_better=True)
+    for summary, best, width in ((rising, "100.00", "33.33"), (falling, "75.00", "50.00")):
+        bar = read(gap_bar(summary) or "")
+        (tick,) = bar.all("span", "tick")
+        assert tick["style"] == f"left:{best}%"
+        gained, *_ = bar.all("span", "gained")
+        assert (gained["style"], gained["class"]) == (f"left:0.00%;width:{width}%", "gained good")
+    assert gap_bar(dataclasses.replace(falling, ceiling=1.0)) is None
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])

@@ -17,14 +17,10 @@ from retouch.types import Sample, Task
 from retouch_view.report.page import write_report
 
 HOSTILE = [
-    "</title><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "\"'><script src=https://evil.example/x.js></script>",
-    "</style></pre><!-- ]]> <svg/onload=alert(1)>",
-    "&lt;already&gt; &amp; &#60;",
-    "half \ud83d, nul \x00, escape \x1b[31m, \u202e turned, \u2028 line",
-    "天空 العربية " + "a" * 500,
-]
+    "</title><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"'><script src=https://evil.example/x.js></script>",
+    "</style></pre><!-- ]]> <svg/onload=alert(1)>", "&lt;already&gt; &amp; &#60;",
+    "half \ud83d, nul \x00, escape \x1b[31m, \u202e turned, \u2028 line", "天空 العربية " + "a" * 500,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +37,23 @@ def page_of(folder):
     return write_report(folder.root).read_text(encoding="utf-8")
 
 
-def test_a_report_is_one_self_contained_file_with_all_sections(run):
+def test_a_report_is_one_self_contained_file_with_all_sections(run, tmp_path):
     path = write_report(run.root)
     assert path == run.root / "report.html"
-    page = read(path.read_text(encoding="utf-8"))
+    content = path.read_text(encoding="utf-8")
+    page = read(content)
     assert_self_contained(page)
     titles = [title for title in page.text["h2"] if title]
     assert titles == [
         *("Reward", "Held-out scores", "Before and after", "Training groups", "Signals", "Time"),
         *("Checks before the first step", "Recipe", "Versions"),
     ]
+    (policy,) = (meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    script = content.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    shutil.copytree(run.root, tmp_path / "copy")
+    assert page_of(RunFolder(tmp_path / "copy")) == content, "equal folders have equal reports"
 
 
 def test_the_images_of_the_report_equal_the_stored_samples(run):
@@ -64,19 +67,6 @@ def test_the_images_of_the_report_equal_the_stored_samples(run):
     assert all(Image.open(io.BytesIO(content)).size == (24, 24) for content in shown)
     assert len(page.all("article", "card")) == 15
     assert len(page.all("article", "strip")) == 2 * 4
-
-
-def test_the_content_security_policy_allows_exactly_the_script_of_the_report(run):
-    content = page_of(run)
-    (policy,) = (meta["content"] for meta in read(content).all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
-    script = content.rpartition("<script>")[2].partition("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-
-
-def test_reports_of_equal_run_folders_are_bytewise_equal(run, tmp_path):
-    shutil.copytree(run.root, tmp_path / "copy")
-    assert page_of(RunFolder(tmp_path / "copy")) == page_of(run)
 
 
 def test_the_headline_and_the_table_show_the_values_of_the_files(run):
@@ -108,15 +98,12 @@ def test_group_samples_are_sorted_by_reward_with_missing_scores_last(run):
     assert latest.count("all equal, so all advantages are 0") >= 1
 
 
-def test_the_report_of_a_run_without_steps_says_that_it_has_just_started(started):
+def test_the_report_of_an_unfinished_run_says_that_it_has_just_started_or_shows_the_steps_so_far(started):
     page = read(page_of(started))
     assert_self_contained(page)
     assert "has just started" in page.words
     assert page.all("img") == page.all("svg") == []
     assert page.words.count("yet") >= 5
-
-
-def test_the_report_of_an_unfinished_run_shows_the_steps_so_far(started):
     started.append_metrics(1, "rl", {"reward/mean": 0.5, "policy/approx_kl": math.nan})
     started.write_eval(0, "heldout", table={"all": {"overall": 5.0, "n": 10}}, ci95={})
     page = read(page_of(started))
@@ -133,6 +120,9 @@ def test_a_report_is_written_if_a_part_of_the_run_folder_is_missing(run, part, t
     where = copy.root / "samples" if part == "samples" else getattr(copy, part)
     shutil.rmtree(where) if where.is_dir() else where.unlink()
     assert_self_contained(read(page_of(copy)))
+    copy.recipe.unlink()
+    with pytest.raises(ValueError, match=r"has no recipe\.json"):
+        write_report(copy.root)
 
 
 def test_missing_damaged_or_outside_images_do_not_break_the_report(run, tmp_path):
@@ -146,11 +136,6 @@ def test_missing_damaged_or_outside_images_do_not_break_the_report(run, tmp_path
     lines.write_text(lines.read_text().replace("heldout-0004-000.png", "../../../secret.png"))
     words = read(page_of(copy)).words
     assert (words.count("file not found"), words.count("not readable"), words.count("no image")) == (1, 2, 1)
-
-
-def test_a_folder_that_is_not_a_run_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"has no recipe\.json"):
-        write_report(tmp_path)
 
 
 def hostile_run(root, word):
@@ -194,25 +179,6 @@ def test_large_images_are_reduced(plain_page):
 
 
 @pytest.mark.parametrize(
-    ("interval", "said"),
-    [
-        ((0.5, 1.5), "rose"),
-        ((-1.5, -0.5), "fell"),
-        ((-0.5, 1.5), "statistically significant"),
-        (None, "changed"),
-        ((1.0, 1.0), "changed"),
-    ],
-)
-def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(interval, said, started):
-    gain = 0.0 if interval is None else sum(interval) / 2
-    started.write_summary(Summary(column="overall", on="tasks", before=5.0, after=5.0 + gain, steps=1, gain_ci95=interval))
-    page = read(page_of(started))
-    assert said in page.words
-    assert len(page.all("strong", "good")) == (said == "rose")
-    assert len(page.all("strong", "bad")) == (said == "fell")
-
-
-@pytest.mark.parametrize(
     ("interval", "needed", "advised"),
     [((-0.2, 0.6), 48, True), ((0.2, 0.6), 48, False), ((-0.2, 0.6), 9000, False), ((-0.2, 0.6), None, False)],
 )
@@ -227,14 +193,20 @@ def test_a_gain_that_may_be_chance_comes_with_the_number_of_tasks_that_would_be_
     assert ("independent tasks" in words) == advised
 
 
-@pytest.mark.parametrize(("change", "style"), [(-0.5, "good"), (0.5, "bad")])
-def test_the_headline_of_a_score_where_lower_is_better_calls_a_fall_good(change, style, started):
-    ends = (change - 0.1, change + 0.1)
-    started.write_summary(
-        Summary(column="error", on="tasks", before=1.0, after=1.0 + change, steps=1, gain_ci95=ends, lower_is_better=True)
-    )
+@pytest.mark.parametrize(
+    ("interval", "lower_is_better", "said", "style"),
+    [
+        ((0.5, 1.5), False, "rose", "good"), ((-1.5, -0.5), False, "fell", "bad"), ((1.0, 1.0), False, "changed", ""),
+        ((-0.5, 1.5), False, "statistically significant", ""), (None, False, "changed", ""),
+        ((-0.6, -0.4), True, "fell", "good"), ((0.4, 0.6), True, "rose", "bad"),
+    ],
+)  # fmt: skip
+def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(interval, lower_is_better, said, style, started):
+    gain = 0.0 if interval is None else sum(interval) / 2
+    kept = {"column": "overall", "on": "tasks", "before": 5.0, "after": 5.0 + gain, "steps": 1, "lower_is_better": lower_is_better}
+    started.write_summary(Summary(**kept, gain_ci95=interval))
     page = read(page_of(started))
-    assert ("fell" if change < 0 else "rose") in page.words
+    assert said in page.words
     assert [len(page.all("strong", each)) for each in ("good", "bad")] == [style == "good", style == "bad"]
 
 
@@ -251,11 +223,13 @@ def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started):
     assert read(page_of(started)).all("path", "level") == []
 
 
-def test_a_reward_that_equals_a_score_column_is_shown_once(started):
-    started.write_eval(0, "heldout", table={"all": {"reward": 5.0, "overall": 5.0, "IF": 3.0}}, ci95={})
-    assert read(page_of(started)).text["th"][:3] == ["tasks", "overall", "IF"]
-    started.write_eval(0, "heldout", table={"all": {"reward": 5.5, "overall": 5.0, "IF": 3.0}}, ci95={})
-    assert read(page_of(started)).text["th"][:4] == ["tasks", "reward", "overall", "IF"]
+def test_a_signal_and_a_reward_that_equals_a_score_column_are_shown_once(started):
+    for reward, titles in ((5.0, ["tasks", "overall", "IF"]), (5.5, ["tasks", "reward", "overall", "IF"])):
+        started.write_eval(0, "heldout", table={"all": {"reward": reward, "overall": 5.0, "IF": 3.0}}, ci95={})
+        assert read(page_of(started)).text["th"][: len(titles)] == titles
+    started.append_metrics(1, "rl", {"reward/mean": 0.5, "reward/fault_fraction": 0.1, "reward/overall": 0.5})
+    words = read(page_of(started)).words
+    assert words.count("reward/fault_fraction") == words.count("reward/overall") == 1
 
 
 def test_a_decrease_beyond_both_intervals_is_shown_as_a_warning(started):
@@ -275,9 +249,3 @@ def test_an_increase_of_a_lower_is_better_score_is_shown_as_worse(started):
     page = read(page_of(started))
     assert "extra 1.00 to 2.00." in page.text["p"]
     assert len(page.all("span", "bad")) == len(page.all("span", "good")) == 1
-
-
-def test_a_signal_is_drawn_once(started):
-    started.append_metrics(1, "rl", {"reward/mean": 0.5, "reward/fault_fraction": 0.1, "reward/overall": 0.5})
-    words = read(page_of(started)).words
-    assert words.count("reward/fault_fraction") == words.count("reward/overall") == 1

@@ -36,16 +36,11 @@ def test_a_program_ends_and_prints_as_in_a_new_interpreter(tmp_path: Path, name:
     (tmp_path / "program.py").write_text(f"{SHOW}; print(__name__, __file__)")
     found = [
         subprocess.run(
-            [start, *PROGRAMS[name]],
-            cwd=tmp_path,
-            env={**os.environ, "MINE": "1", "OMP_NUM_THREADS": "2"},
-            input="given",
-            capture_output=True,
-            text=True,
-            check=False,
+            [start, *PROGRAMS[name]], cwd=tmp_path, env={**os.environ, "MINE": "1", "OMP_NUM_THREADS": "2"}, input="given",
+            capture_output=True, text=True, check=False,
         )
         for start in (python(), sys.executable)
-    ]
+    ]  # fmt: skip
     assert found[0].stdout == found[1].stdout
     assert (found[0].returncode, found[0].stderr) == (found[1].returncode, found[1].stderr)
 

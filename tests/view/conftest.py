@@ -37,12 +37,9 @@ def write_run(tmp_path):
         for step in {0, steps}:
             task = Task("task/1", instruction, images=(Image.new("RGB", (300, 200), "white"),))
             record = SampleRecord(
-                sample=Sample(task, Image.new("RGB", (300, 200), "red")),
-                group=0,
-                slot=0,
-                scores={"share": 0.25 * step, "missing": float("nan")},
-                reward=0.25 * step,
-            )
+                sample=Sample(task, Image.new("RGB", (300, 200), "red")), group=0, slot=0,
+                scores={"share": 0.25 * step, "missing": float("nan")}, reward=0.25 * step,
+            )  # fmt: skip
             folder.write_samples(step, "heldout", [record])
             folder.write_eval(step, "heldout", table={"all": {"n": 1, "share": 0.25 * step}}, ci95={})
         if steps == of:

@@ -37,12 +37,9 @@ def whole(tmp_path_factory):
 def readers(good, root):
     """What the commands ``report``, ``compare``, ``ledger`` and ``votes`` read of a run."""
     return [
-        lambda: run_page(root),
-        lambda: comparison([good, root]),
-        lambda: LedgerView.open(root),
-        lambda: list(LedgerView.open(root).query("SELECT * FROM answers")),
-        lambda: summarise(logs_of(root)),
-    ]
+        lambda: run_page(root), lambda: comparison([good, root]), lambda: LedgerView.open(root),
+        lambda: list(LedgerView.open(root).query("SELECT * FROM answers")), lambda: summarise(logs_of(root)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", slow_except(FAST, FORMS))

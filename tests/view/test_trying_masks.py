@@ -112,8 +112,8 @@ def test_invalid_mask_or_reference_returns_an_error_with_the_reason(page, change
     assert why in tried(page, **changes)["error"]
 
 
-@pytest.mark.parametrize("changes", [{"mask": 3}, {"reference": ["a"]}, {"context": "left"}, {"context": True}])
-def test_try_with_invalid_types_returns_409(page, changes):
-    reply = page.post(f"{PLACE}/try", json=job(**changes), headers=OWN)
-    assert reply.status_code == 409
-    assert next(iter(changes)) in reply.json()["error"]
+def test_try_with_invalid_types_returns_409(page):
+    for changes in ({"mask": 3}, {"reference": ["a"]}, {"context": "left"}, {"context": True}):
+        reply = page.post(f"{PLACE}/try", json=job(**changes), headers=OWN)
+        assert reply.status_code == 409
+        assert next(iter(changes)) in reply.json()["error"]

@@ -63,30 +63,23 @@ def test_catalogue_of_a_single_run_folder_lists_that_run(write_run):
     assert list(Catalogue(write_run("only").root).runs()) == ["only"]
 
 
-def test_run_endpoint_returns_metrics_evals_sample_steps_and_recipe(write_run, browser):
-    write_run("one")
-    found = browser.get("/api/runs/one").json()
-    assert [line["step"] for line in found["metrics"]] == [1, 2, 3, 4]
-    assert found["metrics"][0]["policy/loss"] is None
-    assert [line["step"] for line in found["evals"]] == [0, 4]
-    assert found["sample_steps"] == [0, 4]
-    assert found["recipe"]["group_size"] == 3
-    assert browser.get("/api/runs/other").status_code == 404
-
-
-def test_run_endpoint_returns_benchmark_results_and_alarms(write_run, browser):
+def test_run_endpoint_returns_metrics_evals_sample_steps_recipe_benchmark_results_and_alarms(write_run, browser):
     folder = write_run("one")
     table = {"all": {"overall": {"mean": 6.0, "low": 5.0, "high": 7.0, "n": 4}}}
     for step in (0, 4):
-        result = {"headline": "overall", "table": table, "missing": 0}
-        folder.write_suite(step, "playground", result, alarm="it fell" if step else None)
+        folder.write_suite(
+            step, "playground", {"headline": "overall", "table": table, "missing": 0}, alarm="it fell" if step else None
+        )
     with folder.suites.open("a") as file:
         file.write('{"step": 5, "suite": "playground", "table": 3}\n{"step": 6}\n')
-    found = browser.get("/api/runs/one").json()["suites"]
-    assert [(line["step"], line["alarm"], line["table"]["all"]["overall"]["mean"]) for line in found] == [
-        (0, None, 6.0),
-        (4, "it fell", 6.0),
-    ]
+    found = browser.get("/api/runs/one").json()
+    assert [line["step"] for line in found["metrics"]] == [1, 2, 3, 4]
+    assert found["metrics"][0]["policy/loss"] is None
+    assert [line["step"] for line in found["evals"]] == found["sample_steps"] == [0, 4]
+    assert found["recipe"]["group_size"] == 3
+    suites = [(line["step"], line["alarm"], line["table"]["all"]["overall"]["mean"]) for line in found["suites"]]
+    assert suites == [(0, None, 6.0), (4, "it fell", 6.0)]
+    assert browser.get("/api/runs/other").status_code == 404
 
 
 def test_live_run_returns_appended_lines_and_starts_over_after_truncation(write_run):
@@ -171,19 +164,14 @@ def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path):
 
 def test_samples_are_filtered_sorted_and_paged(write_run, browser):
     write_run("one", instruction="Make it RED")
-
-    def ask(query):
-        return browser.get(f"/api/runs/one/samples?{query}").json()
-
-    assert ask("")["total"] == 2
-    assert [line["step"] for line in ask("step=4")["samples"]] == [4]
-    assert ask("set=group")["total"] == 0
-    assert ask("search=red")["total"] == 2
-    assert ask("search=blue")["total"] == 0
-    assert [line["step"] for line in ask("sort=share:desc")["samples"]] == [4, 0]
-    assert [line["step"] for line in ask("sort=missing:desc")["samples"]] == [0, 4]
-    assert [line["step"] for line in ask("sort=share:desc&offset=1&limit=1")["samples"]] == [0]
-    assert ask("task=task/1&limit=99999999999999")["total"] == 2
+    for query, total in (
+        ("", 2), ("set=group", 0), ("search=red", 2), ("search=blue", 0), ("task=task/1&limit=99999999999999", 2),
+    ):  # fmt: skip
+        assert browser.get(f"/api/runs/one/samples?{query}").json()["total"] == total
+    for query, steps in (
+        ("step=4", [4]), ("sort=share:desc", [4, 0]), ("sort=missing:desc", [0, 4]), ("sort=share:desc&offset=1&limit=1", [0]),
+    ):  # fmt: skip
+        assert [line["step"] for line in browser.get(f"/api/runs/one/samples?{query}").json()["samples"]] == steps
 
 
 def test_images_and_thumbnails_are_served_as_png(write_run, browser):

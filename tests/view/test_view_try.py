@@ -96,28 +96,14 @@ def test_invalid_source_image_returns_an_error_with_the_reason(page, asked, why)
     assert why in tried(page, **asked)[-1]["error"]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"instruction": ""},
-        {"instruction": " \n\t "},
-        {"instruction": None},
-        {"instruction": "x" * (MOST_CHARACTERS + 1)},
-        {"image": 3},
-        {"step": 7},
-        {"step": "../2"},
-        {"step": True},
-        {"seed": -1},
-        {"seed": 2**31},
-        {"seed": 0.5},
-    ],
-    ids=["empty", "blank", "none", "long", "image", "step", "path", "true", "negative", "large", "fraction"],
-)
-def test_try_with_invalid_fields_returns_409(page, asked):
-    job = {"instruction": "add", "image": None, "step": 2, "seed": 0} | asked
-    reply = page.post(PLACE, json=job, headers=OWN)
-    assert reply.status_code == 409
-    assert reply.json()["error"]
+def test_try_with_invalid_fields_returns_409(page):
+    for asked in (
+        {"instruction": ""}, {"instruction": " \n\t "}, {"instruction": None}, {"instruction": "x" * (MOST_CHARACTERS + 1)},
+        {"image": 3}, {"step": 7}, {"step": "../2"}, {"step": True}, {"seed": -1}, {"seed": 2**31}, {"seed": 0.5},
+    ):  # fmt: skip
+        reply = page.post(PLACE, json={"instruction": "add", "image": None, "step": 2, "seed": 0} | asked, headers=OWN)
+        assert reply.status_code == 409, asked
+        assert reply.json()["error"]
 
 
 def test_try_is_rejected_from_other_origins_and_without_the_flag(page, runs):

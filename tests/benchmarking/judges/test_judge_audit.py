@@ -128,31 +128,17 @@ def test_the_audit_command_prints_a_table_or_json_and_writes_a_page(small_ladder
     assert json.loads(capsys.readouterr().out) == kept
 
 
-def test_an_audit_into_the_folder_of_another_judge_raises(small_ladders, tmp_path):
-    retouch.judge_audit(BiasedJudge(), items=2, repeats=2, out=tmp_path)
-    with pytest.raises(ValueError, match="answers of another judge, or of other settings; give another folder with --out"):
-        retouch.judge_audit(BiasedJudge(noise=0.2), items=2, repeats=2, out=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"repeats": 1}, "at least 2 repeats"),
-        ({"items": 0}, "items 0"),
-        ({"precision": 0.0}, "precision 0"),
-        ({"budget": 0}, "budget 0"),
-        ({"column": "beauty"}, "no column 'beauty'; choose one of its columns with --column: score"),
-        ({"ladder": "nowhere"}, "no such file"),
-    ],
-)
-def test_wrong_arguments_are_explained(small_ladders, tmp_path, arguments, told):
-    with pytest.raises(ValueError, match=told):
-        retouch.judge_audit(BiasedJudge(), out=tmp_path, **arguments)
-
-
-def test_too_few_items_give_the_status_unclear(small_ladders, tmp_path):
+def test_wrong_arguments_and_the_folder_of_another_judge_are_explained(small_ladders, tmp_path):
     result = retouch.judge_audit(BiasedJudge(fault="praise"), items=2, repeats=2, out=tmp_path)
-    assert {line.name: line.status for line in result.lines}["painted-on praise"] == "unclear"
+    assert {line.name: line.status for line in result.lines}["painted-on praise"] == "unclear", "too few items"
+    other = "answers of another judge, or of other settings; give another folder with --out"
+    for arguments, told in (
+        ({"items": 2, "repeats": 2}, other), ({"repeats": 1}, "at least 2 repeats"), ({"items": 0}, "items 0"),
+        ({"precision": 0.0}, "precision 0"), ({"budget": 0}, "budget 0"), ({"ladder": "nowhere"}, "no such file"),
+        ({"column": "beauty"}, "no column 'beauty'; choose one of its columns with --column: score"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=told):
+            retouch.judge_audit(BiasedJudge(noise=0.2), out=tmp_path, **arguments)
 
 
 def test_the_playground_judge_passes_the_main_checks_on_playground_images(tmp_path):

@@ -59,9 +59,6 @@ def test_an_audit_runs_on_the_users_ladders(folder):
     assert result.items == 5
     assert [rung.name for rung in result.rungs] == ["right", "truth 3", "truth 1.5"]
     assert {line.name: line.status for line in result.lines}["order of the rungs"] == "pass"
-
-
-def test_ladders_without_a_source_image_have_no_swapped_or_unedited_probe(folder):
     write(folder, {**GOOD, "source": None})
     (item,) = read_ladders(folder)
     assert not {"swapped", "unedited"} & {probe.name for probe in item.probes}
@@ -106,9 +103,6 @@ def test_all_invalid_lines_are_reported_together_and_empty_files_raise(folder):
         write(folder, nothing)
         with pytest.raises(ValueError, match="has no items; write one JSON object"):
             read_ladders(folder)
-
-
-def test_a_file_that_is_not_utf_8_raises_with_line_and_byte(tmp_path):
-    (tmp_path / "ladder.jsonl").write_bytes('{"instruction": "Türen rot"}'.encode("latin-1"))
+    (folder / "ladder.jsonl").write_bytes('{"instruction": "Türen rot"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"ladder\.jsonl line 1: not UTF-8 at byte 18 of the line; save the file as UTF-8"):
-        read_ladders(tmp_path)
+        read_ladders(folder)

@@ -34,23 +34,16 @@ def vie(table):
 
 def gedit_row(key, task, *, language="en", intersection=True, image=1):
     return {
-        "task_type": task,
-        "key": key,
-        "instruction": f"edit {key}",
-        "instruction_language": language,
-        "input_image": encoded(90),
-        "input_image_raw": encoded(image),
-        "Intersection_exist": intersection,
-    }
+        "task_type": task, "key": key, "instruction": f"edit {key}", "instruction_language": language,
+        "input_image": encoded(90), "input_image_raw": encoded(image), "Intersection_exist": intersection,
+    }  # fmt: skip
 
 
 def test_gedit_averages_task_types_and_selects_one_language(tmp_path):
     rows = [
-        gedit_row("a", "color_alter"),
-        gedit_row("b", "color_alter", intersection=False),
-        gedit_row("c", "text_change"),
+        gedit_row("a", "color_alter"), gedit_row("b", "color_alter", intersection=False), gedit_row("c", "text_change"),
         gedit_row("a", "color_alter", language="cn"),
-    ]
+    ]  # fmt: skip
     parquet(tmp_path / "gedit.parquet", rows)
     suite = GEditSuite()
     items, broken = suite.items(tmp_path / "gedit.parquet")
@@ -71,13 +64,11 @@ def test_gedit_averages_task_types_and_selects_one_language(tmp_path):
 
 def test_gedit_reports_broken_rows_and_excludes_missing_answers_from_the_mean(tmp_path):
     rows = [
-        gedit_row("a", "color_alter"),
-        gedit_row("a", "color_alter"),
-        gedit_row("", "color_alter"),
+        gedit_row("a", "color_alter"), gedit_row("a", "color_alter"), gedit_row("", "color_alter"),
         {**gedit_row("d", "color_alter"), "instruction": " "},
         {**gedit_row("e", "color_alter"), "input_image_raw": {"bytes": b"no image", "path": "e.png"}},
         gedit_row("f", "text_change"),
-    ]
+    ]  # fmt: skip
     parquet(tmp_path / "gedit.parquet", rows)
     suite = GEditSuite()
     items, broken = suite.items(tmp_path / "gedit.parquet")
@@ -155,11 +146,9 @@ def test_imgedit_averages_types(tmp_path):
 
 def test_imgedit_reports_invalid_rows_and_gives_nan_for_invalid_answers(tmp_path):
     rows = {
-        "1": {"id": "a/1.png", "prompt": "x", "edit_type": "add"},
-        "2": {"id": "a/2.png", "prompt": "x", "edit_type": "melt"},
-        "3": {"prompt": "x", "edit_type": "add"},
-        "4": {"id": "a/4.png", "edit_type": "add"},
-    }
+        "1": {"id": "a/1.png", "prompt": "x", "edit_type": "add"}, "2": {"id": "a/2.png", "prompt": "x", "edit_type": "melt"},
+        "3": {"prompt": "x", "edit_type": "add"}, "4": {"id": "a/4.png", "edit_type": "add"},
+    }  # fmt: skip
     folder = imgedit_folder(tmp_path, rows)
     (folder / "basic_edit.json").write_text(json.dumps({**rows, "5": {**rows["1"], "id": "../secret.png"}}))
     suite = ImgEditSuite()
@@ -206,14 +195,11 @@ def earl_folder(tmp_path):
         tmp_path / "omniedit.parquet",
         [
             {
-                "omni_edit_id": "task_obj_1",
-                "task": "addition",
-                "src_img": encoded(1),
-                "edited_img": encoded(9),
+                "omni_edit_id": "task_obj_1", "task": "addition", "src_img": encoded(1), "edited_img": encoded(9),
                 "edited_prompt_list": ["add a cat", "add a small grey cat to the left"],
             }
         ],
-    )
+    )  # fmt: skip
     emu = {"instruction": "e", "image": encoded(1), "task": "add", "split": "test", "idx": 1, "hash": "x"}
     parquet(tmp_path / "emuedit.parquet", [{**emu, "input_caption": "a room", "output_caption": "a room with a cat"}])
     parquet(tmp_path / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])

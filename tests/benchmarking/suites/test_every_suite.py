@@ -1,6 +1,7 @@
 """Every suite, from one table: its published formula by hand, and missing or broken items are reported and never score 0."""
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,24 +55,16 @@ CASES = {
     ),
     # the mean of the groups' means
     "gedit": Case(
-        "test_editing_suites.test_gedit_averages_task_types_and_selects_one_language",
-        suite_rows.gedit,
-        VIE,
-        (4, 6),
+        "test_editing_suites.test_gedit_averages_task_types_and_selects_one_language", suite_rows.gedit, VIE, (4, 6),
         ("instruction",),
     ),
     "imgedit": Case(
-        "test_editing_suites.test_imgedit_averages_types",
-        suite_rows.imgedit,
+        "test_editing_suites.test_imgedit_averages_types", suite_rows.imgedit,
         ({"compliance": 4, "naturalness": 4, "integrity": 2}, {"compliance": 5, "naturalness": 4, "integrity": 3}),
-        ((10 / 3 + 4) / 2, 10 / 3),
-        ("melt",),
+        ((10 / 3 + 4) / 2, 10 / 3), ("melt",),
     ),
     "imgedit-uge": Case(
-        "test_editing_suites.test_imgedit_hard_is_a_mean",
-        suite_rows.imgedit_uge,
-        ({"score": 2}, {"score": 5}),
-        (3.5, 2),
+        "test_editing_suites.test_imgedit_hard_is_a_mean", suite_rows.imgedit_uge, ({"score": 2}, {"score": 5}), (3.5, 2),
         ("'prompt'", "gone.png"),
     ),
     "imgedit-multi-turn": Case(TURN, suite_rows.imgedit_turns, tuple({**one, "restraint": 5.0} for one in VIE), (4, 6), ("turn2",)),
@@ -97,19 +90,12 @@ CASES = {
         {"levels": "1-2"},
     ),
     "earl": Case(
-        "test_editing_suites.test_earl_averages_six_sets",
-        suite_rows.earl,
-        VIE,
-        (4, 6),
-        ("no source image",),
+        "test_editing_suites.test_earl_averages_six_sets", suite_rows.earl, VIE, (4, 6), ("no source image",),
         {"sets": ("aurora", "magicbrush")},
     ),
     "preservation": Case(
-        "test_editing_suites.test_preservation_is_measured_outside_the_mask",
-        suite_rows.preservation,
-        ({"pixels/preservation": 0.9}, {"pixels/preservation": 0.7}),
-        (0.2, 0.1),
-        ("no mask",),
+        "test_editing_suites.test_preservation_is_measured_outside_the_mask", suite_rows.preservation,
+        ({"pixels/preservation": 0.9}, {"pixels/preservation": 0.7}), (0.2, 0.1), ("no mask",),
     ),
     "kris": Case(
         "test_reasoning_suites.test_kris_score_is_the_mean_of_the_columns_of_its_category",
@@ -123,25 +109,17 @@ CASES = {
         ("gone.png",),
     ),
     "rise": Case(
-        "test_reasoning_suites.test_rise_weighs_its_scores_as_published",
-        suite_rows.rise,
+        "test_reasoning_suites.test_rise_weighs_its_scores_as_published", suite_rows.rise,
         ({"reasoning_score": 5, "consistency": 5, "quality": 5}, {"reasoning_score": 5, "consistency": 4, "quality": 5}),
-        (1 / 2, 1),
-        ("correct result",),
+        (1 / 2, 1), ("correct result",),
     ),
     "geneval": Case(
-        "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks",
-        suite_rows.geneval,
-        ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}),
-        (1 / 2, 1),
-        ("painting",),
+        "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks", suite_rows.geneval,
+        ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}), (1 / 2, 1), ("painting",),
     ),
     "geneval2": Case(
-        "test_text_to_image_suites.test_geneval2_takes_the_geometric_mean",
-        suite_rows.geneval2,
-        ({"gm": 0.6, "am": 0.65}, {"gm": 0.2, "am": 0.3}),
-        (0.4, 0.6),
-        ("atom_count",),
+        "test_text_to_image_suites.test_geneval2_takes_the_geometric_mean", suite_rows.geneval2,
+        ({"gm": 0.6, "am": 0.65}, {"gm": 0.2, "am": 0.3}), (0.4, 0.6), ("atom_count",),
     ),
     "dpg": Case(
         "test_text_to_image_suites.test_dpg_questions_that_depend_on_a_negative_answer_score_0",
@@ -161,10 +139,8 @@ CASES = {
         ("Smell",),
     ),
     "ocr": Case(
-        "test_text_to_image_suites.test_ocr_is_a_mean_over_prompts",
-        suite_rows.ocr,
-        ({"accuracy": 1, "exact": 1, "words": 1}, {"accuracy": 2 / 3, "exact": 0.5, "words": 0}),
-        (5 / 6, 1),
+        "test_text_to_image_suites.test_ocr_is_a_mean_over_prompts", suite_rows.ocr,
+        ({"accuracy": 1, "exact": 1, "words": 1}, {"accuracy": 2 / 3, "exact": 0.5, "words": 0}), (5 / 6, 1),
         ("double quotes",),
     ),
     "longtext": Case(
@@ -176,22 +152,14 @@ CASES = {
     ),
     "pickscore": Case(PROMPTS, suite_rows.prompts, ({"pickscore": 20}, {"pickscore": 23}), (21.5, 20), ("instruction",)),
     "hpsv2": Case(
-        "test_every_suite.test_hpsv2_is_the_mean_cosine_of_text_and_image",
-        suite_rows.prompts,
-        ({"hps": 0.25}, {"hps": 0.31}),
-        (0.28, 0.25),
-        ("instruction",),
-        {"path": "p"},
+        "test_every_suite.test_hpsv2_is_the_mean_cosine_of_text_and_image", suite_rows.prompts, ({"hps": 0.25}, {"hps": 0.31}),
+        (0.28, 0.25), ("instruction",), {"path": "p"},
     ),
     "aesthetic": Case(
-        "test_every_suite.test_aesthetic_is_the_mean_rating_of_the_head",
-        suite_rows.prompts,
-        ({"aesthetic": 5}, {"aesthetic": 6.5}),
-        (5.75, 5),
-        ("instruction",),
-        {"head": "h"},
+        "test_every_suite.test_aesthetic_is_the_mean_rating_of_the_head", suite_rows.prompts,
+        ({"aesthetic": 5}, {"aesthetic": 6.5}), (5.75, 5), ("instruction",), {"head": "h"},
     ),
-}
+}  # fmt: skip
 
 
 def test_every_suite_has_a_case_and_its_golden_test_exists():
@@ -245,12 +213,18 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
     more: dict[str, Any] = {"data": data, "images": folder.root}
     whole = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "whole", **more)
     without_answer = run(with_reward(plain, {1: first, 2: unread}), out=tmp_path / "answers", **more)
+    judged = {**more, "images": tmp_path / "kept"}
+    shutil.copytree(folder.root, tmp_path / "kept")
     lost = [place for place in places if place.number == 1]
     for place in lost:
         folder.path(place).unlink()
     without_image = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "files", **more)
     assert whole.headline == pytest.approx(case.expected[0])
     assert not whole.missing
+    green = run(plain, judge=ShareReward(channel="green"), out=tmp_path / "green", **judged)
+    assert not green.missing
+    assert green.table["all"].keys() == {"share"}
+    assert green.headline == pytest.approx((100 / 301 + 100 / 302) / 2), "another reward can score every suite"
     for partial in (without_answer, without_image):
         assert partial.headline == pytest.approx(case.expected[1])
         assert [each["item"] for each in partial.missing] == [items[1].id] * len(lost)
@@ -263,20 +237,13 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
             assert f"{what}, left out: {broken[0].id} ({broken[0].reason})" in str(partial)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_suite_can_be_scored_by_another_reward(name, tmp_path):
-    case = CASES[name]
-    (tmp_path / "data").mkdir()
-    data = None if case.write is None else case.write(tmp_path / "data")
-    suite = find_suite(name, case.options)
-    items, _ = suite.items(data)
-    folder = ImageFolder(tmp_path / "images", suite=suite)
-    for place in image_keys(list(enumerate(items)), suite=suite):
-        folder.write(place, numbered_image(place.number + 1))
-    found = run(suite, judge=ShareReward(channel="green"), data=data, images=folder.root, out=tmp_path / "out")
-    assert not found.missing
-    assert found.table["all"].keys() == {"share"}
-    assert found.headline == pytest.approx((100 / 301 + 100 / 302) / 2)
+def scores_of(suite, items, model, column):
+    """The scores by a model of the images 1 and 2, and the headline."""
+    reward: Any = suite.reward(None)
+    samples = [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
+    scores = reward.with_model(model)(samples)[column].tolist()
+    table = {item.id: suite.score(item, {column: score}) for item, score in zip(items, scores, strict=True)}
+    return scores, headline(suite, items, table)
 
 
 def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path):
@@ -289,13 +256,9 @@ def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path):
         found = [sum(a * b for a, b in zip(*pairs[number_of(sample.image)], strict=True)) for sample in samples if sample.image]
         return torch.tensor(found), torch.zeros(len(found))
 
-    reward: Any = suite.reward(None)
-    scores = reward.with_model(SimpleNamespace(score_samples=cosines))(
-        [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
-    )["hps"].tolist()
+    scores, total = scores_of(suite, items, SimpleNamespace(score_samples=cosines), "hps")
     assert scores == pytest.approx([0.6, 0.0])
-    table = {item.id: suite.score(item, {"hps": score}) for item, score in zip(items, scores, strict=True)}
-    assert headline(suite, items, table) == pytest.approx({"hps": 0.3})
+    assert total == pytest.approx({"hps": 0.3})
 
 
 def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path):
@@ -303,18 +266,12 @@ def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path):
     items, _ = suite.items(suite_rows.prompts(tmp_path))
     # unit vectors of the images, through 2 x 2 and 1 x 2 layers: (2 x 0.6 + 1) + 3 x (0.8 - 0.5) = 3.1, and (0 + 1) + 3 x 0.5 = 2.5
     vectors = {1: (0.6, 0.8), 2: (0.0, 1.0)}
-    layers = [
-        (torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])),
-        (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0])),
-    ]
+    first = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])
     encoder: Any = SimpleNamespace(
         images=lambda images: torch.tensor([vectors[number_of(image)] for image in images]),
         model=SimpleNamespace(config=SimpleNamespace(projection_dim=2)),
     )
-    reward: Any = suite.reward(None)
-    scores = reward.with_model(AestheticModel(encoder, layers, head="h"))(
-        [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
-    )["aesthetic"].tolist()
+    model = AestheticModel(encoder, [first, (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0]))], head="h")
+    scores, total = scores_of(suite, items, model, "aesthetic")
     assert scores == pytest.approx([3.1, 2.5])
-    table = {item.id: suite.score(item, {"aesthetic": score}) for item, score in zip(items, scores, strict=True)}
-    assert headline(suite, items, table) == pytest.approx({"aesthetic": 2.8})
+    assert total == pytest.approx({"aesthetic": 2.8})

@@ -40,15 +40,13 @@ def test_geneval_is_the_mean_of_its_tasks(tmp_path):
         {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"},
         {"tag": "single_object", "include": [{"class": "cow", "count": 1}], "prompt": "a photo of a cow"},
         {
-            "tag": "counting",
-            "include": [{"class": "cow", "count": 2}],
-            "exclude": [{"class": "cow", "count": 3}],
+            "tag": "counting", "include": [{"class": "cow", "count": 2}], "exclude": [{"class": "cow", "count": 3}],
             "prompt": "a photo of two cows",
         },
         {"tag": "painting", "include": [{"class": "cow", "count": 1}], "prompt": "a painted cow"},
         {"tag": "colors", "include": [{"class": "cow", "count": 1, "color": "mauve"}], "prompt": "a mauve cow"},
         "{",
-    ]
+    ]  # fmt: skip
     suite = GenEvalSuite()
     items, broken = suite.items(lines(tmp_path / "evaluation_metadata.jsonl", rows))
     assert [item.category for item in items] == ["single_object", "single_object", "counting"]
@@ -92,14 +90,11 @@ def dpg_file(path, rows):
 
 def test_dpg_questions_that_depend_on_a_negative_answer_score_0(tmp_path):
     rows = [
-        dpg_row("1", 1, "0", "entity", "Is there a cat?"),
-        dpg_row("1", 2, "1", "attribute", "Is the cat grey?"),
-        dpg_row("1", 3, "2", "attribute", "Is the grey cat striped?"),
-        dpg_row("1", 4, "0", "global", "Is it a photo?"),
-        dpg_row("2", 1, "0", "entity", "Is there a dog?"),
-        dpg_row("3", 1, "7", "entity", "Is there a bird?"),
+        dpg_row("1", 1, "0", "entity", "Is there a cat?"), dpg_row("1", 2, "1", "attribute", "Is the cat grey?"),
+        dpg_row("1", 3, "2", "attribute", "Is the grey cat striped?"), dpg_row("1", 4, "0", "global", "Is it a photo?"),
+        dpg_row("2", 1, "0", "entity", "Is there a dog?"), dpg_row("3", 1, "7", "entity", "Is there a bird?"),
         dpg_row("4", "x", "0", "entity", "Is there a fish?"),
-    ]
+    ]  # fmt: skip
     suite = DpgSuite()
     items, broken = suite.items(dpg_file(tmp_path / "dpg_bench.csv", rows))
     assert [(item.id, item.prompt) for item in items] == [("1", "prompt of 1"), ("2", "prompt of 2")]

@@ -131,17 +131,12 @@ def test_invalid_inputs_and_options_of_convert_raise(tmp_path):
     convert("aurora", tmp_path / "aurora")
     with pytest.raises(ValueError, match=r"metadata\.jsonl exists"):
         convert("aurora", tmp_path / "aurora")
-
-
-def test_an_image_path_outside_the_folder_raises(tmp_path):
-    aurora(tmp_path / "aurora")
     put(tmp_path / "secret.png", png(RED))
-    put(
-        tmp_path / "aurora" / "data" / "ag" / "train.json",
-        [{"instruction": "x", "input": "../secret.png", "output": "data/ag/images/1_right.png"}],
-    )
+    outside = {"instruction": "x", "input": "../secret.png", "output": "data/ag/images/1_right.png"}
+    aurora(tmp_path / "another")
+    put(tmp_path / "another" / "data" / "ag" / "train.json", [outside])
     with pytest.raises(ValueError, match="leaves the folder"):
-        convert("aurora", tmp_path / "aurora")
+        convert("aurora", tmp_path / "another")
 
 
 LEVELS = {"0_preschool": ("Math", "Biology"), "1_primaryschool": ("Math",), "5_PhD": ("Math", "History")}

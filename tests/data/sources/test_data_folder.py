@@ -65,16 +65,15 @@ def test_every_field_reaches_the_task(photos):
     assert (second.mask, second.target, second.reference, second.text) == (None, None, None, None)
 
 
-def test_a_task_has_the_source_of_its_row(photos):
-    write(
-        photos,
-        [
-            {"file_name": "images/a.png", "instruction": "make it blue"},
-            {"file_name": "images/a.png", "instruction": "make it red"},
-            {"file_name": "images/b.png", "instruction": "make it blue", "source": "scene 7"},
-        ],
-    )
+def test_rows_of_one_image_or_prompt_have_one_source(photos, tmp_path):
+    image = {"file_name": "images/a.png"}
+    named = {"file_name": "images/b.png", "instruction": "make it blue", "source": "scene 7"}
+    write(photos, [{**image, "instruction": "make it blue"}, {**image, "instruction": "make it red"}, named])
     assert [task.source for task in Tasks(read_folder(photos), resize=None)] == ["images/a.png", "images/a.png", "scene 7"]
+    (tmp_path / "a.txt").write_text("a cat\na dog\na cat\n")
+    rows = read_prompts(tmp_path / "a.txt", name="animals")
+    assert rows[0].source == rows[2].source != rows[1].source
+    assert rows[2].id == "animals/3"
 
 
 def test_csv_metadata_gives_the_same_task_as_jsonl(photos, tmp_path):
@@ -112,20 +111,16 @@ def test_images_mask_and_target_of_a_task_are_resized(photos):
     assert [image.size for image in (*area.images, area.mask, area.target)] == [(4, 3), (6, 2), (4, 3), (4, 3)]
 
 
-def test_columns_map_other_key_names_to_fields_and_unknown_names_raise(photos):
+def test_columns_map_other_key_names_to_fields_and_unknown_or_ambiguous_names_raise(photos):
     write(photos, [{"src": "images/a.png", "words": ["first", "second"], "info": {"cut": [{"out": "out/a.png"}]}}])
     columns = {"image": "src", "instruction": "words", "target": "info.cut.0.out"}
     task = Tasks(read_folder(photos, columns=columns), resize=None)[0]
-    assert (task.instruction, task.target.getpixel((0, 0)), task.meta) == (
-        "first", (0, 0, 255), {"info": {"cut": [{"out": "out/a.png"}]}},
-    )  # fmt: skip
+    assert (task.instruction, task.target.getpixel((0, 0))) == ("first", (0, 0, 255))
+    assert task.meta == {"info": {"cut": [{"out": "out/a.png"}]}}
     with pytest.raises(ValueError, match="'instrution' is not a field; 'instruction' is"):
         read_folder(photos, columns={"instrution": "words"})
     with pytest.raises(ValueError, match=r"'target' should be read from 'after', but .* has only src, words, info"):
         read_folder(photos, columns={**columns, "target": "after"})
-
-
-def test_two_keys_for_one_field_raise_unless_columns_selects_one(photos):
     write(photos, [{"file_name": "images/a.png", "instruction": "x", "prompt": "y"}])
     with pytest.raises(ValueError, match="both 'instruction' and 'prompt' could be the field 'instruction'; say which in columns"):
         read_folder(photos)
@@ -133,24 +128,22 @@ def test_two_keys_for_one_field_raise_unless_columns_selects_one(photos):
 
 
 def test_folders_without_usable_metadata_raise(tmp_path, photos):
-    with pytest.raises(ValueError, match="no such folder"):
-        read_folder(tmp_path / "none")
-    with pytest.raises(ValueError, match="no metadata found"):
-        read_folder(tmp_path)
     (photos / "metadata.csv").write_text("file_name\n")
-    with pytest.raises(ValueError, match=r"metadata\.jsonl and metadata\.csv found; one of"):
-        read_folder(photos)
+    for folder, message in (
+        (tmp_path / "none", "no such folder"), (tmp_path, "no metadata found"),
+        (photos, r"metadata\.jsonl and metadata\.csv found; one of"),
+        (write(tmp_path / "words", [{"instruction": "x"}]), "no row has a file_name, a target or a chosen image"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            read_folder(folder)
     (photos / "metadata.jsonl").unlink()
-    with pytest.raises(ValueError, match="no rows"):
-        read_folder(photos)
-    (photos / "metadata.csv").write_text("file_name;instruction\na.png;blue, then red\n")
-    with pytest.raises(ValueError, match=r"metadata\.csv:1: the columns are separated by ';'; separate them by commas"):
-        read_folder(photos)
-    (photos / "metadata.csv").write_text("file_name,file_name\na,b\n")
-    with pytest.raises(ValueError, match="empty or repeated names"):
-        read_folder(photos)
-    with pytest.raises(ValueError, match="no row has a file_name, a target or a chosen image"):
-        read_folder(write(tmp_path / "words", [{"instruction": "x"}]))
+    for content, message in (
+        ("file_name\n", "no rows"), ("file_name,file_name\na,b\n", "empty or repeated names"),
+        ("file_name;instruction\na.png;b, c\n", r"metadata\.csv:1: the columns are separated by ';'; separate them by commas"),
+    ):  # fmt: skip
+        (photos / "metadata.csv").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_folder(photos)
 
 
 ESCAPES = [
@@ -175,18 +168,26 @@ def test_unsafe_or_invalid_file_names_raise(photos, tmp_path, name):
             path_under(photos, name)
 
 
-def test_a_plain_prompt_list_is_read(tmp_path):
+def test_prompt_lists_are_read_by_the_endings_of_their_file_types(tmp_path):
     path = tmp_path / "signs.txt"
     path.write_bytes(
         b'\xef\xbb\xbfA shop sign, "OPEN" and "SHUT"\r\n\r\n  a cat \r\nan \xe2\x80\x9codd\xe2\x80\x9d one\x0bwith a tab'
     )
     tasks = Tasks(read_prompts(path), resize=None)
     assert [(task.id, task.instruction, task.text) for task in tasks] == [
-        ("signs/1", 'A shop sign, "OPEN" and "SHUT"', "OPEN"),
-        ("signs/3", "a cat", None),
+        ("signs/1", 'A shop sign, "OPEN" and "SHUT"', "OPEN"), ("signs/3", "a cat", None),
         ("signs/4", "an “odd” one\x0bwith a tab", "odd"),
-    ]
+    ]  # fmt: skip
     assert tasks[0].images == ()
+    for name, content in (("a.txt", "a cat\n"), ("a.csv", "prompt\na cat\n"), ("metadata.jsonl", '{"prompt": "a cat"}\n')):
+        (tmp_path / name).write_text(content)
+        assert [row.instruction for row in read_path(tmp_path / name)] == ["a cat"]
+    path.write_text("\n \n")
+    for name, message in (
+        ("prompts.yaml", r"is read from \.jsonl, \.csv and \.txt"), ("prompts.txt", "no such file"), ("signs.txt", "no rows"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            read_prompts(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
@@ -199,19 +200,6 @@ def test_the_metadata_file_of_an_image_folder_is_not_read_as_a_prompt_list(tmp_p
             read(tmp_path / name)
     (problem,) = check(tmp_path / name)
     assert message in str(problem)
-
-
-def test_a_prompt_list_is_recognised_by_the_endings_of_its_file_types(tmp_path):
-    for name, content in (("a.txt", "a cat\n"), ("a.csv", "prompt\na cat\n"), ("metadata.jsonl", '{"prompt": "a cat"}\n')):
-        (tmp_path / name).write_text(content)
-        assert [row.instruction for row in read_path(tmp_path / name)] == ["a cat"]
-
-
-def test_rows_of_one_prompt_have_one_source(tmp_path):
-    (tmp_path / "a.txt").write_text("a cat\na dog\na cat\n")
-    rows = read_prompts(tmp_path / "a.txt", name="animals")
-    assert rows[0].source == rows[2].source != rows[1].source
-    assert rows[2].id == "animals/3"
 
 
 QUOTATIONS = {  # None: without a certain quotation, a reward that needs a text refuses the row
@@ -236,16 +224,6 @@ def test_point_1_7_the_text_to_show_is_the_whole_first_quotation_or_none(prompt)
     from retouch_serve import requests as single_score
 
     assert quoted(prompt) == single_score.quoted_text(prompt) == QUOTATIONS[prompt]
-
-
-def test_invalid_prompt_lists_raise(tmp_path):
-    with pytest.raises(ValueError, match=r"is read from \.jsonl, \.csv and \.txt"):
-        read_prompts(tmp_path / "prompts.yaml")
-    with pytest.raises(ValueError, match="no such file"):
-        read_prompts(tmp_path / "prompts.txt")
-    (tmp_path / "prompts.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match="no rows"):
-        read_prompts(tmp_path / "prompts.txt")
 
 
 SECRET = "aws_secret_access_key"
@@ -273,30 +251,37 @@ def link(place, target):
 
 
 PROMPT = {"instruction": "prompt"}
+PROMPTS, PROMPTS_2 = "../private/credentials", "../../private/credentials"
+ROWS, ROWS_2 = "../private/rows", "../../private/rows"
+
+
+def folder_of(place, target):
+    """The folder of a link."""
+    return str(Path(link(place, target)).parent)
+
+
+def blobs_of_a_snapshot():
+    link("x/blobs", "../../private")
+    return PromptData(path=link("x/snapshots/1/prompts.txt", "../../blobs/credentials"))
+
+
 LINKS = {
-    "prompts": lambda: PromptData(path=link("prompts.txt", "../private/credentials")),
-    "prompts by an absolute name": lambda: PromptData(path=str(Path(link("prompts.txt", "../private/credentials")).absolute())),
-    "rows": lambda: PromptData(path=link("rows.jsonl", "../private/rows.jsonl")),
-    "table": lambda: PromptData(path=link("rows.csv", "../private/rows.csv")),
-    "a link to a link": lambda: PromptData(path=link("prompts.txt", link("data/b.txt", "../../private/credentials"))),
+    "prompts": lambda: PromptData(path=link("prompts.txt", PROMPTS)),
+    "prompts by an absolute name": lambda: PromptData(path=str(Path(link("prompts.txt", PROMPTS)).absolute())),
+    "rows": lambda: PromptData(path=link("rows.jsonl", f"{ROWS}.jsonl")),
+    "table": lambda: PromptData(path=link("rows.csv", f"{ROWS}.csv")),
+    "a link to a link": lambda: PromptData(path=link("prompts.txt", link("data/b.txt", PROMPTS_2))),
     "a folder on the way": lambda: PromptData(path=link("linked", "../private") + "/notes.txt"),
-    "the blobs of a snapshot": lambda: (
-        link("x/blobs", "../../private"),
-        PromptData(path=link("x/snapshots/1/prompts.txt", "../../blobs/credentials")),
-    )[1],
-    "metadata of a folder": lambda: FolderData(path=str(Path(link("data/metadata.jsonl", "../../private/rows.jsonl")).parent)),
-    "list of triplets": lambda: TripletData(
-        path=str(Path(link("data/self_bench.txt", "../../private/credentials")).parent), allow_test_sets=True
-    ),
-    "list of tokens": lambda: TokenData(lists=(link("features/list/tokenized_datalist.json", "../../../private/credentials"),)),
-    "parquet file": lambda: HubData(path=link("rows.parquet", "../private/rows.parquet"), columns=PROMPT),
-    "parquet file in a folder": lambda: HubData(
-        path=str(Path(link("data/rows.parquet", "../../private/rows.parquet")).parent), columns=PROMPT
-    ),
+    "the blobs of a snapshot": blobs_of_a_snapshot,
+    "metadata of a folder": lambda: FolderData(path=folder_of("data/metadata.jsonl", f"{ROWS_2}.jsonl")),
+    "list of triplets": lambda: TripletData(path=folder_of("data/self_bench.txt", PROMPTS_2), allow_test_sets=True),
+    "list of tokens": lambda: TokenData(lists=(link("features/list/tokenized_datalist.json", f"../{PROMPTS_2}"),)),
+    "parquet file": lambda: HubData(path=link("rows.parquet", f"{ROWS}.parquet"), columns=PROMPT),
+    "parquet file in a folder": lambda: HubData(path=folder_of("data/rows.parquet", f"{ROWS_2}.parquet"), columns=PROMPT),
     "folder of tables": lambda: HubData(path=link("tables", "../private"), columns=PROMPT),
-    "stream of a file": lambda: StreamData(path=link("rows.jsonl", "../private/rows.jsonl"), held_out=1),
-    "stream of a pattern": lambda: StreamData(path=link("data/rows.jsonl", "../../private/rows.jsonl")[:5] + "*.jsonl", held_out=1),
-    "stream of a folder": lambda: StreamData(path=str(Path(link("data/a.jsonl", "../../private/rows.jsonl")).parent), held_out=1),
+    "stream of a file": lambda: StreamData(path=link("rows.jsonl", f"{ROWS}.jsonl"), held_out=1),
+    "stream of a pattern": lambda: StreamData(path=folder_of("data/rows.jsonl", f"{ROWS_2}.jsonl") + "/*.jsonl", held_out=1),
+    "stream of a folder": lambda: StreamData(path=folder_of("data/a.jsonl", f"{ROWS_2}.jsonl"), held_out=1),
     "stream of a linked folder": lambda: StreamData(path=link("shards", "../private"), held_out=1),
 }
 
@@ -327,36 +312,36 @@ def test_point_3_7_every_command_refuses_a_linked_prompt_list_by_its_name(capsys
         read_instructions("prompts.txt")
 
 
+def absolute(place, target):
+    return Path(link(place, target)).absolute()
+
+
+HUB = "hub/datasets--a"
 ALLOWED = {
     "a link within the current folder": lambda: PromptData(path=link("data/a.txt", "../own.txt")),
     "a list by its real path": lambda: PromptData(path="../private/notes.txt"),
-    "a folder that is a link, by its absolute name": lambda: PromptData(
-        path=str(Path(link("linked", "../private")).absolute() / "notes.txt")
-    ),
-    "a folder of tables by its absolute name": lambda: HubData(
-        path=str(Path(link("tables", "../tables")).absolute()), columns=PROMPT
-    ),
-    "a snapshot of the Hub's cache": lambda: PromptData(
-        path=str(Path(link("hub/datasets--a/snapshots/1/p.txt", "../../blobs/1")).absolute())
-    ),
+    "a folder that is a link, by its absolute name": lambda: PromptData(path=str(absolute("linked", "../private") / "notes.txt")),
+    "a folder of tables by its absolute name": lambda: HubData(path=str(absolute("tables", "../tables")), columns=PROMPT),
+    "a snapshot of the Hub's cache": lambda: PromptData(path=str(absolute(f"{HUB}/snapshots/1/p.txt", "../../blobs/1"))),
     "tables in a snapshot": lambda: HubData(
-        path=str(Path(link("hub/datasets--a/snapshots/2/p.parquet", "../../blobs/2")).absolute().parent), columns=PROMPT
+        path=str(absolute(f"{HUB}/snapshots/2/p.parquet", "../../blobs/2").parent), columns=PROMPT
     ),
 }
 
 
 @pytest.mark.parametrize("case", ALLOWED)
-def test_point_3_7_links_within_the_data_and_folders_that_the_user_names_are_read(given, case):
-    Path("own.txt").write_text("a cat\na dog\n")
-    Path("hub/datasets--a/blobs").mkdir(parents=True)
-    Path("hub/datasets--a/blobs/1").write_text("a cat\na dog\n")
+@pytest.mark.usefixtures("given")
+def test_point_3_7_links_within_the_data_and_folders_that_the_user_names_are_read(case):
+    Path(f"{HUB}/blobs").mkdir(parents=True)
     Path("../tables").mkdir()
-    for file in ("hub/datasets--a/blobs/2", "../tables/a.parquet"):
+    for file in ("own.txt", f"{HUB}/blobs/1"):
+        Path(file).write_text("a cat\na dog\n")
+    for file in (f"{HUB}/blobs/2", "../tables/a.parquet"):
         datasets.Dataset.from_dict({"prompt": ["a", "b"]}).to_parquet(file)
     assert len(ALLOWED[case]().rows(seed=0)) > 0
 
 
 def test_point_3_7_the_user_can_allow_the_folder_of_a_link(given, monkeypatch):
     monkeypatch.setenv("RETOUCH_DATA_ROOTS", f"/nowhere:{given.parent / 'private'}")
-    assert len(PromptData(path=link("rows.jsonl", "../private/rows.jsonl")).rows(seed=0)) == 9
-    assert len(HubData(path=link("tables", "../private"), columns=PROMPT).rows(seed=0)) > 0
+    assert len(LINKS["rows"]().rows(seed=0)) == 9
+    assert len(LINKS["folder of tables"]().rows(seed=0)) > 0

@@ -126,21 +126,18 @@ def test_image_paths_that_point_outside_the_data_set_are_reported(tmp_path, monk
 
 def test_a_missing_split_column_revision_or_file_raises(tmp_path):
     path = stored(tmp_path, "dict")
-    with pytest.raises(ValueError, match="set split to one of the splits: train, dev"):
-        read_hub(path, columns=COLUMNS)
-    with pytest.raises(ValueError, match="set split to one of the splits: train, dev"):
-        read_hub(path, split="test", columns=COLUMNS)
-    with pytest.raises(ValueError, match=r"'image' should be read from 'src', but .* has only"):
-        read_hub(path, split="dev", columns={"image": "src"})
-    with pytest.raises(ValueError, match="has no revision 'abc'"):
-        read_hub(path, split="dev", revision="abc")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match="empty"):
-        read_hub(empty)
+    (tmp_path / "empty").mkdir()
+    for place, keys, message in (
+        (path, {"columns": COLUMNS}, "set split to one of the splits: train, dev"),
+        (path, {"columns": COLUMNS, "split": "test"}, "set split to one of the splits: train, dev"),
+        (path, {"columns": {"image": "src"}, "split": "dev"}, r"'image' should be read from 'src', but .* has only"),
+        (path, {"split": "dev", "revision": "abc"}, "has no revision 'abc'"), (tmp_path / "empty", {}, "empty"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            read_hub(place, **keys)
 
 
-def test_a_file_that_is_not_parquet_or_is_damaged_raises_with_its_path(tmp_path):
+def test_a_file_that_is_not_parquet_or_is_damaged_and_a_loading_script_raise(tmp_path):
     (tmp_path / "edits.csv").write_text("instruction,image\nblue,a.png\n")
     with pytest.raises(ValueError, match=r"edits\.csv: not a parquet file; for CSV or JSONL use a folder with metadata\.csv"):
         read_hub(tmp_path / "edits.csv")
@@ -153,15 +150,12 @@ def test_a_file_that_is_not_parquet_or_is_damaged_raises_with_its_path(tmp_path)
         assert str(raised.value).startswith(str(path))
     (problem,) = check(tmp_path / "cut.parquet")
     assert "cannot read it" in str(problem)
-
-
-def test_a_data_set_with_a_loading_script_raises_and_runs_no_code(tmp_path):
-    folder = tmp_path / "edits"
-    folder.mkdir()
-    table().to_parquet(folder / "train.parquet")
-    (folder / "edits.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    scripted = tmp_path / "edits"
+    scripted.mkdir()
+    table().to_parquet(scripted / "train.parquet")
+    (scripted / "edits.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(ValueError, match="scripts are no longer supported"):
-        read_hub(folder, columns=COLUMNS)
+        read_hub(scripted, columns=COLUMNS)
     assert not (tmp_path / "ran").exists()
 
 

@@ -52,16 +52,13 @@ def save(root, features, *, prefix="/nowhere"):
     return file
 
 
-def test_a_feature_round_trips_through_its_file(tmp_path):
+def test_feature_files_are_read_as_they_were_written_and_pth_files_only_if_they_are_trusted(tmp_path):
     made = feature(thought="First the cup.", task={"tags": {"kind": "colour"}, "meta": {"x": [1]}})
     (tmp_path / "a.safetensors").write_bytes(made.to_bytes())
     found = read_feature(tmp_path / "a.safetensors", trusted=False)
     assert (found.id, found.instruction, found.thought, found.task) == (made.id, made.instruction, made.thought, made.task)
     assert torch.equal(found.source, made.source)
     assert torch.equal(found.target, made.target)
-
-
-def test_pth_files_are_read_only_if_they_are_trusted(tmp_path):
     torch.save(earl(7), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=r"7\.pth.*data\.trusted: true"):
         read_feature(tmp_path / "7.pth", trusted=False)
@@ -106,11 +103,6 @@ def test_invalid_fields_of_a_feature_file_raise_with_the_file_name(tmp_path, cha
         read_feature(tmp_path / "7.pth", trusted=True)
 
 
-def test_a_long_thought_is_truncated_and_an_empty_one_is_none():
-    assert thought_of("x" * 5000) == "x" * LONGEST_THOUGHT == "x" * 1750
-    assert thought_of({}) is thought_of(None) is thought_of(" ") is None
-
-
 def sums_as_pixels(codes):
     return [new("RGB", (1, 1), (int(grid.sum()), 0, 0)) for grid in codes]
 
@@ -144,12 +136,14 @@ def test_in_the_published_layout_ids_name_data_set_and_split_and_tags_the_data_s
     assert [dict(row.tags) for row in TokenRows(lists[:2], trusted=False)] == [{}, {}]
 
 
-def test_thought_keys_select_and_order_the_parts_of_a_thought(tmp_path):
+def test_thought_keys_select_and_order_the_parts_of_a_thought_and_long_ones_are_truncated(tmp_path):
     save(tmp_path / "d", [earl(1)])
     rows = TokenRows([tmp_path / "d"], trusted=True, thought_keys=("edit", "plan"))
     assert rows[0].meta["thought"] == "edit: Paint it.\nplan: Find the cup."
     with pytest.raises(ValueError, match=r"0\.pth.*has no 'why', which thought_keys names"):
         accept_rows(TokenRows([tmp_path / "d"], trusted=True, thought_keys=("why",)), on_bad_row="refuse")
+    assert thought_of("x" * 5000) == "x" * LONGEST_THOUGHT == "x" * 1750
+    assert thought_of({}) is thought_of(None) is thought_of(" ") is None
 
 
 def test_a_data_set_can_be_moved_and_its_list_can_be_outside_of_it(tmp_path):
@@ -191,16 +185,13 @@ def test_require_also_checks_rows_that_worker_processes_read(tmp_path, monkeypat
         rows.require(good, grid=GRID, codes=9)
 
 
-@pytest.mark.parametrize("told", ["[]", '{"path_list": []}', '{"path_list": [3]}', "no JSON"])
-def test_an_invalid_token_list_raises(tmp_path, told):
-    (tmp_path / "list.json").write_text(told)
-    with pytest.raises(ValueError, match=r"list\.json"):
-        TokenRows([tmp_path / "list.json"], trusted=False)
+def test_an_invalid_token_list_and_file_names_that_leave_the_data_set_raise(tmp_path):
     with pytest.raises(ValueError, match="no list of image tokens"):
         TokenRows([tmp_path], trusted=False)
-
-
-def test_file_names_that_leave_the_data_set_are_rejected(tmp_path):
+    for told in ("[]", '{"path_list": []}', '{"path_list": [3]}', "no JSON"):
+        (tmp_path / "list.json").write_text(told)
+        with pytest.raises(ValueError, match=r"list\.json"):
+            TokenRows([tmp_path / "list.json"], trusted=False)
     file = save(tmp_path / "d", [feature()])
     file.write_text(json.dumps({"prefix": "", "path_list": ["0.safetensors", "../../x.safetensors"]}))
     with pytest.raises(ValueError, match=r"1 of 2 rows.*\n.*leaves the folder"):
@@ -234,14 +225,10 @@ def test_mixing_depends_on_the_seed_and_a_wrong_number_of_coefficients_raises():
         mixed(part, [1, 2], seed=0)
 
 
-def ids(tasks):
-    return sorted(task.id for task in tasks)
-
-
 def test_evaluation_on_other_token_data_uses_all_rows_and_no_coefficients(tmp_path):
     save(tmp_path / "other", [feature(k) for k in range(3)])
     section = TokenData(lists=("a", "b"), coefficients=(2, 0.5), validation_lists=("c",), validation_coefficients=(1,), limit=1)
     keys = {**section.model_dump(), **section.keys_for_all(str(tmp_path / "other"))}
     other = TokenData.model_validate_json(json.dumps(keys))
     assert list(other.problems("data", eval_split="test")) == []
-    assert ids(other.build(DataContext(trains=False)).heldout) == [f"other/edit/{k}" for k in range(3)]
+    assert sorted(task.id for task in other.build(DataContext(trains=False)).heldout) == [f"other/edit/{k}" for k in range(3)]

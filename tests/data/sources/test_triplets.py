@@ -58,31 +58,36 @@ def test_reference_other_draws_the_reference_of_another_item_by_the_seed(folder)
     assert len(set(whose.values())) == 2  # the two ways for three items
     again = Tasks(TripletRows(folder, reference="other", seed=5), resize=None)
     assert tuple(task.reference.getpixel((0, 0))[0] for task in again) == whose[5]
-
-
-def test_reference_other_with_a_single_item_raises(folder):
     (folder / "self_bench.txt").write_text("3-Azir\n")
     with pytest.raises(ValueError, match="needs at least 2 items with a reference, and 1 have one"):
         TripletRows(folder, reference="other")
 
 
+def listed(content):
+    return lambda root: (root / "self_bench.txt").write_bytes(content)
+
+
+def lost(name):
+    return lambda root: (root / name).unlink()
+
+
+def masked(image):
+    return lambda root: image.save(root / "test3_mask.png")
+
+
 @pytest.mark.parametrize(
     ("breaking", "line", "said"),
     [
-        (lambda root: (root / "test11_ref.png").unlink(), 2, "test11_ref.png': no such file"),
-        (lambda root: (root / "test11_source.png").unlink(), 2, "test11_source.png': no such file"),
-        (lambda root: (root / "test11_mask.png").unlink(), 2, "test11_mask.png': no such file"),
-        (lambda root: Image.new("L", SIZE).save(root / "test17_mask.png"), 3, "all black"),
-        (lambda root: Image.linear_gradient("L").resize(SIZE).save(root / "test17_mask.png"), 3, "grey levels"),
-        (lambda root: Image.new("L", (9, 9), 255).save(root / "test3_mask.png"), 1, "the mask is 9x9 but its image 48x32"),
+        (lost("test11_ref.png"), 2, "test11_ref.png': no such file"), (lost("test11_source.png"), 2, "test11_source.png': no such"),
+        (lost("test11_mask.png"), 2, "test11_mask.png': no such file"), (masked(Image.new("L", SIZE)), 1, "all black"),
+        (masked(Image.linear_gradient("L").resize(SIZE)), 1, "grey levels"),
+        (masked(Image.new("L", (9, 9), 255)), 1, "the mask is 9x9 but its image 48x32"),
         (lambda root: (root / "test3_source.png").write_bytes(b"no picture"), 1, "test3_source.png"),
-        (lambda root: (root / "test3_mask.png").write_bytes(b"no picture"), 1, "test3_mask.png"),
-        (lambda root: (root / "self_bench.txt").write_text("3-Azir\n11-a\n3-b\n"), 3, "the number 3 is taken by line 1"),
-        (lambda root: (root / "self_bench.txt").write_text("3-Azir\n11-a\nAzir\n"), 3, "<number>-<text>"),
-        (lambda root: (root / "self_bench.txt").write_text("3-Azir\n11-a\n17- \n"), 3, "<number>-<text>"),
-        (lambda root: (root / "self_bench.txt").write_bytes(b"3-Azir\n11-\xff\n"), 2, "not UTF-8"),
+        (listed(b"3-Azir\n11-a\n3-b\n"), 3, "the number 3 is taken by line 1"),
+        (listed(b"3-Azir\n11-a\nAzir\n"), 3, "<number>-<text>"), (listed(b"3-Azir\n11-a\n17- \n"), 3, "<number>-<text>"),
+        (listed(b"3-Azir\n11-\xff\n"), 2, "not UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_item_is_reported_with_its_line(folder, breaking, line, said):
     breaking(folder)
     errors = [problem for problem in check(folder) if problem.severity == "error"]
@@ -151,20 +156,12 @@ def published(tmp_path, monkeypatch):
         datasets.enable_progress_bars()
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ("8", (8,)), ("1-8", tuple(range(1, 9))), ("1,3,5", (1, 3, 5)), (" 5, 1 - 2,2", (1, 2, 5)),
-    ],
-)  # fmt: skip
-def test_levels_are_parsed_from_numbers_ranges_and_lists(text, meant):
-    assert levels(text) == meant
-
-
-@pytest.mark.parametrize("text", ["", "9", "0-3", "3-1", "1-", "one", "1;2", "1.5", "-1"])
-def test_invalid_levels_raise(text):
-    with pytest.raises(ValueError, match="1 to 8"):
-        levels(text)
+def test_levels_are_parsed_from_numbers_ranges_and_lists_and_others_raise():
+    valid = {"8": (8,), "1-8": tuple(range(1, 9)), "1,3,5": (1, 3, 5), " 5, 1 - 2,2": (1, 2, 5)}
+    assert {text: levels(text) for text in valid} == valid
+    for text in ("", "9", "0-3", "3-1", "1-", "one", "1;2", "1.5", "-1"):
+        with pytest.raises(ValueError, match="1 to 8"):
+            levels(text)
 
 
 def test_each_task_is_one_image_at_one_complexity_level(published):
@@ -204,16 +201,14 @@ def recipe(**data):
     return parse(RECIPE | {"data": {"kind": "complex-edit", "complexity": "1-8", "held_out": 0.4} | data})
 
 
-def test_training_on_complex_edit_without_permission_raises_and_suggests_another_set(published):
-    refused = recipe(path=str(published))
-    with pytest.raises(ValueError, match=r"data\.allow_test_sets"):
-        build_sets(refused, refused.data, size=None)
-    published = recipe()
-    with pytest.raises(ValueError, match=r"UCSC-VLAA/GPT-Image-Edit-1.5M has similar complex instructions .* data.allow_test_sets"):
-        build_sets(published, published.data, size=None)
-
-
-def test_allow_test_sets_permits_training_on_complex_edit_and_is_recorded(published):
+def test_training_on_complex_edit_needs_permission_which_is_recorded(published):
+    for data, message in (
+        ({"path": str(published)}, r"data\.allow_test_sets"),
+        ({}, r"UCSC-VLAA/GPT-Image-Edit-1.5M has similar complex instructions .* data.allow_test_sets"),
+    ):
+        refused = recipe(**data)
+        with pytest.raises(ValueError, match=message):
+            build_sets(refused, refused.data, size=None)
     allowed = recipe(path=str(published), allow_test_sets=True)
     assert problems(allowed) == []
     sets = build_sets(allowed, allowed.data, size=None)

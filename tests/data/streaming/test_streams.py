@@ -58,24 +58,19 @@ def tar(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
 def test_each_pass_draws_every_row_once_in_a_different_order(kind, request):
-    sets = opened(request.getfixturevalue(kind))
+    folder = request.getfixturevalue(kind)
+    sets = opened(folder)
     assert [task.instruction for task in sets.heldout] == [f"edit {number}" for number in range(HELD)]
-    rows = [row for step in drawn(sets.train, range(24)) for row in step]
+    steps = drawn(sets.train, range(24))
+    rows = [row for step in steps for row in step]
     passes = [rows[turn * ROWS : (turn + 1) * ROWS] for turn in range(3)]
     assert all(sorted(each) == list(range(HELD, 60)) for each in passes)
     assert len({tuple(each) for each in passes}) == 3
     assert all(each != sorted(each) for each in passes)
-
-
-def test_the_order_depends_on_the_seed_and_not_on_prefetching(parquet):
-    rows = drawn(opened(parquet).train, range(16))
-    assert drawn(opened(parquet, ahead=1).train, range(16)) == rows
-    assert drawn(opened(parquet, seed=4).train, range(16)) != rows
-
-
-def test_rows_of_different_files_come_in_one_step(parquet):
-    first = drawn(opened(parquet, shuffle=60).train, range(1), count=14)[0]
-    assert {number // 20 for number in first} == {0, 1, 2}
+    assert drawn(opened(folder, ahead=1).train, range(16)) == steps[:16]
+    assert drawn(opened(folder, seed=4).train, range(16)) != steps[:16]
+    first = drawn(opened(folder, shuffle=60).train, range(1), count=14)[0]
+    assert {number // 20 for number in first} == {0, 1, 2}, "rows of each file"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
@@ -106,13 +101,18 @@ def test_ranks_share_the_rows_of_a_step(parquet, world):
     assert [[row for rank in ranks for row in rank[step]] for step in range(10)] == alone
 
 
-def run(folder, state, *, rank, world, kill_after, steps=18):
-    words = [str(folder), str(state), str(rank), str(world), str(steps), str(kill_after)]
-    path = os.pathsep.join([str(SUPPORT), *sys.path])
-    command = [python(), "-W", "ignore", str(SUPPORT / "stream_kills.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=300)
-    assert done.returncode in (0, -9), done.stderr[-2000:]
-    return done.returncode
+def program(*words, **more):
+    """A program of Python with the modules of the tests; `words` are its file and arguments."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    command = [python(), "-W", "ignore", *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def ended(*words):
+    """What such a program returns, prints and writes to stderr."""
+    with program(*words) as process:
+        printed, errors = process.communicate(timeout=300)
+    return process.returncode, printed.strip(), errors[-2000:]
 
 
 # Several ranks, without kills: test_ranks_share_the_rows_of_a_step.
@@ -124,8 +124,9 @@ def test_no_row_is_lost_or_repeated_by_kills(tmp_path, tar, world):
     for rank in range(world):
         state = tmp_path / f"{rank}.json"
         kills = (5, 4) if world == 1 else (7 + rank,)
-        codes = [run(tar, state, rank=rank, world=world, kill_after=after) for after in (*kills, 0)]
-        assert codes == [*(-9 for _ in kills), 0]
+        script = SUPPORT / "stream_kills.py"
+        found = [ended(script, tar, state, rank, world, 18, after) for after in (*kills, 0)]
+        assert [code for code, _, _ in found] == [*(-9 for _ in kills), 0], found
         steps.append(json.loads(state.read_text())["rows"])
     rows = []
     for step in range(18):
@@ -136,26 +137,24 @@ def test_no_row_is_lost_or_repeated_by_kills(tmp_path, tar, world):
     assert sorted(rows[:ROWS]) == sorted(rows[ROWS : 2 * ROWS]) == list(range(HELD, 60))
 
 
+OPENS_STREAM = """
+import os, signal, sys, time
+from retouch.data.base import DataContext
+from retouch.data.sources.stream import StreamData
+stream = StreamData(path=sys.argv[1], held_out=5, check=3, shuffle=16, ahead=int(sys.argv[2])).build(DataContext(seed=3)).train
+tasks = stream.at_step(0, count=7, places=range(7))
+"""
+
+
 def test_a_process_with_an_open_stream_exits_normally(tmp_path, tar):
     """The prefetching process survives one SIGTERM, and multiprocessing sends only one at the interpreter's exit."""
-    script = tmp_path / "holds.py"
-    script.write_text(
-        "import sys\n"
-        "from retouch.data.base import DataContext\n"
-        "from retouch.data.sources.stream import StreamData\n"
-        "stream = StreamData(path=sys.argv[1], held_out=5, check=3, shuffle=16).build(DataContext(seed=3)).train\n"
-        "tasks = stream.at_step(0, count=4, places=range(4))\n"
-    )
-    path = os.pathsep.join([str(SUPPORT), *sys.path])
-    command = [python(), "-W", "ignore", str(script), str(tar)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120)
-    assert done.returncode == 0
+    (tmp_path / "holds.py").write_text(OPENS_STREAM)
+    assert ended(tmp_path / "holds.py", tar, 2)[0] == 0
 
 
 def test_threads_of_a_discarded_stream_end_before_the_interpreter_exits(tmp_path, tar):
     """Such a thread can abort the process at its exit. Exit handlers run in reverse order: the script's runs after the stream's."""
-    script = tmp_path / "drops.py"
-    script.write_text(
+    (tmp_path / "drops.py").write_text(
         "import atexit, sys, threading, time\n"
         "atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name == 'stream-items']))\n"
         "import stream_kills\n"
@@ -164,28 +163,14 @@ def test_threads_of_a_discarded_stream_end_before_the_interpreter_exits(tmp_path
         "loader.load_task = lambda *given, **named: (time.sleep(0.3), load(*given, **named))[1]\n"
         "stream_kills.main(sys.argv[1], sys.argv[2], 0, 1, 1, 0)\n"
     )
-    command = [python(), "-W", "ignore", str(script), str(tar), str(tmp_path / "state")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
+    code, printed, errors = ended(tmp_path / "drops.py", tar, tmp_path / "state")
+    assert (code, printed) == (0, "[]"), errors
 
 
 def test_the_prefetching_process_ends_if_the_run_is_killed(tmp_path, tar):
     """Even while it is blocked on a full pipe, because it prefetches many steps."""
-    script = tmp_path / "killed.py"
-    script.write_text(
-        "import os, signal, sys, time\n"
-        "from retouch.data.base import DataContext\n"
-        "from retouch.data.sources.stream import StreamData\n"
-        "stream = StreamData(path=sys.argv[1], held_out=5, check=3, shuffle=16, ahead=60).build(DataContext(seed=3)).train\n"
-        "stream.at_step(0, count=7, places=range(7))\n"
-        "time.sleep(0.5)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    path = os.pathsep.join([str(SUPPORT), *sys.path])
-    command = [python(), "-W", "ignore", str(script), str(tar)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+    (tmp_path / "killed.py").write_text(f"{OPENS_STREAM}\ntime.sleep(0.5)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with program(tmp_path / "killed.py", tar, 60, start_new_session=True) as process:
         try:
             process.communicate(timeout=60)  # returns when the last process that holds the pipe has ended
         finally:
@@ -194,17 +179,14 @@ def test_the_prefetching_process_ends_if_the_run_is_killed(tmp_path, tar):
     assert process.returncode == -signal.SIGKILL
 
 
-def test_resuming_with_another_number_of_shards_raises(tmp_path, parquet):
+def test_a_position_that_is_invalid_or_of_another_number_of_shards_raises(tmp_path, parquet):
     state = opened(parquet).train.state()
     other = opened(stream_files.parquet(tmp_path / "other", files=2))
     with pytest.raises(ValueError, match=r"the stream has 8 shards, and had 12 when the checkpoint was written"):
         other.train.load_state(state)
-
-
-@pytest.mark.parametrize("value", [None, {}, {"position": 0}, {**asdict(Cursor()), "row": -1}, {**asdict(Cursor()), "turn": "0"}])
-def test_an_invalid_stream_position_raises(value):
-    with pytest.raises(ValueError, match="place in the stream cannot be read"):
-        Cursor.from_json(value)
+    for value in (None, {}, {"position": 0}, {**asdict(Cursor()), "row": -1}, {**asdict(Cursor()), "turn": "0"}):
+        with pytest.raises(ValueError, match="place in the stream cannot be read"):
+            Cursor.from_json(value)
 
 
 def test_a_row_that_cannot_be_decoded_stops_the_run_or_is_replaced(tmp_path):
@@ -290,10 +272,6 @@ def test_hub_files_are_streamed_in_the_same_order_with_and_without_prefetching(t
         assert sorted(turn) == sorted(f"edit {number}" for number in range(5, 60))
 
 
-def test_a_stream_passes_check_data_source(tmp_path):
-    check_data_source(StreamData(path=str(stream_files.parquet(tmp_path / "edits")), **KEYS), context=DataContext(size=(16, 16)))
-
-
 def test_a_stored_iterable_is_found_by_its_name_and_raises_if_it_is_absent():
     stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"p{number}"} for number in range(20)))
     data = IterableData.of(stream, **KEYS)
@@ -306,8 +284,15 @@ def test_a_stored_iterable_is_found_by_its_name_and_raises_if_it_is_absent():
     assert len(set(first)) == 12
 
 
+def as_stream(*rows, shards=1):
+    return datasets.Dataset.from_list(list(rows)).to_iterable_dataset(num_shards=shards)
+
+
 def numbered(shards=3):
-    return datasets.Dataset.from_list([{"prompt": f"p{number}"} for number in range(40)]).to_iterable_dataset(num_shards=shards)
+    return as_stream(*({"prompt": f"p{number}"} for number in range(40)), shards=shards)
+
+
+PROMPT = {"prompt": "a cat"}
 
 
 @pytest.mark.parametrize(
@@ -348,13 +333,6 @@ def test_a_stream_is_evaluated_on_a_given_table_or_on_training_rows():
     assert [task.instruction for task in sets.heldout] == ["p0", "p1", "p2"]
 
 
-def as_stream(*rows):
-    return datasets.Dataset.from_list(list(rows)).to_iterable_dataset()
-
-
-PROMPT = {"prompt": "a cat"}
-
-
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
@@ -376,38 +354,36 @@ def test_unusable_iterable_datasets_raise_with_the_reason(stream, message):
 
 
 def test_missing_unknown_and_damaged_stream_files_raise(tmp_path):
-    with pytest.raises(ValueError, match="cannot be opened as a stream"):
-        built(StreamData(path=str(tmp_path / "none"), **KEYS))
-    with pytest.raises(ValueError, match="no file matches this name"):
-        built(StreamData(path=str(tmp_path / "*.tar"), **KEYS))
-    with pytest.raises(ValueError, match="leave revision out"):
-        built(StreamData(path=str(tmp_path / "*.tar"), revision="main", **KEYS))
     (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"files of the types \.bin; give one of \.parquet, \.tar"):
-        built(StreamData(path=str(tmp_path / "*.bin"), **KEYS))
-    folder = stream_files.tar(tmp_path / "tar", files=2)
-    shard = folder / "train-00001.tar"
+    tars = stream_files.tar(tmp_path / "tar", files=2)
+    shard = tars / "train-00001.tar"
     shard.write_bytes(b"\0" * 100 + shard.read_bytes()[100:])
-    with pytest.raises(ValueError, match=r"tar\[train\], shard 1: cannot be read \(ReadError"):
-        drawn_tasks(built(StreamData(path=str(folder), **KEYS)), steps=20)
-    folder = stream_files.parquet(tmp_path / "parquet", files=2)
-    shard = folder / "train-00001.parquet"
+    cut = stream_files.parquet(tmp_path / "parquet", files=2)
+    shard = cut / "train-00001.parquet"
     shard.write_bytes(shard.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="cannot be opened as a stream"):
-        built(StreamData(path=str(folder), **KEYS))
+    for path, more, message in (
+        (tmp_path / "none", {}, "cannot be opened as a stream"),
+        (tmp_path / "*.tar", {}, "no file matches this name"),
+        (tmp_path / "*.tar", {"revision": "main"}, "leave revision out"),
+        (tmp_path / "*.bin", {}, r"files of the types \.bin; give one of \.parquet, \.tar"),
+        (cut, {}, "cannot be opened as a stream"),
+        (tars, {}, r"tar\[train\], shard 1: cannot be read \(ReadError"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drawn_tasks(built(StreamData(path=str(path), **more, **KEYS)), steps=20)
 
 
-def test_stream_rows_that_violate_the_requirements_raise(tmp_path):
-    folder = stream_files.parquet(tmp_path / "edits")
+def test_rows_that_violate_the_requirements_and_known_test_sets_raise(tmp_path):
+    path = str(stream_files.parquet(tmp_path / "geneval"))
     required = RowRequirements(mask=True, images=(1, 1), model="flux-fill", takes="one image and a mask")
-    with pytest.raises(ValueError, match="flux-fill takes one image and a mask, and this row has no mask"):
-        built(StreamData(path=str(folder), **KEYS), required=required)
-    with pytest.raises(ValueError, match="no rows that can be used"):
-        built(StreamData(path=str(folder), on_bad_row="skip", **KEYS), required=required)
-
-
-def test_a_known_test_set_is_refused(tmp_path):
-    folder = stream_files.parquet(tmp_path / "geneval")
     with pytest.raises(ValueError, match="these are test sets"):
-        built(StreamData(path=str(folder), **KEYS))
-    assert built(StreamData(path=str(folder), allow_test_sets=True, **KEYS)).test_sets
+        built(StreamData(path=path, **KEYS))
+    allowed = {"path": path, "allow_test_sets": True, **KEYS}
+    for on_bad_row, message in (
+        ("refuse", "flux-fill takes one image and a mask, and this row has no mask"),
+        ("skip", "no rows that"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            built(StreamData(**allowed, on_bad_row=on_bad_row), required=required)
+    assert built(StreamData(**allowed)).test_sets
+    check_data_source(StreamData(**allowed), context=DataContext(size=(16, 16)))
