@@ -298,7 +298,7 @@ def test_only_classes_of_retouch_with_a_kind_can_be_named_in_a_recipe_and_need_n
     for path in ("retouch.cli.__main__:main", "retouch.types:Task", "retouch_serve.client:RemoteClient"):
         with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
             parse_reward(project.section(path))
-    share = {"kind": "import", "class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"}}
+    share = {"kind": "import", "class": "retouch.rewards.pixels:ShareReward", "args": {"channel": "red"}}
     assert parse_reward({**share, "combine": {"share": 1}}).channel == "red"
     assert load("recipes/flux-fill/tiny.jsonnet").policy.model.class_.endswith("TinyFluxFill")
 

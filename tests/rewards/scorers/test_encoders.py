@@ -15,11 +15,11 @@ import tiny_towers
 from retouch.core.measures import frechet_distance
 from retouch.objectives.reward_gradient import DIFFERENTIABLE_REWARDS
 from retouch.protocols import DifferentiableReward
-from retouch.rewards.scorers.clip import AestheticReward, ClipReward, HpsReward, ImageRewardScore, PickScoreReward
-from retouch.rewards.scorers.dino import DinoReward, StyleReward, distance_of_sets
-from retouch.rewards.scorers.networks import DualEncoder, normalised_pixels, tensor_pixels
-from retouch.rewards.scorers.pixels import GradeReward, ShareReward, TargetReward
+from retouch.rewards.pixels import GradeReward, ShareReward, TargetReward
 from retouch.types import Sample, Task
+from retouch_rewards.clip import AestheticReward, ClipReward, HpsReward, ImageRewardScore, PickScoreReward
+from retouch_rewards.dino import DinoReward, StyleReward, distance_of_sets
+from retouch_rewards.networks import DualEncoder, normalised_pixels, tensor_pixels
 from retouch_worlds.testing import check_reward
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.rewards.scorers.pixels import AppearanceReward, CompressibilityReward, GradeReward, PhotosReward, ShareReward
+from retouch.rewards.pixels import AppearanceReward, CompressibilityReward, GradeReward, PhotosReward, ShareReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoModel, BertConfig, BertModel
 
 import tiny_towers
-from retouch.rewards.text.completions import PromptQuality, SentenceSimilarityReward, prompt_quality, think_format
 from retouch.types import Sample, Task
+from retouch_rewards.completions import PromptQuality, SentenceSimilarityReward, prompt_quality, think_format
 
 
 @pytest.mark.parametrize(
