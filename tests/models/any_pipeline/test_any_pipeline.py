@@ -22,6 +22,7 @@ from retouch.policies.rollout import SDETransition
 from retouch.types import Conditioning, Task
 from retouch_models.sd3.model import SD3
 from small_trainer import redness
+from warm_python import run_python
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "measurements" / "pipelines"))
 import every_pipeline as tiny
@@ -375,3 +376,29 @@ def test_a_wrong_run_of_a_pipeline_is_refused(tmp_path, changes, text):
     pipe = of_class(changes.pop("model")) if "model" in changes else changed(SDXL)
     with pytest.raises(ValueError, match=text):
         trained(tmp_path, pipe, changes.pop("rows"), **changes)
+
+
+@pytest.mark.slow
+def test_the_doctor_makes_the_dry_run_of_a_hub_id_from_its_configurations_alone(tmp_path):
+    cached = tmp_path / "hub" / "models--acme--xl"
+    snapshot = cached / "snapshots" / ("a" * 40)
+    tiny.sdxl()[0].save_pretrained(snapshot)
+    for file in snapshot.rglob("*.safetensors"):
+        file.unlink()
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    (tmp_path / "prompts.txt").write_text("red\nblue\ngreen\n")
+    recipe = {
+        "name": "xl", "out": str(tmp_path / "runs"), "steps": 2, "tasks_per_step": 1, "group_size": 4, "learning_rate": 1e-4,
+        "rollout": ROLLOUT,
+        "policy": {"kind": "denoising", "model": {"kind": "pipeline", "path": "acme/xl", "size": [32, 32]},
+                   "train": {"kind": "lora", "rank": 4, "alpha": 8}},
+        "data": {"kind": "prompts", "path": str(tmp_path / "prompts.txt"), "held_out": 1},
+        "reward": {"kind": "share", "combine": {"share": 1}},
+        "advantage": {"kind": "group"}, "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
+    }  # fmt: skip
+    (tmp_path / "xl.json").write_text(json.dumps(recipe))
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    printed = run_python("-m", "retouch", "doctor", tmp_path / "xl.json", "--device", "h100", **offline)
+    assert "ok      memory        needs" in printed
+    assert "the weights of acme/xl are not on this machine" in printed
