@@ -133,12 +133,12 @@ def test_wrong_arguments_and_the_folder_of_another_judge_are_explained(small_lad
     assert {line.name: line.status for line in result.lines}["painted-on praise"] == "unclear", "too few items"
     other = "answers of another judge, or of other settings; give another folder with --out"
     for arguments, told in (
-        ({"items": 2, "repeats": 2}, other), ({"repeats": 1}, "at least 2 repeats"), ({"items": 0}, "items 0"),
+        ({"items": 2, "repeats": 2, "out": tmp_path}, other), ({"repeats": 1}, "at least 2 repeats"), ({"items": 0}, "items 0"),
         ({"precision": 0.0}, "precision 0"), ({"budget": 0}, "budget 0"), ({"ladder": "nowhere"}, "no such file"),
         ({"column": "beauty"}, "no column 'beauty'; choose one of its columns with --column: score"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=told):
-            retouch.judge_audit(BiasedJudge(noise=0.2), out=tmp_path, **arguments)
+            retouch.judge_audit(BiasedJudge(noise=0.2), **{"out": tmp_path / "new", **arguments})
 
 
 def test_the_playground_judge_passes_the_main_checks_on_playground_images(tmp_path):
