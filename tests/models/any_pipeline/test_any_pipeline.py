@@ -1,5 +1,6 @@
 """A diffusers pipeline without a family of its own trains by its own ``__call__``: the same chains, exact ratios, known limits."""
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
