@@ -14,6 +14,7 @@ from PIL import Image
 
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.scoring import scores_of
+from retouch.rewards.worker import SideStream
 from retouch.types import Column, Sample, Task
 
 COLUMNS = {"a": Column(0.0, 10.0), "b": Column(-1.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
@@ -192,4 +193,7 @@ def test_the_scorer_computes_rewards_on_a_side_stream_only_on_cuda(device, monke
     assert [stream is not None for stream in reward.seen] == [on_gpu] * 2
     assert reward.seen[0] is reward.seen[1]
     assert current.get() is None
+    if not on_gpu:
+        with SideStream(device)():
+            assert current.get() is None
     assert events == (["new on cuda:1", "waits for the default of cuda:1", "complete", "complete"] if on_gpu else [])

@@ -75,10 +75,7 @@ def test_a_table_has_the_enhanced_prompt_its_quality_and_its_reward(tmp_path: Pa
 )
 def test_the_scores_of_quality_are_those_that_the_enhancer_prints(prompt: str, enhanced: str, printed: float) -> None:
     assert round(prompt_quality(prompt, enhanced.replace("|", "")).total, 2) == printed
-
-
-def test_the_printed_score_of_a_whole_text_is_none_of_its_criteria() -> None:
-    """It is printed with 4.85 points and a length of 147; it has all five points, and 174 characters."""
+    # The whole text of its other test is printed with 4.85 points and a length of 147; it has five points and 174 characters.
     text = (
         "a beautiful fluffy orange tabby cat sitting gracefully on a windowsill, soft natural lighting, professional pet "
         "photography, high quality, detailed fur texture, 4k resolution"
