@@ -317,5 +317,3 @@ def test_the_tables_of_the_source_tree_list_every_package():
     tree = (ROOT / "docs" / "architecture.md").read_text().split("| `src/retouch/` |")[1].split("\n\n")[0]
     named = set(re.findall(r"`(\w+)/`", tree))
     assert named == {package for package in packages() if "/" not in package}
-    listed = re.findall(r"^  (\w+)/ ", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(named)
