@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from retouch.distributed.ranks import Ranks
+from retouch.models.base import SINGLE_FILES
 from retouch.models.pretrained import IncompleteWeights, require_complete
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.libraries import silence_libraries
@@ -183,7 +184,7 @@ class _Report:
                 self._print(str(failed(finding.subject, f"{rank_list(ranks)}: {finding.text}", fix=finding.fix)))
         if failures:
             self._print(f"\nnot ready: {', '.join(dict.fromkeys(finding.subject for finding in failures))}")
-            for step in next_steps(failures, self.arguments, self.options):
+            for step in next_steps(failures, self.arguments, self.options, script=self.command is not None):
                 self._print(f"next: {step}")
             return 1
         self._print("\nready")
@@ -199,16 +200,22 @@ class _Report:
             sys.stdout.flush()
 
 
-def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: Sequence[str] = ()) -> Iterator[str]:
+def next_steps(
+    failures: Iterable[Finding], arguments: Sequence[str], options: Sequence[str] = (), *, script: bool = False
+) -> Iterator[str]:
     """Yield what to do: the commands for the failures, and last this command with all options that the failures need. ``options``:
-    the options of this command besides ``arguments``; an option that a failure needs replaces the given one."""
+    the options of this command besides ``arguments``; an option that a failure needs replaces the given one. ``script``: a script
+    makes the run, so keys are set in its ``Trainer``."""
     failures = list(failures)
     options_of = [option for failure in failures for option in (failure.fix, failure.then)]
     needed = dict.fromkeys(option for option in options_of if option.startswith("--"))
     for fix in dict.fromkeys(failure.fix for failure in failures if failure.fix not in needed):
         subjects = dict.fromkeys(failure.subject for failure in failures if failure.fix == fix)
         yield f"{fix}  ({', '.join(subjects)})" if len(failures) > 1 else fix
-    if needed:
+    if needed and script:
+        keys = ", ".join(option.removeprefix("--set ") for option in needed)
+        yield f"give the Trainer of the script {keys} (a name with a dot is an argument of that part: PickScore(path=...))"
+    elif needed:
         replaced = {fix.partition(" ")[0] for fix in needed}
         kept = [option for option in options if option.partition(" ")[0] not in replaced]
         yield " ".join([shlex.join(["retouch", "doctor", *arguments]), *kept, *needed])
@@ -296,6 +303,7 @@ def _with_known_size(recipe: Recipe, base: str | None) -> tuple[Recipe | None, l
     try:
         image_folder, _ = _weights(recipe)
         folder, here = recipe.policy.model.find_weights()
+        recipe.policy.train.require_files()
         if folder is not None and isinstance(path, str):
             require_complete(folder, path=path, key="policy.model.path")
         image_path = getattr(recipe.image_model, "path", None)
@@ -304,8 +312,10 @@ def _with_known_size(recipe: Recipe, base: str | None) -> tuple[Recipe | None, l
     except IncompleteWeights as error:
         return None, [failed("weights", str(error), fix=error.command)]
     except ValueError as error:
-        if not isinstance(path, str) or path not in str(error):
-            return None, [failed("weights", str(error), fix="--set policy.model.path=FOLDER")]
+        if not isinstance(path, str) or path not in str(error) or path.endswith(SINGLE_FILES):
+            named = str(error).partition(":")[0]  # the key
+            fix = "--set policy.model.path=FOLDER" if not named.startswith("policy.") else f"correct {named}"
+            return None, [failed("weights", str(error), fix=fix)]
     else:
         if here or base is None or not isinstance(path, str):
             return recipe, []

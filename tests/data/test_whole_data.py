@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from retouch.inference.tokenizing import read_tasks
 
 import stream_files
 from retouch.cli import main
@@ -18,6 +17,7 @@ from retouch.data.sources.stream import StreamData
 from retouch.inference.opening import whole_data
 from retouch.recipe.recipe import parse
 from retouch.types import Codes
+from retouch_models.tokenizing import read_tasks
 from small_runs import photos_recipe
 
 ROWS = 5

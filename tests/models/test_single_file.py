@@ -58,6 +58,8 @@ def test_a_lora_is_merged_with_its_scale_and_other_weights_replace_those_of_the_
     ):
         with pytest.raises(ValueError, match=text):
             built(kind, folder, **keys)
+    with pytest.raises(ValueError, match="is a single file; path is the folder or Hub id of the pipeline"):
+        built(kind, Path(other))
 
 
 def test_a_gguf_file_stays_quantised_and_takes_no_lora(tmp_path):

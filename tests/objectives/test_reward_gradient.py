@@ -239,10 +239,10 @@ def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
         ({"objective": {**REFL, "low": 0, "high": 4}}, "objective.high: 4 is past the last of 3"),
         (
             {"objective__reward": {"kind": "playground"}},
-            "objective.reward.kind: 'playground' is not one of 'target', 'share', 'clip'",
+            "objective.reward.kind: 'playground' is not one of 'target', 'share', 'grade'",
         ),
         ({"objective__reward": COMBINED}, "objective.reward: combine: the loss differentiates a single"),
-        ({"objective__reward": {}}, "objective.reward.kind: missing: one of 'target', 'share', 'clip'"),
+        ({"objective__reward": {}}, "objective.reward.kind: missing: one of 'target', 'share', 'grade'"),
         (two_rewards({"kind": "playground"}), "objective.reward: rewards.other: playground has no gradient in the image"),
         (two_rewards(OTHER, combine="near * other"), "objective.reward: combine: a formula cannot be used here, because its roots"),
         (two_rewards(OTHER, combine={}), "objective.reward: combine names no column"),

@@ -276,11 +276,12 @@ def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective)
 
 
 def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path, capsys):
-    for change, said in (
-        ('policy.train.targets=["no.such.layer"]', "no.such.layer"), ("policy.train.init_from=nowhere", "nowhere has none of"),
-    ):  # fmt: skip
+    for change, what, said in (
+        ('policy.train.targets=["no.such.layer"]', "model", "no.such.layer"),
+        ("policy.train.init_from=nowhere", "weights", "policy.train.init_from: there is no file or folder nowhere"),
+    ):
         code, lines = doctor(capsys, recipe_file(tmp_path, change), "--device", "cpu")
-        assert (code, lines[-2]) == (1, "not ready: model")
+        assert (code, lines[-2]) == (1, f"not ready: {what}")
         assert any(said in line for line in lines)
 
 

@@ -75,7 +75,7 @@ def test_the_first_step_runs_at_most_60_modules_outside_its_model_family_and_dat
 
 UNUSED = """
 retouch_bench retouch_judge retouch_plan retouch_serve retouch_view retouch_worlds.pretraining retouch_worlds.testing
-retouch.inference retouch.integrations retouch.run.watch retouch.rewards.scorers retouch.rewards.text retouch.data.sources
+retouch.inference retouch.integrations retouch.run.watch retouch_rewards retouch.data.sources
 retouch_models.sd3 retouch_models.z_image retouch_models.qwen_image_2 retouch_models.emu3 retouch.models.lora
 retouch.distributed.fsdp retouch.distributed.zero retouch.policies.autoregressive retouch.records.trackers
 retouch.recipe.derived_facts retouch.renderers.prompts retouch_models.responses retouch.config.errors

@@ -85,7 +85,7 @@ def test_every_key_is_documented():
         (
             {"objective__clip": 0.2},
             "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or "
-            "reward.of.clip or reward.of.of.clip or ...",
+            "advantage.clip or reward.of.clip or ...",
         ),
         (
             {"reward__combine": [0.7, 0.3]},

@@ -250,14 +250,18 @@ def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) ->
 def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
     """Every key of the schema, and the dotted paths at which it is known. Entries of lists and maps are left out, because they
     repeat other sections, and so are paths that end with another path (``watch.judge.reward.combine`` ends with
-    ``reward.combine``)."""
+    ``reward.combine``). The shortest are first."""
     found: dict[str, list[str]] = {}
     for path in _paths(root, ""):
         known = found.setdefault(path.rpartition(".")[2], [])
         if path not in known:
             known.append(path)
     return {
-        key: tuple(path for path in paths if not any(path.endswith(f".{other}") for other in paths if "." in other))
+        key: tuple(
+            path
+            for path in sorted(paths, key=lambda path: path.count("."))
+            if not any(path.endswith(f".{other}") for other in paths if "." in other)
+        )
         for key, paths in found.items()
     }
 

@@ -12,6 +12,7 @@ import inspect
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -89,6 +90,9 @@ class Usual:
 
     guidance: float = 1.0
     steps: int = 10
+
+
+SINGLE_FILES = (".safetensors", ".gguf", ".ckpt")
 
 
 class ModelSection(Section):
@@ -210,6 +214,9 @@ class DiffusersModel(ImageModel):
     def _usual_size(cls, size: Size | None) -> Size | None:
         return USUAL_SIZE if size is None and cls.takes.images[1] == 0 and not cls.packaged else size
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
     def build(self, *, device: torch.device) -> DenoisingModel:
         return self.load(self.fetch_weights(), device=device)
 
@@ -218,7 +225,12 @@ class DiffusersModel(ImageModel):
         return live_object(self.path, key="model.path") if self.path.startswith(LIVE) else fetch_weights(self.path)
 
     def require_files(self) -> None:
-        """Raise ValueError if a file of ``weights`` or ``loras`` is missing or has another format."""
+        """Raise ValueError if ``path`` is a file, and if a file of ``weights`` or ``loras`` is missing or has another format."""
+        if self.path.endswith(SINGLE_FILES):
+            raise ValueError(
+                f"policy.model.path: {self.path} is a single file; path is the folder or Hub id of the pipeline, and the file is "
+                "policy.model.weights"
+            )
         for key, file, formats in (
             *([("weights", self.weights, (".safetensors", ".gguf"))] if self.weights else []),
             *(("loras", file, (".safetensors",)) for file in self.loras),
@@ -235,8 +247,7 @@ class DiffusersModel(ImageModel):
         options = {"dtype": getattr(torch, self.dtype), "device": device, "size": self.size, **self.options(source)}
         made: DenoisingModel = self.adapter_class().from_pretrained(source, **options)
         if self.weights is not None or self.loras:
-            from retouch.models import single_file
-
+            single_file = import_module("retouch.models.single_file")  # it imports torch
             if self.weights is not None:
                 single_file.replace_weights(made.module, self.weights, folder=source)
             for file, scale in self.loras.items():

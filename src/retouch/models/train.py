@@ -49,6 +49,12 @@ class TrainSection(Section):
     reference_dropout: ClassVar[float] = 0.0
     """Share of tasks whose reference image is dropped in supervised phases."""
 
+    def require_files(self) -> None:
+        """Raise ValueError if the adapter to start from does not exist."""
+        start = getattr(self, "init_from", None)
+        if start is not None and not Path(start).exists():
+            raise ValueError(f"policy.train.init_from: there is no file or folder {start}")
+
     def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
         """Extend the model by the inputs that the trained weights read in addition to the model's own inputs."""
         return model

@@ -517,6 +517,7 @@ def assemble(
     # Building a reward may wait hours for its server, so mistakes in data and weights are found first.
     for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
         model.fetch_weights()
+    recipe.policy.train.require_files()
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)

@@ -237,7 +237,8 @@ def _dtype(module: Any, given: Dtype | None, *, key: str) -> Any:
 
 
 def _from_path(path: str, *, size: tuple[int, int] | None, dtype: Dtype, key: str) -> ImageModel | LanguageModel:
-    families = [family for family in IMAGE_MODELS.classes() if issubclass(family, DiffusersModel)]
+    # A playground's model derives from the section of a published one, and has its hub_ids.
+    families = [each for each in IMAGE_MODELS.classes() if issubclass(each, DiffusersModel) and not each.packaged]
     known = None if Path(path).is_dir() else next((family for family in families if path in family.hub_ids), None)
     pipeline = None if known else _json(path, "model_index.json", key=key)
     if known or pipeline is not None:

@@ -7,10 +7,10 @@ from typing import get_args
 import numpy as np
 import pytest
 from PIL import ImageChops
-from retouch.rewards.text.ocr import OcrReward
 
 from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
 from retouch.types import Sample, SplitName
+from retouch_rewards.ocr import OcrReward
 from retouch_worlds.data import PROMPT, WordData
 from retouch_worlds.playground import words
 from retouch_worlds.playground.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, split_of_word

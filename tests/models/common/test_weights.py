@@ -165,7 +165,9 @@ TINY = [tiny_models.qwen_transformer, tiny_models.sd3_transformer, tiny_models.f
 
 def parts(name):
     """The described parts of a published model, from the configuration in the folder of its family."""
-    (file,) = Path(str(files("retouch.models"))).glob(f"*/{name}.json")
+    (file,) = (
+        file for package in ("retouch_models", "retouch.models") for file in Path(str(files(package))).glob(f"*/{name}.json")
+    )
     return json.loads(file.read_text(encoding="utf-8"))["parts"]
 
 

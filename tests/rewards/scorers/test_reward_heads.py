@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import retouch
+import retouch_rewards
 import tiny_writers
 from retouch.rewards.weights import MissingWeights
 from retouch.types import Sample, Task
@@ -101,7 +101,7 @@ RATED = "\nPlease provide the overall ratings of this image: <|Reward|>\n\nEND\n
 
 
 def prompt_of(name):
-    return Path(retouch.rewards.scorers.__path__[0], "prompts", f"{name}.txt").read_text(encoding="utf-8")
+    return Path(retouch_rewards.__path__[0], "prompts", f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_hpsv3_is_mu_of_the_published_procedure(stored):

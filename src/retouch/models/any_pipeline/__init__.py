@@ -49,9 +49,6 @@ class DiffusersPipeline(DiffusersModel):
     def _usual_size(cls, size: Size | None) -> Size | None:
         return size
 
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
-
     def options(self, source: Any) -> dict[str, Any]:
         return {"call": self.call}
 
