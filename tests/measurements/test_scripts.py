@@ -17,6 +17,7 @@ FAST = {
     "judging/votes.py": "table",
     "league/quickstart_trials.py": "--repeat 5",
     "league/scaling.py": "--minutes 0",
+    "pipelines/learning.py": "runs --only pix2pix --pretraining 2 --steps 1 --tasks 4",
     "pipelines/table.py": "StableDiffusionXLPipeline",
     "playground/exploration.py": "s --tasks 4",
     "speed/run.py": "--only trl --trl-steps 3 --trl-settings 9·image·tokens,·40·new --threads 1",
