@@ -1,7 +1,7 @@
 """Do pipelines without an adapter of their own learn? Trains small ones on the playground, first supervised, then by RL.
 
     python measurements/pipelines/learning.py FOLDER
-    python measurements/pipelines/learning.py FOLDER --only sd3 sdxl --seed 1
+    python measurements/pipelines/learning.py FOLDER --only sd3 sdxl
 
 Stable Diffusion XL, Lumina 2 and InstructPix2Pix train through their own ``__call__``, Stable Diffusion 3 also with its adapter.
 First, each learns by plain prediction of noise or velocity, which shares no code with adapters; FOLDER keeps these weights. Then
@@ -13,7 +13,6 @@ import json
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,7 @@ from retouch_worlds.pretraining.training import one_cycle
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 PAGE, MARK = Path(__file__).parents[2] / "docs" / "models.md", "<!-- learning -->"
-HEADER = "| class | adapter | objective | before | after | gain (95 %) | ceiling | share of gap | ratio | seconds a step |"
-RUNS = [
-    *(("sd3", "sd3", "GRPO"), ("sd3", "pipeline", "GRPO"), ("sdxl", "pipeline", "GRPO"), ("sdxl", "pipeline", "DiffusionNFT")),
-    *(("lumina2", "pipeline", "GRPO"), ("pix2pix", "pipeline", "GRPO")),
-]
-RATE = 2e-3
+HEADER = "| class | adapter | objective | before | after | gain (95 %) | ceiling | share of gap | ratio | CPU seconds |"
 WIDTH, CHANNELS, ROWS = 64, 8, 64
 LENGTH = 13
 """Tokens of the longest prompt."""
@@ -52,6 +46,7 @@ WRONG = 0.4
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 SCENES = TextToImageData(count=100_000, complexity=[1], known_words=True)
 EDITS = PlaygroundData(count=100_000, complexity=[1])
+Unknown: Any = type("Unknown", (diffusers.StableDiffusion3Pipeline,), {})  # the same under a name that no adapter has
 
 
 class ShortSD3(retouch.models.SD3):  # type: ignore[name-defined,misc]
@@ -63,10 +58,6 @@ class ShortSD3(retouch.models.SD3):  # type: ignore[name-defined,misc]
         return model
 
 
-class Unknown(diffusers.StableDiffusion3Pipeline):  # type: ignore[misc]
-    """The same pipeline under a name that no adapter has."""
-
-
 def tokenizer() -> CLIPTokenizer:
     texts = [task.instruction for task in [*SCENES.tasks()[:400], *EDITS.tasks()[:800]]]
     made = clip_tokenizer().train_new_from_iterator([*texts, *["<Prompt Start>"] * 50], 800)
@@ -75,7 +66,7 @@ def tokenizer() -> CLIPTokenizer:
 
 
 def small(words: CLIPTokenizer) -> dict[str, Any]:
-    ends = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    ends = {name: getattr(words, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4}
     return {"vocab_size": len(words), "max_position_embeddings": 64, **sizes, **ends}
 
@@ -132,10 +123,7 @@ def lumina2(vae: AutoencoderKL, words: CLIPTokenizer) -> Any:
     )  # fmt: skip
     heads = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "initializer_range": WIDTH**-0.5}
     reader = transformers.Gemma2Model(transformers.Gemma2Config(**{**small(words), **heads}))
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return diffusers.Lumina2Pipeline(
-        transformer=transformer, vae=vae, text_encoder=reader, tokenizer=words, scheduler=scheduler
-    )  # fmt: skip
+    return diffusers.Lumina2Pipeline(transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), vae, reader, words)
 
 
 # A builder, the arguments of calls, the tasks, and the size in px. Lumina 2 takes its autoencoder for one of a factor of 8.
@@ -145,6 +133,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], Any, int]] = {
     "lumina2": (lumina2, {"guidance_scale": 1.0, "system_prompt": "", "max_sequence_length": LENGTH}, SCENES, 2 * SIZE),
     "pix2pix": (pix2pix, {"guidance_scale": 1.0}, EDITS, SIZE),
 }
+RUNS = [("sd3", "sd3", "GRPO"), *((name, "pipeline", "GRPO") for name in MODELS), ("sdxl", "pipeline", "DiffusionNFT")]
 
 
 def predicted(pipe: Any, sample: Tensor, time: Tensor, prompts: list[str], sources: Tensor | None) -> Tensor:
@@ -171,21 +160,21 @@ def pixels(images: Sequence[Any]) -> Tensor:
     return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2) / 127.5 - 1
 
 
-def new_autoencoder(scale: float = 1.0) -> AutoencoderKL:
-    made = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, block_out_channels=(32,) * 3,
-        layers_per_block=0, norm_num_groups=8, latent_channels=CHANNELS, mid_block_add_attention=False, use_quant_conv=False,
-        use_post_quant_conv=False, shift_factor=0.0, scaling_factor=scale,
-    )  # fmt: skip
-    for name, module in made.named_modules():
-        if name.endswith("conv2"):  # residual branches begin at zero
-            torch.nn.init.zeros_(module.weight)
-    return made
+@torch.no_grad()
+def encoded(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    return vae.encode(images).latent_dist.mode()  # type: ignore[no-any-return]
 
 
 def train_autoencoder(steps: int) -> AutoencoderKL:
     """Train to reconstruct scenes, with noise on the latents, so that the decoder tolerates a denoiser's errors."""
-    vae = new_autoencoder()
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, block_out_channels=(32,) * 3,
+        layers_per_block=0, norm_num_groups=8, latent_channels=CHANNELS, mid_block_add_attention=False, use_quant_conv=False,
+        use_post_quant_conv=False, shift_factor=0.0,
+    )  # fmt: skip
+    for name, module in vae.named_modules():
+        if name.endswith("conv2"):  # residual branches begin at zero
+            torch.nn.init.zeros_(module.weight)
     advance = one_cycle(vae.parameters(), 3e-3, steps)
     images = pixels([task.target for task in TextToImageData(count=2048, complexity=[4, 5]).tasks()[:]])
     for _ in range(steps):
@@ -194,14 +183,8 @@ def train_autoencoder(steps: int) -> AutoencoderKL:
         latents = posterior.mode()
         error = vae.decode(latents + 0.1 * latents.detach().std() * torch.randn(latents.shape)).sample - shown
         advance(error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().mean())
-    scaled = new_autoencoder(round(1 / vae.encode(images[:256]).latent_dist.mode().std().item(), 4))
-    scaled.load_state_dict(vae.state_dict())
-    return scaled
-
-
-@torch.no_grad()
-def encoded(vae: AutoencoderKL, images: Sequence[Any]) -> Tensor:
-    return vae.encode(pixels(images)).latent_dist.mode()  # type: ignore[no-any-return]
+    vae.register_to_config(scaling_factor=round(1 / encoded(vae, images[:256]).std().item(), 4))
+    return vae
 
 
 def pretrain(pipe: Any, data: Any, steps: int) -> float:
@@ -209,9 +192,9 @@ def pretrain(pipe: Any, data: Any, steps: int) -> float:
     tasks = data.tasks()[:4096]
     parts = [getattr(pipe, name) for name in pipe.components if name == denoiser_name(pipe) or name.startswith("text_encoder")]
     parameters = [each for part in parts if part is not None for each in part.parameters()]
-    advance, losses = one_cycle(parameters, RATE, steps, betas=(0.9, 0.99)), []
-    clean = encoded(pipe.vae, [task.target for task in tasks]) * pipe.vae.config.scaling_factor
-    sources = encoded(pipe.vae, [task.images[0] for task in tasks]) if data is EDITS else None
+    advance, losses = one_cycle(parameters, 2e-3, steps, betas=(0.9, 0.99)), []
+    clean = encoded(pipe.vae, pixels([task.target for task in tasks])) * pipe.vae.config.scaling_factor
+    sources = encoded(pipe.vae, pixels([task.images[0] for task in tasks])) if data is EDITS else None
     for _ in range(steps):
         rows = torch.randint(len(tasks), (ROWS,))
         x0, noise, u = clean[rows], torch.randn(ROWS, *clean.shape[1:]), torch.rand(ROWS, 1, 1, 1)
@@ -239,21 +222,22 @@ def learn(folder: Path, name: str, kind: str, objective: str, given: argparse.Na
     else:
         model = Unknown.from_pretrained(path, **none) if name == "sd3" else DiffusionPipeline.from_pretrained(path)
     window = {"window": {"mode": "window", "size": 2, "high": 4}, "transition": {"kind": "cps", "noise_level": 0.7}}
+    began = time.process_time()
     trainer = retouch.Trainer(
         model, retouch.rewards.Playground() if data is EDITS else retouch.rewards.Scene(), data.model_copy(update={"seed": 1}),
         objective=retouch.GRPO(clip=1e-4) if objective == "GRPO" else retouch.NFT(beta=1.0), reward_weights={"overall": 1.0},
         rollout={"num_steps": 6, **(window if objective == "GRPO" else {"transition": {"kind": "ode"}})}, size=size, call=call,
-        tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, seed=given.seed,
-        eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": "overall", "best_of_k": 0}, device="cpu",
+        tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, device="cpu",
+        eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": "overall", "best_of_k": 0},
         samples={"every": 0}, checkpoints={"every": 0}, trackers=(), output_dir=folder / "runs", progress=False,
-        run_name=f"{name}-{kind}-{objective}-{given.seed}-{given.steps}",
+        run_name=f"{name}-{kind}-{objective}-{given.steps}",
     )  # fmt: skip
     found = trainer.train()
     assert found is not None, "the run was stopped"
     ratios = [entry["policy/ratio_max_first"] for entry in trainer.state.log_history if "policy/ratio_max_first" in entry]
-    line = {"model": name, "kind": kind, "objective": objective, "seed": given.seed, "steps": given.steps, "tasks": given.tasks}
+    line = {"model": name, "kind": kind, "objective": objective, "steps": given.steps, "tasks": given.tasks}
     line |= {key: getattr(found, key) for key in ("before", "after", "ceiling", "gain", "gain_ci95", "gap_closed")}
-    return {**line, "ratio": max(ratios, default=None), "seconds": float(found.cost["training seconds"]) / given.steps}  # type: ignore[arg-type]
+    return {**line, "ratio": max(ratios, default=None), "cpu_seconds": time.process_time() - began}
 
 
 def row(line: dict[str, Any]) -> str:
@@ -261,8 +245,8 @@ def row(line: dict[str, Any]) -> str:
     name, low, high = MODELS[line["model"]][0].__name__, *line["gain_ci95"]
     ratio = "" if line["ratio"] is None else "< 1e-06" if line["ratio"] < 1e-6 else f"{line['ratio']:.0e}"
     scores = f"{line['before']:.2f} | {line['after']:.2f} | {line['gain']:+.2f} ({low:+.2f} to {high:+.2f}) | {line['ceiling']:.2f}"
-    share = f"{line['gap_closed'] or 0:.2f}"
-    return f"| {name} | `{line['kind']}` | {line['objective']} | {scores} | {share} | {ratio} | {line['seconds']:.1f} |"
+    cells = name, f"`{line['kind']}`", line["objective"], scores, f"{line['gap_closed'] or 0:.2f}", ratio
+    return f"| {' | '.join(cells)} | {line['cpu_seconds']:.0f} |"
 
 
 def main() -> None:
@@ -272,28 +256,25 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=700, help="steps of the autoencoder, and of each model")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tasks", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     kept = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()] if KEPT.exists() else []
-    lines = {(line["model"], line["kind"], line["objective"], line["seed"]): line for line in kept}
+    lines = {(line["model"], line["kind"], line["objective"]): line for line in kept}
     for name in ["autoencoder", *given.only]:
         if not (given.folder / name).is_dir():
             torch.manual_seed(0)
             began, loss = time.perf_counter(), 0.0
-            if name == "autoencoder":
-                made: Any = train_autoencoder(given.pretraining)
-            else:
+            made: Any = train_autoencoder(given.pretraining) if name == "autoencoder" else None
+            if made is None:
                 made = MODELS[name][0](AutoencoderKL.from_pretrained(given.folder / "autoencoder"), tokenizer())
                 loss = pretrain(made, MODELS[name][2], given.pretraining)
             made.save_pretrained(given.folder / name)
             print(f"{name}: {given.pretraining} steps, loss {loss:.3f}, {time.perf_counter() - began:.0f} s", flush=True)
         for run in [run for run in RUNS if run[0] == name]:
-            lines[(*run, given.seed)] = learn(given.folder, *run, given)
-            print(json.dumps(lines[(*run, given.seed)]), flush=True)
-            order = [lines[key] for key in sorted(lines, key=lambda key: (RUNS.index(key[:3]), key[3]))]
+            lines[run] = learn(given.folder, *run, given)
+            print(json.dumps(lines[run]), flush=True)
+            order = [lines[each] for each in RUNS if each in lines]
             KEPT.write_text("".join(f"{json.dumps(line)}\n" for line in order), encoding="utf-8")
             insert(PAGE, MARK, "\n".join([HEADER, "| --- " * 10 + "|", *map(row, order)]))
 
