@@ -37,7 +37,7 @@ from retouch_worlds.pretraining.training import one_cycle
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 PAGE, MARK = Path(__file__).parents[2] / "docs" / "models.md", "<!-- learning -->"
-HEADER = "| class | adapter | objective | before | after | gain (95 %) | ceiling | share of gap | ratio | seconds a step |"
+HEADER = "| class | adapter | objective | reward | before | after | gain (95 %) | ratio | seconds a step |"
 CLASSES = {
     "sd3": "StableDiffusion3Pipeline",
     "sdxl": "StableDiffusionXLPipeline",
@@ -139,7 +139,14 @@ MODELS: dict[str, tuple[Any, dict[str, Any], Any, int]] = {
     "lumina2": (lumina2, {"guidance_scale": 1.0, "system_prompt": "", "max_sequence_length": LENGTH}, SCENES, 2 * SIZE),
     "pix2pix": (pix2pix, {"guidance_scale": 1.0}, EDITS, SIZE),
 }
-RUNS = [("sd3", "sd3", "GRPO"), *((name, "pipeline", "GRPO") for name in MODELS), ("sdxl", "pipeline", "DiffusionNFT")]
+SCORES = {"scene": retouch.rewards.Scene(), "share": retouch.rewards.Share(channel="red")}
+COLUMNS = {"scene": "overall", "share": "share"}
+RUNS = [
+    *(("sd3", kind, "GRPO", "scene") for kind in ("sd3", "pipeline")),
+    *(("sd3", kind, "GRPO", "share") for kind in ("sd3", "pipeline")),
+    *((name, "pipeline", "GRPO", "share") for name in ("sdxl", "lumina2", "pix2pix")),
+    ("sdxl", "pipeline", "DiffusionNFT", "share"),
+]
 
 
 def predicted(pipe: Any, sample: Tensor, time: Tensor, prompts: list[str], sources: Tensor | None) -> Tensor:
@@ -219,7 +226,7 @@ def pretrain(pipe: Any, data: Any, steps: int) -> float:
     return sum(losses[-20:]) / len(losses[-20:])
 
 
-def learn(folder: Path, name: str, kind: str, objective: str, given: argparse.Namespace) -> dict[str, Any]:
+def learn(folder: Path, name: str, kind: str, objective: str, reward: str, given: argparse.Namespace) -> dict[str, Any]:
     """Train a pre-trained model by RL; the line of the run."""
     _, call, data, side = MODELS[name]
     path, size, none = folder / name, (side, side), {"text_encoder_3": None, "tokenizer_3": None}
@@ -229,19 +236,19 @@ def learn(folder: Path, name: str, kind: str, objective: str, given: argparse.Na
         model = Unknown.from_pretrained(path, **none) if name == "sd3" else DiffusionPipeline.from_pretrained(path)
     window = {"window": {"mode": "window", "size": 2, "high": 4}, "transition": {"kind": "cps", "noise_level": 0.7}}
     trainer = retouch.Trainer(
-        model, retouch.rewards.Playground() if data is EDITS else retouch.rewards.Scene(), data.model_copy(update={"seed": 1}),
-        objective=retouch.GRPO(clip=1e-4) if objective == "GRPO" else retouch.NFT(beta=1.0), reward_weights={"overall": 1.0},
+        model, SCORES[reward], data.model_copy(update={"seed": 1}),
+        objective=retouch.GRPO(clip=1e-4) if objective == "GRPO" else retouch.NFT(beta=1.0), reward_weights={COLUMNS[reward]: 1.0},
         rollout={"num_steps": 6, **(window if objective == "GRPO" else {"transition": {"kind": "ode"}})}, size=size, call=call,
         tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, device="cpu",
-        eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": "overall", "best_of_k": 0},
+        eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": COLUMNS[reward], "best_of_k": 0},
         samples={"every": 0}, checkpoints={"every": 0}, trackers=(), output_dir=folder / "runs", progress=False,
-        run_name=f"{name}-{kind}-{objective}-{given.steps}",
+        run_name=f"{name}-{kind}-{objective}-{reward}-{given.steps}",
     )  # fmt: skip
     found = trainer.train()
     assert found is not None, "the run was stopped"
     ratios = [entry["policy/ratio_max_first"] for entry in trainer.state.log_history if "policy/ratio_max_first" in entry]
-    line = {"model": name, "kind": kind, "objective": objective, "steps": given.steps, "tasks": given.tasks}
-    line |= {key: getattr(found, key) for key in ("before", "after", "ceiling", "gain", "gain_ci95", "gap_closed")}
+    line = {"model": name, "kind": kind, "objective": objective, "reward": reward, "steps": given.steps, "tasks": given.tasks}
+    line |= {key: getattr(found, key) for key in ("before", "after", "gain", "gain_ci95")}
     return {**line, "ratio": max(ratios, default=None), "seconds": float(str(found.cost["training seconds"])) / given.steps}
 
 
@@ -249,8 +256,8 @@ def row(line: dict[str, Any]) -> str:
     """The row of a run in docs/models.md."""
     name, low, high = f"`{CLASSES[line['model']]}`", *line["gain_ci95"]
     ratio = "" if line["ratio"] is None else "< 1e-06" if line["ratio"] < 1e-6 else f"{line['ratio']:.0e}"
-    scores = f"{line['before']:.2f} | {line['after']:.2f} | {line['gain']:+.2f} ({low:+.2f} to {high:+.2f}) | {line['ceiling']:.2f}"
-    cells = name, f"`{line['kind']}`", line["objective"], scores, f"{line['gap_closed'] or 0:.2f}", ratio
+    scores = f"{line['before']:.3f} | {line['after']:.3f} | {line['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
+    cells = name, f"`{line['kind']}`", line["objective"], f"`{line['reward']}`", scores, ratio
     return f"| {' | '.join(cells)} | {line['seconds']:.1f} |"
 
 
@@ -265,7 +272,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     kept = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()] if KEPT.exists() else []
-    lines = {(line["model"], line["kind"], line["objective"]): line for line in kept}
+    lines = {(line["model"], line["kind"], line["objective"], line["reward"]): line for line in kept}
     for name in ["autoencoder", *given.only]:
         if not (given.folder / name).is_dir():
             torch.manual_seed(0)
@@ -281,7 +288,7 @@ def main() -> None:
             print(json.dumps(lines[run]), flush=True)
             order = [lines[each] for each in RUNS if each in lines]
             KEPT.write_text("".join(f"{json.dumps(line)}\n" for line in order), encoding="utf-8")
-            insert(PAGE, MARK, "\n".join([HEADER, "| --- " * 10 + "|", *map(row, order)]))
+            insert(PAGE, MARK, "\n".join([HEADER, "| --- " * 9 + "|", *map(row, order)]))
 
 
 if __name__ == "__main__":
