@@ -23,6 +23,7 @@ SLOW = {
     "engines/image_tokens.py": "--rounds 1", "engines/text.py": "--rounds 1",
     "judging/gamed_judge.py": "--steps 5 --runs honest", "judging/judge_faults.py": "--steps 2 --seeds 0",
     "judging/quota.py": "--seconds 20 --processes 2", "league/league.py": "--page",
+    "pipelines/learning.py": "runs --only pix2pix --pretraining 2 --steps 1 --tasks 4",
     "playground/pairs.py": "--tasks 8 --group 4 --steps 1 --pairs-per-step 2",
     "playground/references.py": "flux-fill/ip-adapter-grpo-playground",
     "quantized/learning.py": "runs --recipes playground/grpo --steps 1 --seeds 0", "quantized/peak.py": "--width 8",
