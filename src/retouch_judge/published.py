@@ -330,6 +330,7 @@ class DeQAReward(OneTokenReward):
         return {"deqa": means(self.panel.judge([Prompt("", part, form, True, begins) for part in parts]), "deqa")}
 
 
+# None that ask a judge: `edit_caption` is one, and would contain itself.
 _IN_PROCESS = {kind: path for kind, path in wings.of_set("reward").items() if path.startswith("retouch_rewards.")}
 _INNER = Kinds("reward", {**SINGLE, **_IN_PROCESS})
 

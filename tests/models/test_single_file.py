@@ -50,7 +50,11 @@ def test_a_lora_is_merged_with_its_scale_and_other_weights_replace_those_of_the_
     save_file({name: weight + 1 for name, weight in expected.items()}, other)
     merged = built(kind, folder, weights=other, loras={file: 0.0}).state_dict()
     assert all(torch.equal(merged[name], weight + 1) for name, weight in expected.items())
+    junk = str(folder / "lora" / "junk.safetensors")
+    Path(junk).write_bytes(b"\x80\x04junk" * 50)
     for keys, text in (
+        ({"weights": junk}, f"policy.model.weights: {junk} has not the weights"),
+        ({"loras": {junk: 1}}, f"policy.model.loras: {junk} is no LoRA"),
         ({"weights": file}, f"policy.model.weights: {file} has not the weights of a {type(module).__name__}"),
         ({"loras": {other: 1}}, f"which {type(module).__name__} has not; only its own layers can be merged"),
         ({"weights": "none.safetensors"}, "policy.model.weights: there is no file none.safetensors"),

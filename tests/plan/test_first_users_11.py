@@ -128,6 +128,9 @@ def test_fault_11_next_steps_combine_overrides_and_list_other_commands():
         "pip install 'retouch[deepspeed]'  (sharding)",
         "retouch doctor 'my recipe.jsonnet' --set data.path=DIR --set microbatch=1",
     ]
+    finding = failed("reward", "no weights", fix="--set reward.path=weights/pickscore")
+    (script,) = next_steps([finding], ["script.py"], script=True)
+    assert script.startswith("give the Trainer of the script reward.path=weights/pickscore")
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
     asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
     assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [

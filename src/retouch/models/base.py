@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.section import LIVE, ClassPath, Pixels, Section, live_object
-from retouch.models.pretrained import MODEL, fetch_weights, find_weights
+from retouch.models.pretrained import MODEL, PIPELINE, fetch_weights, find_weights
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.records.files import read_json
 
@@ -222,7 +222,13 @@ class DiffusersModel(ImageModel):
 
     def fetch_weights(self) -> Any:
         self.require_files()
-        return live_object(self.path, key="model.path") if self.path.startswith(LIVE) else fetch_weights(self.path)
+        if self.path.startswith(LIVE):
+            return live_object(self.path, key="model.path")
+        return fetch_weights(self.path, self.files_of_pipeline(local=False) or PIPELINE)
+
+    def files_of_pipeline(self, *, local: bool) -> Sequence[str] | None:
+        """The files of the pipeline that a run needs. ``local``: do not use the network; None if they are not known then."""
+        return PIPELINE
 
     def require_files(self) -> None:
         """Raise ValueError if ``path`` is a file, and if a file of ``weights`` or ``loras`` is missing or has another format."""
@@ -276,7 +282,8 @@ class DiffusersModel(ImageModel):
         self.require_files()
         if self.path.startswith(LIVE):
             return None, True
-        folder = find_weights(self.path)
+        files = self.files_of_pipeline(local=True)
+        folder = None if files is None else find_weights(self.path, files)
         return folder, folder is not None
 
     @property

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+from safetensors import SafetensorError
 from torch import nn
 
 from retouch.models.lora import part_of_pipeline
@@ -24,7 +25,7 @@ def replace_weights(module: nn.Module, file: str, *, folder: Path) -> None:
     try:
         found = kind.from_single_file(file, torch_dtype=compute_dtype(module), **options)
         found.to(where)  # a weight that the file does not have is on the meta device, and cannot be moved
-    except (ValueError, RuntimeError, LookupError, TypeError, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
         raise ValueError(f"policy.model.weights: {file} has not the weights of a {kind.__name__} as in {folder}") from error
     # Other objects hold the module, so the module stays and what it contains changes.
     vars(module).update(vars(found))
@@ -43,8 +44,10 @@ def merge_lora(module: nn.Module, file: str, *, scale: float, pipeline: str | No
     if any(is_quantized(weight) for weight in module.parameters()):
         raise ValueError(f"{key}: a LoRA cannot be merged into quantised weights; use policy.model.weights in 16 bits")
     try:
-        tensors, *alphas, metadata = reader.lora_state_dict(file, return_alphas=True, return_lora_metadata=True)
-    except (ValueError, RuntimeError, LookupError) as error:
+        tensors, *alphas, metadata = reader.lora_state_dict(
+            file, return_alphas=True, return_lora_metadata=True, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
         raise ValueError(f"{key}: {file} is no LoRA that {pipeline} reads: {str(error).strip().splitlines()[0]}") from None
     layers = dict(module.named_modules())
     wrong = sorted({name.split(".lora")[0] for name in tensors if name.split(".lora")[0].removeprefix(f"{part}.") not in layers})

@@ -3,14 +3,14 @@ because it is imported when a recipe is read."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
 from retouch.config.section import LIVE, live_object
 from retouch.models.base import DiffusersModel, Size, TaskInputs
-from retouch.models.pretrained import fetch_weights, find_weights, pipeline_files
+from retouch.models.pretrained import pipeline_files
 from retouch.records.files import read_json
 
 
@@ -52,21 +52,8 @@ class DiffusersPipeline(DiffusersModel):
     def options(self, source: Any) -> dict[str, Any]:
         return {"call": self.call}
 
-    def find_weights(self) -> tuple[Path | None, bool]:
-        self.require_files()
-        if self.path.startswith(LIVE):
-            return None, True
-        files = pipeline_files(self.path, local=True)
-        folder = None if files is None else find_weights(self.path, files)
-        return folder, folder is not None
-
-    def fetch_weights(self) -> Any:
-        self.require_files()
-        if self.path.startswith(LIVE):
-            return live_object(self.path, key="model.path")
-        files = pipeline_files(self.path)
-        assert files is not None
-        return fetch_weights(self.path, files)
+    def files_of_pipeline(self, *, local: bool) -> Sequence[str] | None:
+        return pipeline_files(self.path, local=local)
 
     def targets_in(self, module: Any) -> tuple[str, ...]:
         from retouch.models.lora import attention_layers
