@@ -231,7 +231,7 @@ def learn(folder: Path, name: str, kind: str, objective: str, reward: str, given
     _, call, data, side = MODELS[name]
     path, size, none = folder / name, (side, side), {"text_encoder_3": None, "tokenizer_3": None}
     if kind == "sd3":
-        model, call = ShortSD3(path=str(path), size=size), None
+        model, call = ShortSD3(path=str(path), size=size, dtype="float32"), None
     else:
         model = Unknown.from_pretrained(path, **none) if name == "sd3" else DiffusionPipeline.from_pretrained(path)
     window = {"window": {"mode": "window", "size": 2, "high": 4}, "transition": {"kind": "cps", "noise_level": 0.7}}
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--pretraining", type=int, default=700, help="steps of the autoencoder, and of each model")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tasks", type=int, default=128)
     given = parser.parse_args()
     logging.disable(logging.WARNING)
