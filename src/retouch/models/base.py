@@ -45,6 +45,7 @@ TokenKind: TypeAlias = Literal["text", "vision"]
 CONFIGS = Path(str(files("retouch.models"))) / "configs"
 """The packaged configurations of published models that are not in the folder of a family."""
 COMFYUI_FILE = "comfyui_lora.safetensors"
+KOHYA = "lora_unet_"  # the prefix of names as kohya's sd-scripts write them, with underscores
 TURNS = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
 """A dialogue in Qwen's chat template, up to the reply."""
 
@@ -71,9 +72,10 @@ class TaskInputs:
 class ComfyUINames:
     """ComfyUI's names of a family's modules in a LoRA (see ``retouch.models.lora.comfyui_tensors``).
 
-    ``prefix``: the text in front of a module's path in diffusers' transformer. ``joined``: used instead of ``prefix`` if one module
-    of ComfyUI computes the outputs of several modules of diffusers; maps ComfyUI's module to the modules of diffusers, in the order
-    of their outputs. ``*`` is the number of a block. The names in ``joined`` are written with underscores after ``lora_unet_``.
+    ``prefix``: the text in front of a module's path in diffusers' denoiser; after ``KOHYA``, the path has underscores. ``joined``:
+    used instead of ``prefix`` if one module of ComfyUI computes the outputs of several modules of diffusers; maps ComfyUI's module
+    to the modules of diffusers, in the order of their outputs. ``*`` is the number of a block. The names in ``joined`` are written
+    after ``KOHYA``.
     """
 
     prefix: str = ""

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.base import COMFYUI_FILE, ComfyUINames
+from retouch.models.base import COMFYUI_FILE, KOHYA, ComfyUINames
 from retouch.models.quantized import compute_dtype
 from retouch.records.files import read_json
 
@@ -278,11 +278,15 @@ def comfyui_tensors(tensors: Mapping[str, Tensor], module: nn.Module, names: Com
     }
     assert len(tensors) == 2 * len(pairs), "a LoRA has two matrices for each module, and nothing else"
     made: dict[str, Tensor] = {}
+
+    def put(name: str, down: Tensor, up: Tensor, count: int = 1) -> None:
+        name, a, b = (name.replace(".", "_"), "down", "up") if name.startswith(KOHYA) else (name, "A", "B")
+        made[f"{name}.lora_{a}.weight"], made[f"{name}.lora_{b}.weight"] = down, up
+        made[f"{name}.alpha"] = torch.tensor(float(alpha * count))
+
     if not names.joined:
-        for path, (down, up) in pairs.items():
-            made[f"{names.prefix}{path}.lora_A.weight"] = down
-            made[f"{names.prefix}{path}.lora_B.weight"] = up
-            made[f"{names.prefix}{path}.alpha"] = torch.tensor(float(alpha))
+        for path, pair in pairs.items():
+            put(names.prefix + path, *pair)
         return made
     owners = {part: (name, parts) for name, parts in names.joined.items() for part in parts}
     joined: dict[str, list[str]] = {}  # ComfyUI's modules that have an adapter, each with the modules of diffusers that it joins
@@ -295,11 +299,7 @@ def comfyui_tensors(tensors: Mapping[str, Tensor], module: nn.Module, names: Com
         joined[name.replace("*", number, 1)] = [part.replace("*", number, 1) for part in parts]
     for name, paths in joined.items():
         layers: list[Any] = [module.get_submodule(path) for path in paths]
-        down, up, count = _join([pairs.get(path) for path in paths], [int(layer.out_features) for layer in layers])
-        key = "lora_unet_" + name.replace(".", "_")
-        made[f"{key}.lora_down.weight"] = down
-        made[f"{key}.lora_up.weight"] = up
-        made[f"{key}.alpha"] = torch.tensor(float(alpha * count))
+        put(KOHYA + name, *_join([pairs.get(path) for path in paths], [int(layer.out_features) for layer in layers]))
     return made
 
 

@@ -1,6 +1,7 @@
 """A diffusers pipeline without a family of its own trains by its own ``__call__``: the same chains, exact ratios, known limits."""
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,17 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler
 from diffusers.utils.torch_utils import randn_tensor
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 import retouch
-from retouch.models.any_pipeline.model import AnyPipeline
-from retouch.models.base import ImageModel
-from retouch.models.lora import attention_layers
+from retouch.config.section import live_objects
+from retouch.models.any_pipeline import DiffusersPipeline
+from retouch.models.any_pipeline.model import AnyPipeline, denoiser_name
+from retouch.models.base import COMFYUI_FILE, ImageModel
+from retouch.models.lora import attention_layers, write_lora
 from retouch.models.offloading import build_offloaded
+from retouch.models.train import Lora
 from retouch.policies.rollout import SDETransition
 from retouch.types import Conditioning, Task
 from retouch_models.sd3.model import SD3
@@ -181,13 +186,22 @@ def test_images_have_a_gradient_and_targets_are_decoded_again():
 
 
 @pytest.mark.parametrize(
-    ("name", "objective"), [(SDXL, None), (SDXL, retouch.NFT()), ("SanaPipeline", None), ("Kandinsky5I2IPipeline", None)]
+    ("name", "more"),
+    [
+        (SDXL, {"quantization_config": "4bit"}),
+        (SDXL, {"objective": retouch.NFT()}),
+        ("SanaPipeline", {}),
+        ("Kandinsky5I2IPipeline", {}),
+    ],
 )
-def test_a_loaded_pipeline_trains_in_three_lines(tmp_path, name, objective):
+def test_a_loaded_pipeline_trains_in_three_lines(tmp_path, name, more):
     pipe, call = tiny.PIPELINES[name]()
+    if "quantization_config" in more:  # it would change the weights of a loaded one
+        pipe.save_pretrained(tmp_path / "folder")
+        pipe = str(tmp_path / "folder")
     rows = [{**row, "image": tiny.photo(64, seed)} for seed, row in enumerate(PROMPTS)] if name in tiny.SOURCES else PROMPTS
     call = {name: value for name, value in call.items() if name not in ("height", "width")}
-    made = trained(tmp_path, pipe, rows, size=(64, 64) if "Kandinsky" in name else (32, 32), call=call, objective=objective)
+    made = trained(tmp_path, pipe, rows, size=(64, 64) if "Kandinsky" in name else (32, 32), call=call, **more)
     assert made.recipe.policy.model.kind == "pipeline"
     (step,) = (entry for entry in made.state.log_history if "policy/grad_norm" in entry)
     assert step["policy/grad_norm"] > 0
@@ -242,6 +256,39 @@ def test_a_class_of_the_user_trains_and_a_run_that_was_stopped_continues_with_th
     whole, twice = trained_weights("whole", ()), trained_weights("twice", [Stop()], ())
     assert whole.keys() == twice.keys()
     assert all(torch.equal(whole[key], twice[key]) for key in whole)
+
+
+# The modules of diffusers whose names ComfyUI knows, from `comfy/utils.py` and, of Kandinsky 5, from its own model.
+COMFYUI_KNOWS = {
+    "AuraFlowPipeline": r"(joint|single)_transformer_blocks.\d+.attn.(to_[qkv]|to_out.0|add_[qkv]_proj|to_add_out)",
+    "ChromaPipeline": r"(single_)?transformer_blocks.\d+.attn.(to_[qkv]|to_out.0|add_[qkv]_proj|to_add_out)",
+    "Kandinsky5T2IPipeline": r"(text|visual)_transformer_blocks.\d+.(self|cross)_attention.(to_query|to_key|to_value|out_layer)",
+    "Krea2Pipeline": r"(transformer_blocks|text_fusion.(layerwise|refiner)_blocks).\d+.attn.(to_[qkv]|to_gate|to_out.0)",
+    "PixArtSigmaPipeline": r"transformer_blocks.\d+.attn[12].(to_[qkv]|to_out.0)",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' Chroma uses it
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", SDXL, "StableDiffusionInstructPix2PixPipeline", *COMFYUI_KNOWS])
+def test_comfyui_knows_each_name_of_the_lora_that_is_written_for_it(tmp_path, name):
+    pipe, _ = tiny.PIPELINES[name]()
+    module, section = getattr(pipe, denoiser_name(pipe)), DiffusersPipeline(path="python:pipe")
+    Lora(kind="lora", rank=4, alpha=8).make_trainable(module, targets=section.targets_in(module), seed=3)
+    _ = [torch.nn.init.normal_(each) for path, each in module.named_parameters() if "lora_B" in path]
+    with live_objects({"python:pipe": pipe}):
+        write_lora(module, tmp_path, pipeline=section.pipeline, comfyui=section.comfyui, format="comfyui")
+    written = load_file(tmp_path / COMFYUI_FILE)
+    layers = {path: layer for path, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    assert len(written) == 3 * len(layers)
+    assert name not in COMFYUI_KNOWS or all(f"transformer.{path}.lora_B.weight" in written for path in layers)
+    if name not in COMFYUI_KNOWS:  # a UNet, whose names diffusers reads by the same rule
+        fresh, _ = tiny.PIPELINES[name]()
+        fresh.load_lora_weights(tmp_path, weight_name=COMFYUI_FILE, adapter_name="read")
+    for path, layer in layers.items():
+        if name in COMFYUI_KNOWS:
+            assert re.fullmatch(COMFYUI_KNOWS[name], path)
+        else:
+            assert torch.equal(fresh.unet.get_submodule(path).get_delta_weight("read"), layer.get_delta_weight("default"))
 
 
 def test_attention_layers_are_those_of_attention():

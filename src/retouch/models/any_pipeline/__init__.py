@@ -9,9 +9,15 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from retouch.config.section import LIVE, live_object
-from retouch.models.base import DiffusersModel, Size, TaskInputs
+from retouch.models.base import KOHYA, ComfyUINames, DiffusersModel, Size, TaskInputs
 from retouch.models.pretrained import pipeline_files
 from retouch.records.files import read_json
+
+_COMFYUI = {
+    KOHYA: ("StableDiffusion", "StableDiffusionInstructPix2Pix", "StableDiffusionXL", "StableDiffusionXLInstructPix2Pix"),
+    "transformer.": ("AuraFlow", "Chroma", "Kandinsky5I2I", "Kandinsky5T2I", "Krea2", "PixArtAlpha", "PixArtSigma"),
+}
+"""The names of diffusers' modules that ComfyUI knows (``model_lora_keys_unet`` in its ``comfy/lora.py``): prefix and pipelines."""
 
 
 class DiffusersPipeline(DiffusersModel):
@@ -43,6 +49,11 @@ class DiffusersPipeline(DiffusersModel):
         except ValueError:
             return None
         return name if hasattr(diffusers, name) else None
+
+    @property
+    def comfyui(self) -> ComfyUINames | None:  # type: ignore[override]
+        named = (self.pipeline or "").removesuffix("Pipeline")
+        return next((ComfyUINames(prefix=prefix) for prefix, names in _COMFYUI.items() if named in names), None)
 
     @field_validator("size")
     @classmethod
