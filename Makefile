@@ -27,6 +27,8 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python measurements/structure/shape.py --check
 
+# Byte code is kept, also where the environment says otherwise: tests start hundreds of processes, which would compile each module.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 

@@ -265,6 +265,7 @@ def record_settings(forward: Callable[..., Any], seen: list[list[bool]]) -> Call
     return noted
 
 
+@pytest.mark.slow
 def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):

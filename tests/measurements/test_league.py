@@ -294,6 +294,7 @@ def test_noisy_judge_scores_do_not_depend_on_the_batch_and_some_are_missing(leag
 # The page
 
 
+@pytest.mark.slow
 def test_the_page_matches_the_stored_runs_and_every_stored_file_belongs_to_a_row(league):
     page, kept = league.league_page, FOLDER / "kept"
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept)

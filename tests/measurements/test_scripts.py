@@ -13,13 +13,12 @@ from warm_python import python
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "measurements"
 FAST = {
-    "data/streams.py": "kills --rows 2048 --kills 0 --folder rows", "judging/votes.py": "table",
-    "league/quickstart_trials.py": "--repeat 5", "league/scaling.py": "--minutes 0",
-    "pipelines/table.py": "StableDiffusionXLPipeline", "playground/exploration.py": "s --tasks 4",
-    "speed/run.py": "--only trl --trl-steps 3 --trl-settings 9·image·tokens,·40·new --threads 1",
-    "structure/shape.py": "--static",
+    "judging/votes.py": "table", "league/quickstart_trials.py": "--repeat 5", "pipelines/table.py": "StableDiffusionXLPipeline",
+    "playground/exploration.py": "s --tasks 4", "structure/shape.py": "--static",
 }  # fmt: skip
 SLOW = {
+    "data/streams.py": "kills --rows 2048 --kills 0 --folder rows", "league/scaling.py": "--minutes 0",
+    "speed/run.py": "--only trl --trl-steps 3 --trl-settings 9·image·tokens,·40·new --threads 1",
     "engines/image_tokens.py": "--rounds 1", "engines/text.py": "--rounds 1",
     "judging/gamed_judge.py": "--steps 5 --runs honest", "judging/judge_faults.py": "--steps 2 --seeds 0",
     "judging/quota.py": "--seconds 20 --processes 2", "league/league.py": "--page",

@@ -516,7 +516,7 @@ def short_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_inputs")
-@pytest.mark.parametrize("name", slow_after(4, ["flux-fill", "flux2", "qwen-image-2", "z-image", "flux", "flux-kontext"]))
+@pytest.mark.parametrize("name", slow_after(2, ["flux-fill", "flux2", "qwen-image-2", "z-image", "flux", "flux-kontext"]))
 def test_diffusers_loads_a_trained_adapter_and_computes_equal_velocities(folders, name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     rate = 0.1 if name in RECIPES else 1e-2

@@ -139,6 +139,7 @@ def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path):
 # The full-size recipe, without its weights
 
 
+@pytest.mark.slow
 def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(photos, tmp_path):
     reward = 'reward={"kind": "photos", "colour": [200, 60, 40], "combine": {"reward": 1}}'  # needs no weights
     words = [FULL, "--set", f"data.path={photos}", "--set", f"out={tmp_path / 'my runs'}", "--set", reward, "--device", "h100"]

@@ -310,6 +310,7 @@ def test_the_diffusers_pipeline_gives_the_same_latents(first: Callable[[str], Pa
     torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_built_words_model_loads_as_a_flux_fill_model(first: Callable[[str], Path]) -> None:
     folder, cpu = first("words"), torch.device("cpu")

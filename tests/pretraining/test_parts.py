@@ -100,6 +100,7 @@ def test_encoded_and_decoded_match_the_methods_of_the_model():
         assert torch.allclose(shown, vq.decode(codes), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_for_a_seed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="retouch")
     first, again = train_codes(SETTINGS), train_codes(SETTINGS)

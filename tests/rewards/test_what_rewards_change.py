@@ -297,6 +297,7 @@ def test_point_1_8_only_rewards_that_may_have_changed_a_setting_are_named(overla
     assert os.getcwd() == before
 
 
+@pytest.mark.slow
 def test_point_1_8_an_error_of_the_run_itself_names_the_reward_that_changed_a_setting_in_the_background(tmp_path):
     """With dtype float64, the rollout of the second chunk fails while the first is still being scored."""
 

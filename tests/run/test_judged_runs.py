@@ -81,6 +81,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_run_makes_the_predicted_judge_calls_and_leaks_no_api_key(tmp_path, capfd):
     with Leaky() as double:
         file = write(tmp_path, document(double.url, tmp_path / "runs"))

@@ -156,6 +156,7 @@ def test_run_folder_with_a_recipe_of_another_version_or_with_an_owner_raises_and
 # More steps, and errors in later steps
 
 
+@pytest.mark.slow
 def test_an_extended_run_that_failed_in_its_last_evaluation_makes_it_at_the_next_start(tmp_path, monkeypatch):
     def fail(evaluations, step):
         raise TooManyMissing("the judge does not answer")

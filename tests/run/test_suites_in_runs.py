@@ -33,6 +33,7 @@ def small(out, *suites, **changes):
     return parse({**SMALL, "out": str(out), **changes, "eval": {"tasks": 4, "audit": False, **suites}})
 
 
+@pytest.mark.slow
 def test_suite_results_equal_those_of_the_bench_command_and_do_not_change_training(tmp_path):
     made, plain = small(tmp_path, SUITE), small(tmp_path / "plain")
     assert run(made, fresh=False) == run(plain, fresh=False) == 0

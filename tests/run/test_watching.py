@@ -373,6 +373,7 @@ def test_canary_scores_are_never_taken_from_the_ledger(tmp_path, monkeypatch):
     assert RunFolder(recipe.folder).read_alarm()["step"] == 4
 
 
+@pytest.mark.slow
 def test_repeated_observations_after_a_resume_call_no_judge(tmp_path, monkeypatch):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="note", reward="tiny_watched:PanelJudge"))
     assert run(recipe, fresh=False) == 0

@@ -338,6 +338,7 @@ def test_a_replica_that_hangs_is_replaced(tmp_path):
     assert serve.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_server_whose_reward_hangs_can_be_stopped(tmp_path):
     section = json.dumps({"kind": "import", "class": "served_rewards:Sleeps"})
     limits = [word for limit in ("deadline_seconds=300", "drain_seconds=4") for word in ("--limit", limit)]

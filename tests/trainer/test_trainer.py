@@ -59,7 +59,7 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(whole, tm
     assert image.width > 128
 
 
-@pytest.mark.parametrize(("steps", "counts"), [(2, ["2"]), (6, ["5"])])
+@pytest.mark.parametrize(("steps", "counts"), [(2, ["2"]), pytest.param(6, ["5"], marks=pytest.mark.slow)])
 def test_equal_rewards_of_all_samples_are_a_warning(steps, counts, tmp_path, caplog):
     @retouch.reward(low=0, high=1)
     def constant(images, **rest):

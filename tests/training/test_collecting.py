@@ -243,6 +243,7 @@ def trained(name, out, *words):
     return line
 
 
+@pytest.mark.slow
 def test_ledger_records_every_sample_including_those_of_replaced_groups(tmp_path):
     """Scores below 0.8 count as 0.8, so that many pairs of samples are equal."""
     line = trained("refill", tmp_path, "tasks_per_step=4", "group_size=2", "reward.combine=max(overall, 0.8)")

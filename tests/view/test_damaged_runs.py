@@ -77,6 +77,7 @@ def test_point_3_4_json_that_is_ambiguous_or_unbounded_is_refused(text):
     assert strict_json('{"a": [1.5e-300, -123456789012345678901, "\\ud800"]}')["a"][0] == 1.5e-300
 
 
+@pytest.mark.slow
 def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs" / "good")
     script = (

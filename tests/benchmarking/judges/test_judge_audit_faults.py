@@ -169,6 +169,7 @@ audit.judge_audit(judged(sys.argv[1]), items=3, repeats=2, out=sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_audit_resumes_without_repeating_recorded_questions(tmp_path):
     with Double() as double:
         double.fault = lambda digest, times: time.sleep(0.05)

@@ -50,6 +50,7 @@ def test_tiny_recipe_trains_on_the_valid_item_and_reports_the_invalid_one(tmp_pa
         cli.main(["train", TINY, "--set", f"data.path={tmp_path / 'items'}", "--set", f"out={tmp_path / 'other'}", "--debug"])
 
 
+@pytest.mark.slow
 def test_phase_with_zero_steps_is_skipped_and_can_be_added_later(tmp_path: Path) -> None:
     def trained(name: str, warm_up: int, rl: int) -> tuple[dict[str, torch.Tensor], str]:
         phases = [{"name": "warm-up", "steps": warm_up, "objective": {"kind": "supervised"}}, {"name": "rl", "steps": rl}]

@@ -142,6 +142,7 @@ def test_a_run_samples_its_completions_from_the_server(make, writer, caplog):
     assert any(asked.content_parts for asked in double.asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make, writer, tmp_path, staleness):
     stale = {"rollout__staleness": staleness} if staleness else {}

@@ -373,6 +373,7 @@ def test_invalid_msgpack_raises():
             unpack(body, most=100)
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_with_the_engine(tmp_path):
     folder = tiny_models.save_flux(tmp_path / "flux")
     recipe = family_runs.small_recipe({"kind": "flux", "path": str(folder), "size": [32, 48]}, tmp_path)
