@@ -166,9 +166,8 @@ def _rungs(recipe: Recipe, kind: str, held: Counter[str], limit: float) -> Itera
 
     if kind == "build" and policy.prompt_embeddings == "cached":  # only the text encoders are on the device then
         bits = None if policy.base is None else policy.base.text_encoders
-        # Their copies on the device have no label while they encode.
-        names = ("weights: text_encoder", *(["other"] if "activations: text encoders" in held else []))
-        if policy.train.kind != "full" and bits != "4bit" and keep(0.55, *names):
+        # Their copies on the device have no label.
+        if policy.train.kind != "full" and bits != "4bit" and keep(0.55, "weights: text_encoder", "other"):
             yield {"policy.base.text_encoders": "8bit" if bits is None else "4bit"}
         return
 

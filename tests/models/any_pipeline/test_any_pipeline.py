@@ -268,6 +268,18 @@ COMFYUI_KNOWS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_above_the_noisiest_level_of_sdxl_the_predicted_image_is_that_of_the_level(prediction):
+    """DiffusionNFT and supervised learning draw sigma up to 1, where predicted noise gives no image: a is 0."""
+    model = AnyPipeline(tiny.sdxl(prediction)[0], call={})
+    sigma = torch.stack([model.levels[-1], torch.tensor(0.97), torch.tensor(1.0)])
+    sample, output = (torch.randn(1, 4, 8, 8, generator=each).expand(3, -1, -1, -1) for each in generators(0, 1))
+    level = sigma.view(-1, 1, 1, 1)
+    x = sample * ((1 - level) ** 2 + level**2).sqrt()
+    predicted = x - level * model.as_velocity(output, sample, sigma)
+    torch.testing.assert_close(predicted, predicted[:1].expand(3, -1, -1, -1), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' Chroma uses it
 @pytest.mark.parametrize("name", ["StableDiffusionPipeline", SDXL, "StableDiffusionInstructPix2PixPipeline", *COMFYUI_KNOWS])
 def test_comfyui_knows_each_name_of_the_lora_that_is_written_for_it(tmp_path, name):

@@ -366,6 +366,9 @@ class AnyPipeline:
                 self.parts.append(part.requires_grad_(False).eval())
         self.scheduler, self.flow = trained_scheduler(pipe.scheduler, of=type(pipe).__name__)
         self.inverted = bool(self.scheduler.config.get("invert_sigmas", False))
+        if not self.flow:
+            kept = self.scheduler.alphas_cumprod.double().cpu()
+            self.levels = ((1 - kept).sqrt() / (kept.sqrt() + (1 - kept).sqrt())).float()  # sigma at each time of training
         self.size, self.steps = size, steps
         self.call = dict(call or {})
         self.parameters = call_parameters(kind)
@@ -461,14 +464,16 @@ class AnyPipeline:
         """noise - data, from the output that the pipeline gives to its scheduler."""
         if self.flow:
             return -output if self.inverted else output
-        norm, level = _norm(sigma, sample), sigma.view(-1, *[1] * (sample.dim() - 1))
-        a, s = (1 - level) / norm, level / norm
-        kind = self.scheduler.config.prediction_type
-        if kind == "v_prediction":
-            return (s * sample + a * output) - (a * sample - s * output)
-        if kind == "sample":
-            return (sample - a * output) / s - output
-        return output - (sample - s * output) / a
+        level, top = sigma.view(-1, *[1] * (sample.dim() - 1)), float(self.levels[-1])
+        norm, known = _norm(sigma.clamp(max=top), sample), level.clamp(max=top)
+        a, s = (1 - known) / norm, known / norm
+        noise, x0 = output, (sample - s * output) / a
+        if self.scheduler.config.prediction_type == "v_prediction":
+            noise, x0 = s * sample + a * output, a * sample - s * output
+        elif self.scheduler.config.prediction_type == "sample":
+            noise, x0 = (sample - a * output) / s, output
+        # Objectives also draw noisier points than the model knows. There, an x0 from predicted noise would be divided by almost 0.
+        return torch.where(level > top, (_norm(sigma, sample) * sample - x0) / level, noise - x0)
 
     def widened(self, sample: Tensor, prepared: Tensor) -> Tensor:
         """``sample`` in the dtype of the prepared latents, with the channels that the pipeline adds for a source image."""
@@ -484,17 +489,12 @@ class AnyPipeline:
         if self.flow:
             sigmas = scheduler.sigmas.detach().to("cpu", torch.float32)
             return 1 - sigmas if self.inverted else sigmas, times
-        return torch.cat([self._levels()[times.cpu().long()], torch.zeros(1)]), times
-
-    def _levels(self) -> Tensor:
-        every = self.scheduler.alphas_cumprod.double().cpu()
-        a, s = every.sqrt(), (1 - every).sqrt()
-        return (s / (a + s)).float()
+        return torch.cat([self.levels[times.cpu().long()], torch.zeros(1)]), times
 
     def time_grid(self, sigmas: Tensor, times: Tensor) -> tuple[list[float], list[float]]:
         """Rising sigmas and their times, between which a time is interpolated."""
         if not self.flow:
-            return self._levels().tolist(), list(range(len(self._levels())))
+            return self.levels.tolist(), list(range(len(self.levels)))
         end = float(self.scheduler.config.num_train_timesteps) if self.inverted else 0.0
         return [0.0, *reversed(sigmas[:-1].tolist())], [end, *reversed(times.float().tolist())]
 
