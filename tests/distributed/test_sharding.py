@@ -38,16 +38,20 @@ from vllm_double import Double, serving
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
-STEPPED = [*SHARED, *(pytest.param(kept, marks=pytest.mark.slow) for kept in ("fsdp2-moments", "fsdp2-weights"))]
+STEPPED = [
+    *(pytest.param(("zero2", train), marks=NO_DEEPSPEED) for train in ("lora", "full")),
+    ("fsdp2", "full"),
+    *(pytest.param(("fsdp2" + kept, "full"), marks=pytest.mark.slow) for kept in ("-moments", "-weights")),
+    *(pytest.param(("fsdp2" + kept, "lora"), marks=pytest.mark.slow) for kept in ("", "-moments", "-weights")),
+]
 
 
-@pytest.fixture(scope="module", params=STEPPED)
+@pytest.fixture(scope="module", params=STEPPED, ids="-".join)
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What ``sharded_ranks`` found on each rank, with LoRA and with all weights."""
+    """What ``sharded_ranks`` found on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    on_two_ranks([str(SUPPORT / "sharded_ranks.py"), request.param, str(folder)], folder / "logs")
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    return [rank[train] for rank in found for train in ("lora", "full")]
+    on_two_ranks([str(SUPPORT / "sharded_ranks.py"), *request.param, str(folder)], folder / "logs")
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_sharded_steps_match_replicated_steps(stepped: list[dict[str, Any]]) -> None:

@@ -175,7 +175,7 @@ def relative_difference(ours, theirs):
     return math.sqrt(sum((ours[name] - theirs[name]).square().sum().item() for name in ours) / size)
 
 
-@pytest.fixture(params=["at the start", "later on"])
+@pytest.fixture(params=[pytest.param("at the start", marks=pytest.mark.slow), "later on"])
 def pipeline_and_later(request, pipeline):
     """With the initial LoRA, where half of its gradient is 0, and with a LoRA in which both factors are not 0."""
     factors = [weight for name, weight in lora(pipeline.transformer).items() if "lora_B" in name]

@@ -192,6 +192,7 @@ def dry_run(tmp_path_factory):
     return {"log": done.stderr, "out": out, "results": lines_by_check(done.stdout)}
 
 
+@pytest.mark.slow
 def test_checks_pass_on_tiny_models(dry_run):
     assert failures(dry_run["results"], FAST) == {}, dry_run["log"][-3000:]
 
@@ -218,6 +219,7 @@ def test_a_dry_run_passes_every_check(tmp_path):
     assert static["ok"] is True
 
 
+@pytest.mark.slow
 def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run):
     names = [each["name"] for each in dry_run["results"]["sd3-step"]["findings"]]
     for stage in ("rollout", "render", "update", "preflight"):
@@ -229,6 +231,7 @@ def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run):
     assert without > 0.03 > max(distances.values())
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_the_measured_rates(dry_run):
     path = dry_run["out"] / "profile.json"
     found = find_machine(str(path))

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
 PAGE = table.PAGE.read_text(encoding="utf-8")
-FAST = ["Kandinsky5I2IPipeline", "Lumina2Pipeline", "StableDiffusionXLPipeline"]
+FAST = ["Lumina2Pipeline"]
 
 
 @pytest.mark.parametrize("name", slow_except(FAST, tiny.PIPELINES))

@@ -134,7 +134,7 @@ def check_stop(folder, step, rule, back_to=None):
 
 
 @pytest.mark.usefixtures("_falling")
-@pytest.mark.parametrize(("response", "back_to"), [("stop", None), ("roll_back", 0)])
+@pytest.mark.parametrize(("response", "back_to"), [pytest.param("stop", None, marks=pytest.mark.slow), ("roll_back", 0)])
 def test_suite_alarm_stops_or_rolls_back_the_run_as_configured(tmp_path, response, back_to):
     recipe = small(tmp_path, {**SUITE, "on_alarm": response}, checkpoints={"every": 0})
     with pytest.raises(AlarmStop, match=r"eval\.suites, suite playground: the reward and the suite playground diverge"):
@@ -184,7 +184,7 @@ def test_an_alarm_of_the_watch_stops_the_run_although_a_budget_is_spent_in_the_s
 
 
 @pytest.mark.usefixtures("_falling")
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_alarm_of_a_suite_stops_the_run_although_the_next_suite_spends_its_budget(tmp_path, monkeypatch, resumed):
     """``resumed``: the budget of the first suite was spent too, and was raised before the next start."""
     own, spent = RunSuites._run, {"preservation"}

@@ -1,6 +1,6 @@
 """Compares two steppers with the same gradients on two ranks: a replicated stepper, and one that shards.
 
-    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2|fsdp2-moments|fsdp2-weights OUT
+    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2|fsdp2-moments|fsdp2-weights lora|full OUT
 
 Each rank writes OUT/rank-N.json.
 """
@@ -131,5 +131,5 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     ranks = init_distributed("cpu")
-    made = {train: main(sys.argv[1], ranks, train) for train in ("lora", "full")}
-    (Path(sys.argv[2]) / f"rank-{ranks.rank}.json").write_text(json.dumps(made))
+    made = main(sys.argv[1], ranks, sys.argv[2])
+    (Path(sys.argv[3]) / f"rank-{ranks.rank}.json").write_text(json.dumps(made))

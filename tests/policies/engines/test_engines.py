@@ -170,6 +170,7 @@ def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make, writer, t
             assert line["policy/ratio_max_first"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_samples_image_tokens_from_a_server_with_the_plugin(make, tmp_path, monkeypatch):
     tiny_writer_runs.save_emu3(tmp_path / "emu3")
     tokens = tiny_writer_runs.image_tokens(tmp_path / "emu3")
