@@ -1,11 +1,12 @@
 """Do pipelines without an adapter of their own learn? Trains small ones on the playground, first supervised, then by RL.
 
     python measurements/pipelines/learning.py FOLDER
-    python measurements/pipelines/learning.py FOLDER --only sd3 sdxl
+    python measurements/pipelines/learning.py FOLDER --only sd3 sdxl --seeds 0 1 2
 
 Stable Diffusion XL, Lumina 2 and InstructPix2Pix train through their own ``__call__``, Stable Diffusion 3 also with its adapter.
 First, each learns by plain prediction of noise or velocity, which shares no code with adapters; FOLDER keeps these weights. Then
-it learns by RL. A run writes its line into learning.jsonl, and all lines into docs/models.md.
+it learns by RL. A run writes its line into learning.jsonl, and all lines into docs/models.md. FOLDER/runs has the finished runs,
+which are not repeated.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -37,7 +39,7 @@ from retouch_worlds.pretraining.training import one_cycle
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 PAGE, MARK = Path(__file__).parents[2] / "docs" / "models.md", "<!-- learning -->"
-HEADER = "| class | adapter | objective | reward | before | after | gain (95 %) | ratio | seconds a step |"
+HEADER = "| class | adapter | objective | reward | seeds | before | after | gain (seeds) | ± of a seed | ratio | seconds a step |"
 CLASSES = {
     "sd3": "StableDiffusion3Pipeline",
     "sdxl": "StableDiffusionXLPipeline",
@@ -226,7 +228,7 @@ def pretrain(pipe: Any, data: Any, steps: int) -> float:
     return sum(losses[-20:]) / len(losses[-20:])
 
 
-def learn(folder: Path, name: str, kind: str, objective: str, reward: str, given: argparse.Namespace) -> dict[str, Any]:
+def learn(folder: Path, name: str, kind: str, objective: str, reward: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """Train a pre-trained model by RL; the line of the run."""
     _, call, data, side = MODELS[name]
     path, size, none = folder / name, (side, side), {"text_encoder_3": None, "tokenizer_3": None}
@@ -239,26 +241,37 @@ def learn(folder: Path, name: str, kind: str, objective: str, reward: str, given
         model, SCORES[reward], data.model_copy(update={"seed": 1}),
         objective=retouch.GRPO(clip=1e-4) if objective == "GRPO" else retouch.NFT(beta=1.0), reward_weights={COLUMNS[reward]: 1.0},
         rollout={"num_steps": 6, **(window if objective == "GRPO" else {"transition": {"kind": "ode"}})}, size=size, call=call,
-        tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, device="cpu",
+        tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, seed=seed, device="cpu",
         eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": COLUMNS[reward], "best_of_k": 0},
         samples={"every": 0}, checkpoints={"every": 0}, trackers=(), output_dir=folder / "runs", progress=False,
-        run_name=f"{name}-{kind}-{objective}-{reward}-{given.steps}",
+        run_name=f"{name}-{kind}-{objective}-{reward}-{given.steps}-{seed}",
     )  # fmt: skip
     found = trainer.train()
     assert found is not None, "the run was stopped"
     ratios = [entry["policy/ratio_max_first"] for entry in trainer.state.log_history if "policy/ratio_max_first" in entry]
-    line = {"model": name, "kind": kind, "objective": objective, "reward": reward, "steps": given.steps, "tasks": given.tasks}
+    line = {"model": name, "kind": kind, "objective": objective, "reward": reward, "seed": seed}
+    line |= {"steps": given.steps, "tasks": given.tasks}
     line |= {key: getattr(found, key) for key in ("before", "after", "gain", "gain_ci95")}
     return {**line, "ratio": max(ratios, default=None), "seconds": float(str(found.cost["training seconds"])) / given.steps}
 
 
-def row(line: dict[str, Any]) -> str:
-    """The row of a run in docs/models.md."""
-    name, low, high = f"`{CLASSES[line['model']]}`", *line["gain_ci95"]
-    ratio = "" if line["ratio"] is None else "< 1e-06" if line["ratio"] < 1e-6 else f"{line['ratio']:.0e}"
-    scores = f"{line['before']:.3f} | {line['after']:.3f} | {line['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
-    cells = name, f"`{line['kind']}`", line["objective"], f"`{line['reward']}`", scores, ratio
-    return f"| {' | '.join(cells)} | {line['seconds']:.1f} |"
+def row(lines: list[dict[str, Any]]) -> str:
+    """The row of a run with its seeds in docs/models.md."""
+    line, ratios = lines[0], [each["ratio"] for each in lines if each["ratio"] is not None]
+    before, after, gain = (sum(each[key] for each in lines) / len(lines) for key in ("before", "after", "gain"))
+    gains, widest = [each["gain"] for each in lines], max(each["gain_ci95"][1] - each["gain"] for each in lines)
+    scores = f"{before:.3f} | {after:.3f} | {gain:+.3f} ({min(gains):+.3f} to {max(gains):+.3f}) | {widest:.3f}"
+    ratio = "" if not ratios else "< 1e-06" if max(ratios) < 1e-6 else f"{max(ratios):.0e}"
+    cells = (
+        f"`{CLASSES[line['model']]}`",
+        f"`{line['kind']}`",
+        line["objective"],
+        f"`{line['reward']}`",
+        str(len(lines)),
+        scores,
+        ratio,
+    )
+    return f"| {' | '.join(cells)} | {median(each['seconds'] for each in lines):.1f} |"
 
 
 def main() -> None:
@@ -268,11 +281,12 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=700, help="steps of the autoencoder, and of each model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tasks", type=int, default=128)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     kept = [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()] if KEPT.exists() else []
-    lines = {(line["model"], line["kind"], line["objective"], line["reward"]): line for line in kept}
+    lines = {tuple(line[key] for key in ("model", "kind", "objective", "reward", "seed")): line for line in kept}
     for name in ["autoencoder", *given.only]:
         if not (given.folder / name).is_dir():
             torch.manual_seed(0)
@@ -283,12 +297,12 @@ def main() -> None:
                 loss = pretrain(made, MODELS[name][2], given.pretraining)
             made.save_pretrained(given.folder / name)
             print(f"{name}: {given.pretraining} steps, loss {loss:.3f}, {time.perf_counter() - began:.0f} s", flush=True)
-        for run in [run for run in RUNS if run[0] == name]:
+        for run in [(*run, seed) for run in RUNS if run[0] == name for seed in given.seeds]:
             lines[run] = learn(given.folder, *run, given)
             print(json.dumps(lines[run]), flush=True)
-            order = [lines[each] for each in RUNS if each in lines]
-            KEPT.write_text("".join(f"{json.dumps(line)}\n" for line in order), encoding="utf-8")
-            insert(PAGE, MARK, "\n".join([HEADER, "| --- " * 9 + "|", *map(row, order)]))
+            groups = [[lines[each] for each in sorted(lines) if each[:-1] == run] for run in RUNS]
+            KEPT.write_text("".join(f"{json.dumps(line)}\n" for group in groups for line in group), encoding="utf-8")
+            insert(PAGE, MARK, "\n".join([HEADER, "| --- " * 11 + "|", *(row(group) for group in groups if group)]))
 
 
 if __name__ == "__main__":
