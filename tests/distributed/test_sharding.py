@@ -41,8 +41,8 @@ SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
 STEPPED = [
     *(pytest.param(("zero2", train), marks=NO_DEEPSPEED) for train in ("lora", "full")),
     ("fsdp2", "full"),
-    *(pytest.param(("fsdp2" + kept, "full"), marks=pytest.mark.slow) for kept in ("-moments", "-weights")),
-    *(pytest.param(("fsdp2" + kept, "lora"), marks=pytest.mark.slow) for kept in ("", "-moments", "-weights")),
+    *(pytest.param((f"fsdp2{kept}", "lora"), marks=pytest.mark.slow) for kept in ("", "-moments", "-weights")),
+    *(pytest.param((f"fsdp2{kept}", "full"), marks=pytest.mark.slow) for kept in ("-moments", "-weights")),
 ]
 
 
