@@ -5,8 +5,7 @@
 
 Stable Diffusion XL, Lumina 2 and InstructPix2Pix train through their own ``__call__``, Stable Diffusion 3 also with its adapter.
 First, each learns by plain prediction of noise or velocity, which shares no code with adapters; FOLDER keeps these weights. Then
-it learns by RL. A run writes its line into learning.jsonl, and all lines into docs/models.md. FOLDER/runs has the finished runs,
-which are not repeated.
+it learns by RL. A run writes its line into learning.jsonl, and all lines into docs/models.md.
 """
 
 import argparse
@@ -16,7 +15,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -237,18 +237,19 @@ def learn(folder: Path, name: str, kind: str, objective: str, reward: str, seed:
     else:
         model = Unknown.from_pretrained(path, **none) if name == "sd3" else DiffusionPipeline.from_pretrained(path)
     window = {"window": {"mode": "window", "size": 2, "high": 4}, "transition": {"kind": "cps", "noise_level": 0.7}}
-    trainer = retouch.Trainer(
-        model, SCORES[reward], data.model_copy(update={"seed": 1}),
-        objective=retouch.GRPO(clip=1e-4) if objective == "GRPO" else retouch.NFT(beta=1.0), reward_weights={COLUMNS[reward]: 1.0},
-        rollout={"num_steps": 6, **(window if objective == "GRPO" else {"transition": {"kind": "ode"}})}, size=size, call=call,
-        tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, seed=seed, device="cpu",
-        eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": COLUMNS[reward], "best_of_k": 0},
-        samples={"every": 0}, checkpoints={"every": 0}, trackers=(), output_dir=folder / "runs", progress=False,
-        run_name=f"{name}-{kind}-{objective}-{reward}-{given.steps}-{seed}",
-    )  # fmt: skip
-    found = trainer.train()
-    assert found is not None, "the run was stopped"
-    ratios = [entry["policy/ratio_max_first"] for entry in trainer.state.log_history if "policy/ratio_max_first" in entry]
+    with TemporaryDirectory() as out:  # a finished run in a folder would be taken again, although the code has changed
+        trainer = retouch.Trainer(
+            model, SCORES[reward], data.model_copy(update={"seed": 1}),
+            objective=retouch.GRPO(clip=1e-4) if objective == "GRPO" else retouch.NFT(beta=1.0),
+            reward_weights={COLUMNS[reward]: 1.0},
+            rollout={"num_steps": 6, **(window if objective == "GRPO" else {"transition": {"kind": "ode"}})}, size=size, call=call,
+            tasks_per_step=6, group_size=8, microbatch=48, learning_rate=2e-4, steps=given.steps, seed=seed, device="cpu",
+            eval={"tasks": given.tasks, "num_steps": 6, "every": 0, "batch": 64, "column": COLUMNS[reward], "best_of_k": 0},
+            samples={"every": 0}, checkpoints={"every": 0}, trackers=(), output_dir=out, progress=False,
+        )  # fmt: skip
+        found = trainer.train()
+        assert found is not None, "the run was stopped"
+        ratios = [entry["policy/ratio_max_first"] for entry in trainer.state.log_history if "policy/ratio_max_first" in entry]
     line = {"model": name, "kind": kind, "objective": objective, "reward": reward, "seed": seed}
     line |= {"steps": given.steps, "tasks": given.tasks}
     line |= {key: getattr(found, key) for key in ("before", "after", "gain", "gain_ci95")}
@@ -258,19 +259,12 @@ def learn(folder: Path, name: str, kind: str, objective: str, reward: str, seed:
 def row(lines: list[dict[str, Any]]) -> str:
     """The row of a run with its seeds in docs/models.md."""
     line, ratios = lines[0], [each["ratio"] for each in lines if each["ratio"] is not None]
-    before, after, gain = (sum(each[key] for each in lines) / len(lines) for key in ("before", "after", "gain"))
-    gains, widest = [each["gain"] for each in lines], max(each["gain_ci95"][1] - each["gain"] for each in lines)
-    scores = f"{before:.3f} | {after:.3f} | {gain:+.3f} ({min(gains):+.3f} to {max(gains):+.3f}) | {widest:.3f}"
+    before, after, gains = ([each[key] for each in lines] for key in ("before", "after", "gain"))
+    widest = max(each["gain_ci95"][1] - each["gain"] for each in lines)
+    scores = f"{mean(before):.3f} | {mean(after):.3f} | {mean(gains):+.3f} ({min(gains):+.3f} to {max(gains):+.3f}) | {widest:.3f}"
     ratio = "" if not ratios else "< 1e-06" if max(ratios) < 1e-6 else f"{max(ratios):.0e}"
-    cells = (
-        f"`{CLASSES[line['model']]}`",
-        f"`{line['kind']}`",
-        line["objective"],
-        f"`{line['reward']}`",
-        str(len(lines)),
-        scores,
-        ratio,
-    )
+    cells = [f"`{CLASSES[line['model']]}`", f"`{line['kind']}`", line["objective"], f"`{line['reward']}`", str(len(lines))]
+    cells += [scores, ratio]
     return f"| {' | '.join(cells)} | {median(each['seconds'] for each in lines):.1f} |"
 
 

@@ -40,6 +40,14 @@ def test_what_a_second_process_cannot_do_is_done_in_this_one(caplog):
     assert "the second process failed" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [(-1.0, 4.0), (4.0, -1.0)])
+def test_errors_are_raised_in_this_process(values):
+    with pytest.raises(ValueError, match=r"math domain error|nonnegative") as raised:
+        both(math.sqrt, *values)
+    assert raised.traceback[-1].name == "both"
+
+
 def counted(sizes, *, calls=1):
     """The sizes of the microbatches that run, and the FLOPs of all, if a microbatch of size n has n FLOPs. ``calls``: the number of
     passes over the microbatches."""

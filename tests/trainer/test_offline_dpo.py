@@ -1,5 +1,6 @@
 """DPO on pairs of the data: from Python and from recipes, resumed, on two ranks, and mistakes that raise before models load."""
 
+import json
 import os
 import re
 import subprocess
@@ -16,12 +17,14 @@ from safetensors.torch import load_file
 import retouch
 import tiny_models
 import tiny_pipelines
+from retouch import cli
 from retouch.data.base import DataContext
 from retouch.data.sources.hub import HubData, TableData
 from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
+from retouch.run.session import run
 from retouch_plan.checks import check_scoring
-from small_trainer import SMALL
+from small_trainer import SMALL, assert_same, run_results
 from warm_python import python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"
@@ -83,6 +86,31 @@ def test_a_given_reward_is_evaluated_in_addition_to_the_pairs(tmp_path):
     summary = made.train()
     assert (summary.column, summary.before, summary.ceiling) == ("pairs/margin", 0.0, None)
     assert made.evaluate()["all"].keys() == {"n", "reward", "share", "pairs/preferred", "pairs/margin"}
+
+
+@pytest.mark.slow
+def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path, capsys):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    lines = []
+    for row in pairs():
+        for side in ("chosen", "rejected"):
+            row[side].save(folder / f"{side}-{row['id']}.png")
+        lines.append({"prompt": row["prompt"], "chosen": f"chosen-{row['id']}.png", "rejected": f"rejected-{row['id']}.png"})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tiny_pipelines.sd3().save_pretrained(tmp_path / "sd3")
+    options = {"train_dataset": str(folder), "model": str(tmp_path / "sd3"), "steps": 1}
+    made = trainer(tmp_path / "python", **options)
+    document = json.loads(json.dumps(made.recipe.document()))
+    assert document["objective"]["pairs"] == "data"
+    again = retouch.Trainer.from_recipe({**document, "out": str(tmp_path / "recipe")}).recipe
+    assert run(again, fresh=False) == 0
+    made.train()
+    assert_same(run_results(made.folder), run_results(again.folder))
+    capsys.readouterr()
+    assert cli.main(["eval", str(again.folder)]) == 0
+    held_out = json.loads(capsys.readouterr().out)
+    assert held_out["table"]["all"] == RunFolder(again.folder).read_evals()[-1]["table"]["all"]
 
 
 def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):

@@ -467,11 +467,12 @@ class AnyPipeline:
         level, top = sigma.view(-1, *[1] * (sample.dim() - 1)), float(self.levels[-1])
         norm, known = _norm(sigma.clamp(max=top), sample), level.clamp(max=top)
         a, s = (1 - known) / norm, known / norm
-        noise, x0 = output, (sample - s * output) / a
         if self.scheduler.config.prediction_type == "v_prediction":
             noise, x0 = s * sample + a * output, a * sample - s * output
         elif self.scheduler.config.prediction_type == "sample":
             noise, x0 = (sample - a * output) / s, output
+        else:
+            noise, x0 = output, (sample - s * output) / a
         # Objectives also draw noisier points than the model knows. There, an x0 from predicted noise would be divided by almost 0.
         return torch.where(level > top, (_norm(sigma, sample) * sample - x0) / level, noise - x0)
 
