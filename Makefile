@@ -128,13 +128,13 @@ results: install
 # from the stored results.
 league: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[league]'
-	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
+	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch tools playground --large
 	OMP_NUM_THREADS=1 $(BIN)/python measurements/league/league.py
 
 # Measures how far one algorithm gets with more samples, larger groups, more trained steps, a worse judge or a larger network, and
 # writes docs/scaling.md. Takes about 50 minutes of CPU time; it continues from the stored results.
 scaling: install
-	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
+	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch tools playground --large
 	OMP_NUM_THREADS=1 $(BIN)/python measurements/league/scaling.py
 
 # Checks on one GPU in at most 9 minutes, without a network and with the Python of this machine (docs/machines.md). Packages that

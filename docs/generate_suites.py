@@ -38,7 +38,7 @@ it downloads. So no wheel has all of LPIPS, and the tests of its formula use wei
 
 def page() -> str:
     """The whole page."""
-    suites = [(name, SUITES.load(name)) for name in SUITES if name not in ("import", "playground")]
+    suites = [(name, SUITES.load(name)) for name in SUITES if name not in ("import", "playground", "prompts", "edits")]
     found = [(name, suite) for name, suite in suites if suite is not None]
     lines = [_INTRODUCTION]
     for task, title in (("editing", "Editing"), ("text-to-image", "Text to image")):

@@ -116,7 +116,7 @@ _LARGER = replace(ALGORITHM, name="16 blocks")
 NETWORK = Axis(
     "Network size",
     "blocks",
-    "The editor of 16 blocks has 9.6 million parameters (`retouch playground build --large`), that of 4 blocks 2.5 million. It\n"
+    "The editor of 16 blocks has 9.6 million parameters (`retouch tools playground --large`), that of 4 blocks 2.5 million. It\n"
     "starts from the packaged editor and was trained for 300 steps more, so it is another base model with a gap of its own. Its\n"
     "network evaluations cost more, and count the same.",
     (replace(BASE, label="4"), Point("16", replace(EDITOR_LARGE, name="scaling", contestants=(_LARGER,)), _LARGER)),

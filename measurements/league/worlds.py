@@ -158,7 +158,7 @@ EDITOR = World(
     preservation="IP",
 )
 LARGE_WEIGHTS = "runs/playground/editor-large"
-"""The output of `retouch playground build --large`, run in the root of the repository."""
+"""The output of `retouch tools playground --large`, run in the root of the repository."""
 EDITOR_LARGE = replace(
     EDITOR,
     name="editor-large-exact",

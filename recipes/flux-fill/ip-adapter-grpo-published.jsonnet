@@ -7,7 +7,7 @@
 //
 // DIR and the judge are those of ip-adapter-grpo. The source's scripts all set the weights 0.7 and 0.3; the defaults of its flags,
 // which no script uses, are --set reward.combine='0.6 * ocr/correctness + 0.4 * vlm/quality'. To start from an adapter of the
-// source, convert it with `retouch convert`: `ip-adapter.bin` fits this recipe; `calligrapher.bin` has a Q-Former too, which needs
+// source, convert it with `retouch tools convert`: `ip-adapter.bin` fits this recipe; `calligrapher.bin` has a Q-Former too, which needs
 // --set policy.train.projection=qformer.
 //
 // Different here, because the script's values have no effect: the source sampled without noise and its KL was not in the loss, so

@@ -2,7 +2,7 @@
 // denoising steps, beta 0.5, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, a moving average of the
 // adapter with a decay of 0.999, and one step of warm-up, because it starts from a trained adapter. 8 GPUs with 141 GB.
 //
-//   retouch convert ip-adapter.bin --to ADAPTER
+//   retouch tools convert ip-adapter.bin --to ADAPTER
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-nft-published.jsonnet --set data.path=DIR \
 //       --set policy.train.init_from=ADAPTER
 //

@@ -1,4 +1,4 @@
-// The recipe of a configuration file of EARL, which `retouch train FILE` and `retouch convert FILE` read as it is. CONFIG is the
+// The recipe of a configuration file of EARL, which `retouch train FILE` and `retouch tools convert FILE` read as it is. CONFIG is the
 // evaluated file; retouch.recipe.earl checks its keys. What a configuration does not set has EARL's value, from earl.libsonnet.
 local earl = import 'earl.libsonnet';
 local given = std.parseJson(std.extVar('CONFIG'));

@@ -139,9 +139,8 @@ def _fid(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_judge(commands: Commands) -> None:
-    judge = commands.add_parser("judge", help="audit a judge").add_subparsers(dest="what", required=True, metavar="WHAT")
-    audit = judge.add_parser(
+def add_audit(commands: Commands) -> None:
+    audit = commands.add_parser(
         "audit",
         parents=[debug_option(), import_option()],
         help="measure the noise, the biases and the ranking of a judge on images of known quality, before a run pays for it",

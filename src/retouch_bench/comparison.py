@@ -82,7 +82,7 @@ def compare(
         part = [{column: each[chosen] for column, each in side.items()} for side in values]
         table[category] = differences(suite, [items[index] for index in chosen], *part)
     about = {
-        "title": suite.title,
+        "title": a.about["title"],
         "suite": a.about["suite"],
         "judge": a.about["judge"],
         "a": _label(a, first),

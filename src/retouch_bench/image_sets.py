@@ -1,4 +1,4 @@
-"""``retouch fid``: the Fréchet distance and the kernel distance between the images of two folders."""
+"""``retouch tools fid``: the Fréchet distance and the kernel distance between the images of two folders."""
 
 import json
 from collections.abc import Sequence

@@ -25,6 +25,8 @@ SUITES = Kinds(
         "preservation": "retouch_bench.suites.editing:PreservationSuite",
         "kris": "retouch_bench.suites.editing:KrisSuite",
         "rise": "retouch_bench.suites.editing:RiseSuite",
+        "prompts": "retouch_bench.suites.text_to_image:OwnPromptsSuite",
+        "edits": "retouch_bench.suites.editing:OwnEditsSuite",
         "geneval": "retouch_bench.suites.text_to_image:GenEvalSuite",
         "geneval2": "retouch_bench.suites.text_to_image:GenEval2Suite",
         "dpg": "retouch_bench.suites.text_to_image:DpgSuite",

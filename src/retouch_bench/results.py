@@ -171,7 +171,7 @@ def markdown(about: Mapping[str, Any]) -> str:
     model, lora = about["model"]["model"], about["model"].get("lora")
     maker = f"{model} with {lora['path']}" if lora else model
     scorer = "its own scorer" if about["judge"]["name"] == "own" else about["judge"]["name"]
-    of_all = f" of {about['size']}" if about["size"] else ""
+    of_all = f" of {about['size']}" if about["size"] > about["items"] else ""
     lines = [
         f"**{about['title']}**, {maker}, scored by {scorer}; {about['items']}{of_all} items, seed {about['seed']}. "
         f"Means and 95 % intervals; `{about['headline']}` is the headline.",

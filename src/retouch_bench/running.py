@@ -41,11 +41,13 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Items:
-    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used. ``data``: path of the
-    data. ``digest``: hash of the ids and prompts of all items, also of those that are not chosen."""
+    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used. ``total``: the number
+    of items in the data, also of those that are not chosen. ``data``: path of the data. ``digest``: hash of the ids and prompts of
+    all items."""
 
     chosen: Sequence[tuple[int, SuiteItem]]
     broken: Sequence[BrokenItem]
+    total: int
     data: str | None
     digest: str
 
@@ -173,10 +175,10 @@ def score(
     used = [item for _, item in items.chosen]
     about = {
         "suite": _identity(suite),
-        "title": suite.title,
+        "title": _title(suite, items),
         "source": suite.source,
         "licence": suite.licence,
-        "size": suite.size,
+        "size": items.total,
         "protocol": suite.protocol,
         "deviations": list(suite.deviations),
         "model": {key: value for key, value in model.items() if key != "recipe"},
@@ -194,6 +196,14 @@ def score(
     result = BenchmarkResult(folder, about, rows, used)
     result.write()
     return result
+
+
+def _title(suite: Suite, items: Items) -> str:
+    """The published name if these are all published items; otherwise the name says what they are."""
+    rows = items.total + len(items.broken)
+    if suite.size and rows != suite.size:
+        return f"{suite.title}'s protocol on other data ({rows:,} items; {suite.size:,} are published)"
+    return suite.title if len(items.chosen) == items.total else f"A part of {suite.title}"
 
 
 def make_images(
@@ -244,7 +254,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
     if times > 1:
         raise ValueError(f"{suite.name}: {times} items have the id {identity!r}")
     if subset is None or subset >= len(items):
-        return Items(numbered, broken, place, digest)
+        return Items(numbered, broken, len(items), place, digest)
     if subset < 1:
         raise ValueError(f"--subset {subset}: give at least one item")
     shuffled = list(numbered)
@@ -255,7 +265,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
         turn.append((seen.setdefault(item.category, 0), len(turn), number))
         seen[item.category] += 1
     chosen = {number for _, _, number in sorted(turn)[:subset]}
-    return Items([(number, item) for number, item in numbered if number in chosen], broken, place, digest)
+    return Items([(number, item) for number, item in numbered if number in chosen], broken, len(items), place, digest)
 
 
 def _existing_images(root: Path, suite: Suite, items: Items) -> ImageFolder:

@@ -1,4 +1,4 @@
-"""``retouch judge audit``: scores images of known quality with a judge, and reports its faults, before a run pays for it."""
+"""``retouch tools audit``: scores images of known quality with a judge, and reports its faults, before a run pays for it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

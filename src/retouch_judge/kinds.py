@@ -45,7 +45,7 @@ class InProcess(JudgeModel):
     """Data type of the weights."""
     quantize: Bits | None = Field(default=None, exclude_if=operator.not_)
     """Quantise the linear layers of the blocks, as ``policy.base.quantize`` does. It is another judge than that of the whole
-    weights: `retouch judge` measures it."""
+    weights: `retouch tools audit` measures it."""
     batch: Count = Field(default=1, exclude_if=lambda batch: batch == 1)
     """Maximum number of questions in one forward pass. Larger batches are faster and need more memory; answers differ by
     rounding."""

@@ -121,7 +121,7 @@ def _audited(model: JudgeModel, folder: Path, ranks: Ranks, clients: JudgeClient
     made = result_of(model.description, asked)
     if made.problem:
         shutil.rmtree(folder, ignore_errors=True)  # so that a corrected judge is asked again
-        raise ValueError(f"{made}. Correct the judge, or {_WITHOUT}; `retouch judge audit` measures it in full")
+        raise ValueError(f"{made}. Correct the judge, or {_WITHOUT}; `retouch tools audit` measures it in full")
     return made
 
 

@@ -134,7 +134,7 @@ def machine_of(target: PlannedDevice, name: str) -> Machine:
 _LISTED_LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 _STEPS = 6
 _IMAGES = 16
-_BUILD = "retouch playground build"
+_BUILD = "retouch tools playground"
 
 
 def check_install() -> Iterator[Finding]:

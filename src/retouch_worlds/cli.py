@@ -1,4 +1,4 @@
-"""``retouch playground build``."""
+"""``retouch tools playground``."""
 
 import argparse
 import logging
@@ -29,10 +29,7 @@ _BASES = {
 
 
 def add_playground(commands: Commands) -> None:
-    playground = commands.add_parser("playground", help="the built-in toy world").add_subparsers(
-        dest="what", required=True, metavar="WHAT"
-    )
-    build = playground.add_parser("build", parents=[debug_option()], help="train the base models of the playground again")
+    build = commands.add_parser("playground", parents=[debug_option()], help="train the base models of the playground again")
     build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights (default: the folder of the package)")
     build.add_argument("--seed", type=int, default=0)
     which = build.add_mutually_exclusive_group()

@@ -33,7 +33,7 @@ print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))
 
 
 def test_every_command_has_help(capsys):
-    for command in ("train", "launch", "eval", "sample", "doctor", "recipes", "playground build", "data check", "serve"):
+    for command in ("train", "launch", "eval", "sample", "doctor", "recipes", "tools playground", "data check", "serve"):
         with pytest.raises(SystemExit) as end:
             cli.main([*command.split(), "--help"])
         assert end.value.code == 0
@@ -280,15 +280,15 @@ def completions(script, *words):
 
 
 def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys):
-    assert cli.main(["completion", "bash"]) == 0
+    assert cli.main(["tools", "completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completions(script, "retouch", "tra") == ["train"]
     assert completions(script, "retouch", "train", "sd3/ocr") == ["sd3/ocr-grpo-playground", "sd3/ocr-grpo"]
     assert completions(script, "retouch", "train", "--fr") == ["--fresh"]
     assert completions(script, "retouch", "data", "ch") == ["check"]
-    assert cli.main(["completion", "zsh"]) == 0
+    assert cli.main(["tools", "completion", "zsh"]) == 0
     assert "bashcompinit" in capsys.readouterr().out
-    assert cli.main(["completion", "fish"]) == 0
+    assert cli.main(["tools", "completion", "fish"]) == 0
     script = capsys.readouterr().out
     assert "complete -c retouch -n '__fish_seen_subcommand_from train' -l fresh" in script
     assert "95 % intervals" in script

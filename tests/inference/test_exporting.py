@@ -210,7 +210,7 @@ def test_a_converted_adapter_has_the_weights_of_the_original(tmp_path, capsys):
     one = transformer(1)
     projection, attention = parts(one, tmp_path / "one")
     torch.save({"image_proj": projection, "ip_adapter": attention}, tmp_path / "adapter.bin")
-    assert cli.main(["convert", str(tmp_path / "adapter.bin"), "--to", str(tmp_path / "made")]) == 0
+    assert cli.main(["tools", "convert", str(tmp_path / "adapter.bin"), "--to", str(tmp_path / "made")]) == 0
     assert "6 tokens, projection 'mlp'" in capsys.readouterr().out
     other = transformer(2)
     ip_adapter.read(other, tmp_path / "made")
@@ -237,7 +237,7 @@ def calligrapher(made, file):
 def test_converted_calligrapher_adapters_keep_qformer_and_mlp_weights(tmp_path, capsys):
     one = transformer(1, QFORMER)
     calligrapher(one, tmp_path / "calligrapher.bin")
-    assert cli.main(["convert", str(tmp_path / "calligrapher.bin"), "--to", str(tmp_path / "made")]) == 0
+    assert cli.main(["tools", "convert", str(tmp_path / "calligrapher.bin"), "--to", str(tmp_path / "made")]) == 0
     assert "6 tokens, projection 'qformer'" in capsys.readouterr().out
     other, mlp = transformer(2, QFORMER), transformer(3)
     for made in (other, mlp):

@@ -1,4 +1,4 @@
-"""``retouch fid``: distances of folders of images equal those of the same images in memory."""
+"""``retouch tools fid``: distances of folders of images equal those of the same images in memory."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
 
 def test_the_command_prints_the_distance_of_the_images_in_both_folders(folders, capsys):
-    words = ["fid", str(folders / "one"), str(folders / "other"), "--dinov2", str(folders / "dino")]
+    words = ["tools", "fid", str(folders / "one"), str(folders / "other"), "--dinov2", str(folders / "dino")]
     assert main([*words, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     sets = [[image.copy() for image in ImageFiles.of_folder(folders / name)] for name in ("one", "other")]
@@ -44,7 +44,7 @@ def test_the_command_prints_the_distance_of_the_images_in_both_folders(folders, 
 
 
 def test_folders_without_images_and_other_numbers_of_networks_are_refused(folders, capsys):
-    assert main(["fid", str(folders / "one"), str(folders / "other"), "--inception", str(folders / "no.safetensors")]) == 2
+    assert main(["tools", "fid", str(folders / "one"), str(folders / "other"), "--inception", str(folders / "no.safetensors")]) == 2
     assert "no.safetensors is not a safetensors file; FID needs one" in capsys.readouterr().err
     inception = {"inception": folders / "none.safetensors"}
     for images, networks, message in (

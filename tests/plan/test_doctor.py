@@ -127,7 +127,7 @@ def test_doctor_without_a_recipe_checks_the_installation_and_built_in_model(caps
 
 def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path):
     missing = check_playground(tmp_path)
-    assert (missing.status, missing.fix) == ("FAILED", "retouch playground build")
+    assert (missing.status, missing.fix) == ("FAILED", "retouch tools playground")
     for file in playground_weights().rglob("*.*"):
         if file.is_file():
             copy = tmp_path / file.relative_to(playground_weights())

@@ -140,7 +140,7 @@ def test_the_text_encoder_attends_at_most_6_tokens_back() -> None:
     assert differing == list(range(5, 12))
 
 
-# A small `retouch playground build --emu3` writes files that a recipe can load
+# A small `retouch tools playground --emu3` writes files that a recipe can load
 
 CODES = CodesTraining(steps=3, free_steps=2, batch=4)
 STARTS = {
@@ -170,7 +170,7 @@ def built(tmp_path_factory):
 def test_every_start_can_be_loaded_from_the_build_folder(built, monkeypatch):
     path, scores = built
     told = json.loads((path / "build.json").read_text())
-    assert told["command"] == "retouch playground build --emu3 --seed 3"
+    assert told["command"] == "retouch tools playground --emu3 --seed 3"
     assert told["held_out"] == scores
     assert {name for name in scores if "ceiling" in name} == {
         f"{start}, ceiling {what}" for start in ALL for what in ("overall", "exact")
@@ -284,7 +284,7 @@ def test_the_same_seed_gives_the_same_bits_and_json_files_without_a_local_path(
         assert "/weights/" not in file.read_text()
         assert str(one) not in file.read_text()
     if name == "words":
-        assert read_json(one / "build.json")["command"] == "retouch playground build --words --seed 3"
+        assert read_json(one / "build.json")["command"] == "retouch tools playground --words --seed 3"
 
 
 @torch.no_grad()
@@ -332,7 +332,7 @@ def test_the_packaged_weights_are_small_and_a_folder_without_them_raises(tmp_pat
         assert sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file()) <= megabytes * 10**6
     sections: tuple[tuple[Any, str], ...] = ((PlaygroundTextToImage, "--text-to-image"), (PlaygroundWords, "--words"))
     for section, option in sections:
-        with pytest.raises(ValueError, match=f"playground build {option}"):
+        with pytest.raises(ValueError, match=f"tools playground {option}"):
             section(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 

@@ -109,7 +109,7 @@ def test_it_is_the_packaged_recipe_with_its_own_paths_and_sizes(tmp_path: Path, 
     # The packaged recipe uploads nothing, warns about another number of ranks, and has the microbatch of EARL's thinking runs.
     assert different == {*of_paths, "data.trusted", "push.repo", "push.every", "push.private", "ranks", "microbatch"}
     capsys.readouterr()
-    assert main(["convert", str(file)]) == 0
+    assert main(["tools", "convert", str(file)]) == 0
     converted = tmp_path / "converted.json"
     converted.write_text(capsys.readouterr().out)
     assert load(converted) == load(file)

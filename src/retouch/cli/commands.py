@@ -265,7 +265,7 @@ def add_convert(commands: Commands) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     if arguments.source.suffix in (".jsonnet", ".json"):
         if arguments.to is not None:
-            raise ValueError("--to: a recipe is printed; write `retouch convert FILE > RECIPE.json`")
+            raise ValueError("--to: a recipe is printed; write `retouch tools convert FILE > RECIPE.json`")
         from retouch.recipe.recipe import load
 
         print(json.dumps(load(arguments.source).document(), indent=2))

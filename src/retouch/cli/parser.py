@@ -1,11 +1,11 @@
-"""The parser of all commands, ``main``, which runs one of them, and ``retouch completion``."""
+"""The parser of all commands, ``main``, which runs one of them, and ``retouch tools completion``."""
 
 import argparse
 import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -23,10 +23,17 @@ _COMMANDS = {
     "sample": "retouch.cli.commands:add_sample",
     "score": "retouch.cli.commands:add_score",
     "export": "retouch.cli.commands:add_export",
-    "convert": "retouch.cli.commands:add_convert",
     "recipes": "retouch.cli.commands:add_recipes",
     "data": "retouch.cli.commands:add_data",
-    "completion": "retouch.cli.parser:add_completion",
+    "tools": "retouch.cli.parser:add_tools",
+}
+_TOOLS = {"convert": "retouch.cli.commands:add_convert", "completion": "retouch.cli.parser:add_completion"}
+_PURPOSES = {
+    "train": ("recipes", "data", "doctor", "train", "launch", "control"),
+    "look at runs": ("view", "report", "compare"),
+    "measure": ("eval", "bench", "score", "ledger", "votes"),
+    "use the result": ("sample", "export", "serve"),
+    "rarely needed": ("tools",),
 }
 _USER_ERROR = 2
 _LOST_RANK = 3
@@ -128,15 +135,36 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Build the parser. If ``words`` start with a command, only its module is imported; otherwise the parser has all commands, as
     help and error messages need. The parsed namespace contains ``run``, the function of the command."""
-    parser = _Parser(prog="retouch", description="Reinforcement-learning post-training for image editing and generation.")
+    parser = _Parser(
+        prog="retouch",
+        usage="retouch [-h] [--version] COMMAND ...",
+        description="Reinforcement-learning post-training for image editing and generation.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
     parser.set_defaults(build_parser=build_parser)  # for `retouch launch`, which parses the words of another command
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", prog="retouch", required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     known = _COMMANDS | wings.of_set("command")
-    for name in words[:1] if words and words[0] in known else known:
-        module, _, function = known[name].partition(":")
-        getattr(import_module(module), function)(commands)
+    _add(commands, {words[0]: known[words[0]]} if words and words[0] in known else known)
+    helps = {command.dest: (command.help or "").replace("%%", "%") for command in commands._choices_actions}
+    lines = (
+        line
+        for purpose, names in _PURPOSES.items()
+        for line in (f"\n{purpose}:", *(f"  {name:9} {helps[name]}" for name in names if name in helps))
+    )
+    parser.epilog = "\n".join(lines).lstrip("\n")
     return parser
+
+
+def _add(commands: Commands, known: Mapping[str, str]) -> None:
+    for path in known.values():
+        module, _, function = path.partition(":")
+        getattr(import_module(module), function)(commands)
+
+
+def add_tools(commands: Commands) -> None:
+    tools = commands.add_parser("tools", help="convert other trainers' files, audit a judge, FID, build the playground, completion")
+    _add(tools.add_subparsers(dest="tool", required=True, metavar="TOOL"), _TOOLS | wings.of_set("tool"))
 
 
 def _explained(error: OSError) -> str:
@@ -147,9 +175,9 @@ def _explained(error: OSError) -> str:
 
 
 _LINES = {
-    "bash": 'add to ~/.bashrc: eval "$(retouch completion bash)"',
-    "zsh": 'add to ~/.zshrc after compinit: eval "$(retouch completion zsh)"',
-    "fish": "retouch completion fish > ~/.config/fish/completions/retouch.fish",
+    "bash": 'add to ~/.bashrc: eval "$(retouch tools completion bash)"',
+    "zsh": 'add to ~/.zshrc after compinit: eval "$(retouch tools completion zsh)"',
+    "fish": "retouch tools completion fish > ~/.config/fish/completions/retouch.fish",
 }
 _BASH = """_retouch() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" words="" files=""

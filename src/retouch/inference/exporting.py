@@ -7,7 +7,7 @@ load with ``load_ip_adapter`` if the adapter has the required form (see ``models
 with its settings. Full weights are written to a folder ``transformer``, those of a writer to ``writer`` (for ``from_pretrained``).
 ``README.md`` is the model card, with the metadata of the Hugging Face Hub.
 
-It also pushes such exports to the Hub while a run trains, and converts published IP-Adapters (`retouch convert`).
+It also pushes such exports to the Hub while a run trains, and converts published IP-Adapters (`retouch tools convert`).
 """
 
 import logging

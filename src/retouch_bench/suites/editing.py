@@ -20,7 +20,7 @@ from retouch.rewards.pixels import AppearanceReward
 from retouch.rewards.several import SeveralRewards
 from retouch.types import Column, Sample
 from retouch_bench.suite import Scored, SuiteItem, require_judge
-from retouch_bench.suites.rows import JoinedRows, RowSuite, RubricReward, file_rows, keyed_rows, published, texts_of
+from retouch_bench.suites.rows import JoinedRows, OwnSuite, RowSuite, RubricReward, file_rows, keyed_rows, published, texts_of
 from retouch_judge.base import NAN, Prompt, edit_parts, image_parts, judged_image, quoted, rubric
 from retouch_judge.models import JudgeModel
 from retouch_judge.questions import Part, ScoresForm
@@ -269,6 +269,31 @@ class MultiTurnSuite(RowSuite):
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
         return {**{name: given[f"vie/{name}"] for name in _VIE_TURNS}, "l1": 1 - given["pixels/preservation"]}
+
+
+class OwnEditsSuite(OwnSuite):
+    """Edits of the user, scored by a reward of the user."""
+
+    name, title = "edits", "My edits"
+    deviations: ClassVar[tuple[str, ...]] = ("The user provides the rows, so results are comparable only for the same folder.",)
+    task = "editing"
+    layout: ClassVar[str] = "give a folder with metadata.jsonl, whose lines have file_name, instruction and optionally category"
+
+    def rows(self, data: Path) -> Rows:
+        return read_folder(data)
+
+    def item(self, row: Row) -> SuiteItem | None:
+        if not row.images:
+            raise ValueError("no source image")
+        category = row.meta.get("category")
+        return SuiteItem(
+            id=row.id.replace("/", "-"),
+            prompt=row.instruction,
+            cluster=row.source,
+            text=row.text,
+            fields=row.meta,
+            category=category if isinstance(category, str) else "",
+        )
 
 
 class ComplexEditSuite(RowSuite):

@@ -17,7 +17,7 @@ from retouch.data.sources.folder import image_under
 from retouch.data.tasks import load_task
 from retouch.records.files import read_json
 from retouch.rewards.base import RewardSection
-from retouch.types import Json, Sample, Scores, Task
+from retouch.types import Column, Json, Sample, Scores, Task
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch_judge.base import NAN, JudgeReward, Prompt
 from retouch_judge.models import JudgeModel
@@ -108,6 +108,24 @@ class RowSuite(Suite):
             text=item.text,
             tags={"category": item.category} if item.category else {},
             meta=item.fields,
+        )
+
+
+class OwnSuite(RowSuite):
+    """Data of the user, scored by a reward that ``--judge`` names. Its columns are those of the reward."""
+
+    source: ClassVar[str] = "the user's data"
+    licence: ClassVar[str] = "that of the user's data"
+    size: ClassVar[int] = 0
+    protocol: ClassVar[str] = "One image of each row; the means of the reward's columns."
+    columns: ClassVar[Mapping[str, Column]] = {}
+    headline_column: ClassVar[str] = "the reward's first column"
+
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        example = '{"kind": "viescore", "judge": {...}}' if self.task == "editing" else "pickscore:FOLDER"
+        raise ValueError(
+            f"{self.name} is scored by a reward that you choose: name it with --judge, as in `retouch score`, for example "
+            f"--judge '{example}' or --judge my_rewards.py:redness"
         )
 
 

@@ -17,8 +17,8 @@ from retouch.data.sources.hub import encoded_image
 from retouch.rewards.base import PathText, RewardSection
 from retouch.rewards.identity import Fingerprinted
 from retouch.types import Column, Json, Sample, Scores, Task
-from retouch_bench.suite import SuiteItem
-from retouch_bench.suites.rows import RowSuite, number_of, pooled_mean, published, texts_of
+from retouch_bench.suite import Suite, SuiteItem
+from retouch_bench.suites.rows import OwnSuite, RowSuite, number_of, pooled_mean, published, texts_of
 from retouch_judge.base import NAN, JudgeReward, Prompt, image_parts, quoted, rubric
 from retouch_judge.models import JudgeModel
 from retouch_judge.questions import ChoiceForm, ScoresForm, WordForm
@@ -597,6 +597,13 @@ class PromptListSuite(RowSuite):
         )
 
 
+class OwnPromptsSuite(OwnSuite, PromptListSuite):
+    """Prompts of the user, scored by a reward of the user."""
+
+    name, title = "prompts", "My prompts"
+    licence, size, deviations = OwnSuite.licence, 0, (_PROMPTS,)
+
+
 class PickScoreSuite(PromptListSuite):
     """PickScore on a list of prompts."""
 
@@ -615,10 +622,18 @@ class PickScoreSuite(PromptListSuite):
         return PickScoreReward(path=self.path)
 
 
+def _given(suite: Suite, field: str) -> str:
+    """The value of a field that the suite's own reward needs, and a reward of the user does not."""
+    value = getattr(suite, field)
+    if value is None:
+        raise ValueError(f"{suite.name} needs --option {field}=PATH, or a reward of yours: --judge REWARD")
+    return str(value)
+
+
 class HpsSuite(PromptListSuite):
     """HPSv2 on a list of prompts."""
 
-    path: PathText
+    path: PathText | None = None
     """Folder of the weights, or their id in the Hugging Face cache (see the reward ``hps``)."""
 
     name, title = "hpsv2", "HPSv2"
@@ -631,13 +646,13 @@ class HpsSuite(PromptListSuite):
     headline_column: ClassVar[str] = next(iter(HpsReward.columns))
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        return HpsReward(path=self.path)
+        return HpsReward(path=_given(self, "path"))
 
 
 class AestheticSuite(PromptListSuite):
     """LAION aesthetic rating on a list of prompts."""
 
-    head: PathText
+    head: PathText | None = None
     """The layers of the aesthetic predictor, a safetensors file (see the reward ``aesthetic``)."""
     path: PathText = "openai/clip-vit-large-patch14"
     """The CLIP model for which the head was trained."""
@@ -649,4 +664,4 @@ class AestheticSuite(PromptListSuite):
     headline_column: ClassVar[str] = "aesthetic"
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        return AestheticReward(head=self.head, path=self.path)
+        return AestheticReward(head=_given(self, "head"), path=self.path)

@@ -73,7 +73,7 @@ class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
     kind: Literal["playground"] = "playground"  # type: ignore[assignment]
 
     shipped = "editor"
-    built_by = ("model", "retouch playground build")
+    built_by = ("model", "retouch tools playground")
     stated = ("template", "condition_area", "source_area")
 
 
@@ -83,7 +83,7 @@ class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
     kind: Literal["playground-text-to-image"] = "playground-text-to-image"  # type: ignore[assignment]
 
     shipped = "text_to_image"
-    built_by = ("text-to-image model", "retouch playground build --text-to-image")
+    built_by = ("text-to-image model", "retouch tools playground --text-to-image")
     stated = ("template", "size")
 
     def options(self, source: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class PlaygroundWords(PlaygroundFamily, FluxFillModel):
     kind: Literal["playground-words"] = "playground-words"  # type: ignore[assignment]
 
     shipped = "words"
-    built_by = ("model that renders words", "retouch playground build --words")
+    built_by = ("model that renders words", "retouch tools playground --words")
     stated = ("max_sequence_length",)
 
     @property

@@ -62,7 +62,7 @@ class PlaygroundWriter(PlaygroundLanguageModel, QwenFamily):
 
     kind: Literal["playground-writer"] = "playground-writer"
 
-    built_by = ("writer", "retouch playground build --writer")
+    built_by = ("writer", "retouch tools playground --writer")
 
     @property
     def shipped(self) -> Path:
@@ -85,7 +85,7 @@ class PlaygroundEnhancer(PlaygroundLanguageModel, QwenFamily):
     kind: Literal["playground-enhancer"] = "playground-enhancer"
 
     marker = "adapter.json"
-    built_by = ("enhancer", "retouch playground build --text-to-image")
+    built_by = ("enhancer", "retouch tools playground --text-to-image")
 
     @property
     def shipped(self) -> Path:
@@ -106,7 +106,7 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
     ``s-distractors`` continues from ``s``, on single edits whose instructions also request edits of things that are not in the
     image. ``sc-unfinished`` continues from ``sc``, on demonstrations of several edits, most of which lack one edit."""
 
-    built_by = ("Emu3", "retouch playground build --emu3")
+    built_by = ("Emu3", "retouch tools playground --emu3")
 
     @property
     def shipped(self) -> Path:

@@ -1,4 +1,4 @@
-"""`retouch playground build`: trains the playground's editor and its autoencoder from a seed; with `--large`, a deeper editor.
+"""`retouch tools playground`: trains the playground's editor and its autoencoder from a seed; with `--large`, a deeper editor.
 
 The autoencoder is Qwen-Image's class with a spatial factor of 4, trained to reconstruct images of the playground. The editor has
 Qwen-Image-Edit's classes with few parameters; its transformer and text encoder are trained together by supervised flow matching on
@@ -410,7 +410,7 @@ def build_large_editor(out: Path | None, *, seed: int, editor: EditorTraining = 
         train_rounds(model, replace(editor, seed=seed + len(EDITOR.rounds)))
         return model
 
-    command = "retouch playground build --large"
+    command = "retouch tools playground --large"
     return build([folder], train, lambda model: _write_and_measure(model, folder), seed=seed, command=command)
 
 

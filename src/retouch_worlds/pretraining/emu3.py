@@ -1,4 +1,4 @@
-"""`retouch playground build --emu3`: trains the base editors that generate image tokens and their image tokenizer, from a seed.
+"""`retouch tools playground --emu3`: trains the base editors that generate image tokens and their image tokenizer, from a seed.
 
 The image tokenizer is Emu3's class with a spatial factor of 8, so that an image of nine cells has nine codes. The quantiser of
 transformers' class has no gradient. So training first reconstructs images from noisy continuous latents, then initialises the
@@ -345,7 +345,7 @@ def build_emu3(
             scores |= build_further(folder, name, start, replace(settings, seed=seed))
         return scores
 
-    return build([folder], train, lambda scores: scores, seed=seed, command="retouch playground build --emu3")
+    return build([folder], train, lambda scores: scores, seed=seed, command="retouch tools playground --emu3")
 
 
 def build_further(folder: Path, name: str, start: str, settings: Emu3Training) -> dict[str, float]:

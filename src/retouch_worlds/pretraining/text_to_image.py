@@ -1,4 +1,4 @@
-"""`retouch playground build --text-to-image`: trains the playground's text-to-image model, and a base prompt enhancer, from a seed.
+"""`retouch tools playground --text-to-image`: trains the playground's text-to-image model, and a base prompt enhancer, from a seed.
 
 The text-to-image model has Qwen-Image's classes with few parameters. Its training starts from the weights of the editor, which
 knows most of the words of ``playground.texts``; user requests with other words are out of distribution.
@@ -212,7 +212,7 @@ def build_text_to_image(
         files.write_json(folders[1] / "adapter.json", {"template": ENHANCING})
         return measure(model, writer)
 
-    return build(folders, train, finish, seed=seed, command="retouch playground build --text-to-image")
+    return build(folders, train, finish, seed=seed, command="retouch tools playground --text-to-image")
 
 
 def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:

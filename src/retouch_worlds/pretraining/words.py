@@ -1,4 +1,4 @@
-"""`retouch playground build --words`: trains the playground's text-rendering model and its autoencoder from a seed.
+"""`retouch tools playground --words`: trains the playground's text-rendering model and its autoencoder from a seed.
 
 First the autoencoder is trained, then the transformer and the text encoders together, by supervised flow matching. The model
 imitates demonstrations in which a share of the letters is wrong. So more supervised training does not lower its error rate below
@@ -177,7 +177,7 @@ def build_words(
         write(model, folder)
         return measure(model, judge)
 
-    return build([folder], train, finish, seed=seed, command="retouch playground build --words")
+    return build([folder], train, finish, seed=seed, command="retouch tools playground --words")
 
 
 def write(model: FluxFill, folder: Path) -> None:

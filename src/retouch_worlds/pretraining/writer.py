@@ -1,4 +1,4 @@
-"""`retouch playground build --writer`: trains the base writer for the playground's editor, from a seed.
+"""`retouch tools playground --writer`: trains the base writer for the playground's editor, from a seed.
 
 The writer has Qwen2.5-VL's classes with few parameters, and the tokenizer of the editor. It learns to read the image and to write
 the complete names of things, with the library's own supervised objective. Its demonstrations are imperfect: for instructions with

@@ -112,7 +112,7 @@ def test_scores_that_correlate_with_the_answer_length_raise_a_warning(items):
 
 def test_the_audit_command_prints_a_table_or_json_and_writes_a_page(small_ladders, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "biased_judge")
-    words = ["judge", "audit", '{"kind": "import", "class": "biased_judge:BiasedJudge", "args": {"fault": "praise"}}']
+    words = ["tools", "audit", '{"kind": "import", "class": "biased_judge:BiasedJudge", "args": {"fault": "praise"}}']
     assert cli.main([*words, "--items", "8", "--repeats", "2", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "fails: painted-on praise" in said

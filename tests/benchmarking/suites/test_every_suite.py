@@ -1,5 +1,6 @@
 """Every suite, from one table: its published formula by hand, and missing or broken items are reported and never score 0."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import torch
 
 import suite_rows
 from canned_judge import JUDGE, headline, number_of, numbered_image
+from retouch.cli import main
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.pixels import ShareReward
@@ -163,11 +165,40 @@ CASES = {
 
 
 def test_every_suite_has_a_case_and_its_golden_test_exists():
-    assert set(CASES) == set(SUITES) - {consent.IMPORT}
+    assert set(CASES) == set(SUITES) - {consent.IMPORT, "prompts", "edits"}  # those two have no published formula
     for case in CASES.values():
         file, _, name = case.golden.partition(".")
         (path,) = Path(__file__).parents[1].rglob(f"{file}.py")
         assert f"\ndef {name}(" in path.read_text()
+
+
+@pytest.mark.parametrize(("name", "data"), [("prompts", "own.jsonl"), ("edits", ".")])
+def test_own_data_are_scored_by_a_reward_of_ones_own(name, data, tmp_path, capsys):
+    for number in (1, 2):
+        numbered_image(number).save(tmp_path / f"own-{number}.png")
+    rows = [{"id": f"own-{n}", "file_name": f"own-{n}.png", "instruction": f"{n} cats", "category": f"c{n}"} for n in (1, 2)]
+    (tmp_path / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({k: r[k] for k in r if k != "file_name"}) + "\n" for r in rows))
+    words = ["bench", name, "--data", str(tmp_path / data), "--images", str(tmp_path), "--device", "cpu"]
+    assert main(words) == 2
+    assert "is scored by a reward that you choose: name it with --judge" in capsys.readouterr().err
+    assert main([*words, "--judge", "share:green", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert f"**My {name}**, images in {tmp_path}, scored by share; 2 items, seed 0." in printed
+    assert "| c2 | 1 | 0.331 |" in printed
+
+
+def test_another_count_of_items_never_carries_the_published_title(tmp_path):
+    data = suite_rows.ocr(tmp_path)
+    (tmp_path / "images").mkdir()
+    items, _ = find_suite("ocr").items(data)
+    for number, item in enumerate(items):
+        numbered_image(number + 1).save(tmp_path / "images" / f"{item.id}.png")
+    options = {"judge": ShareReward(channel="green"), "data": data, "images": tmp_path / "images", "out": tmp_path / "out"}
+    other = run("ocr", **options)
+    assert other.about["title"] == "OCR accuracy (Flow-GRPO)'s protocol on other data (3 items; 1,018 are published)"
+    part = run("ocr", subset=1, **options)
+    assert "scored by share; 1 of 2 items, seed 0." in str(part)
 
 
 def with_reward(suite, table):
