@@ -33,9 +33,6 @@ SUITES = Kinds(
         "unigenbench": "retouch_bench.suites.text_to_image:UniGenSuite",
         "ocr": "retouch_bench.suites.text_to_image:OcrSuite",
         "longtext": "retouch_bench.suites.text_to_image:LongTextSuite",
-        "pickscore": "retouch_bench.suites.text_to_image:PickScoreSuite",
-        "hpsv2": "retouch_bench.suites.text_to_image:HpsSuite",
-        "aesthetic": "retouch_bench.suites.text_to_image:AestheticSuite",
     },
 )
 

@@ -108,7 +108,7 @@ def test_diffusers_converts_kohya_files_of_the_documented_families(family):
 def test_the_command_takes_a_kohya_file(weights, tmp_path, capsys):
     tiny_pipelines.qwen_image().save_pretrained(tmp_path / "model")
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat", "a dog"])
-    words = ["bench", "hpsv2", "--option", "path=none", "--data", str(data), "--judge", "share:red", "--device", "cpu"]
+    words = ["bench", "prompts", "--data", str(data), "--judge", "share:red", "--device", "cpu"]
     words += ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     for call in ("num_inference_steps=2", "height=32", "width=32", "max_sequence_length=64"):
         words += ["--call", call]
@@ -124,7 +124,7 @@ def test_a_loaded_pipeline_accepts_a_kohya_file(weights, tmp_path):
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat"])
     call = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 64}
     found = run(
-        "hpsv2", options={"path": "none"}, model=tiny_pipelines.qwen_image(),
+        "prompts", model=tiny_pipelines.qwen_image(),
         lora=kohya(weights, tmp_path / "kohya.safetensors"), judge="share:red", data=data, call=call, out=tmp_path / "out",
     )  # fmt: skip
     assert found.table["all"]["share"]["n"] == 1

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from retouch import __version__
 from retouch.cli.arguments import Commands, debug_option
@@ -156,7 +156,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: Commands, known: Mapping[str, str]) -> None:
+def _add(commands: Any, known: Mapping[str, str]) -> None:
     for path in known.values():
         module, _, function = path.partition(":")
         getattr(import_module(module), function)(commands)

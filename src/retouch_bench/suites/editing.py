@@ -282,19 +282,6 @@ class OwnEditsSuite(OwnSuite):
     def rows(self, data: Path) -> Rows:
         return read_folder(data)
 
-    def item(self, row: Row) -> SuiteItem | None:
-        if not row.images:
-            raise ValueError("no source image")
-        category = row.meta.get("category")
-        return SuiteItem(
-            id=row.id.replace("/", "-"),
-            prompt=row.instruction,
-            cluster=row.source,
-            text=row.text,
-            fields=row.meta,
-            category=category if isinstance(category, str) else "",
-        )
-
 
 class ComplexEditSuite(RowSuite):
     """Complex-Edit: instructions that combine 1 to 8 atomic edits of the same image."""

@@ -121,6 +121,19 @@ class OwnSuite(RowSuite):
     columns: ClassVar[Mapping[str, Column]] = {}
     headline_column: ClassVar[str] = "the reward's first column"
 
+    def item(self, row: Row) -> SuiteItem | None:
+        if self.task == "editing" and not row.images:
+            raise ValueError("no source image")
+        category = row.meta.get("category", row.meta.get("Category"))
+        return SuiteItem(
+            id=row.id.replace("/", "-"),
+            prompt=row.instruction,
+            category=category if isinstance(category, str) else "",
+            cluster=row.source if row.images else "",
+            text=row.text,
+            fields=row.meta,
+        )
+
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         example = '{"kind": "viescore", "judge": {...}}' if self.task == "editing" else "pickscore:FOLDER"
         raise ValueError(

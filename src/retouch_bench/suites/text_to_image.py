@@ -17,13 +17,12 @@ from retouch.data.sources.hub import encoded_image
 from retouch.rewards.base import PathText, RewardSection
 from retouch.rewards.identity import Fingerprinted
 from retouch.types import Column, Json, Sample, Scores, Task
-from retouch_bench.suite import Suite, SuiteItem
+from retouch_bench.suite import SuiteItem
 from retouch_bench.suites.rows import OwnSuite, RowSuite, number_of, pooled_mean, published, texts_of
 from retouch_judge.base import NAN, JudgeReward, Prompt, image_parts, quoted, rubric
 from retouch_judge.models import JudgeModel
 from retouch_judge.questions import ChoiceForm, ScoresForm, WordForm
 from retouch_judge.wording import Scale
-from retouch_rewards.clip import AestheticReward, HpsReward, PickScoreReward
 from retouch_rewards.geneval import GenEvalReward, requirements
 from retouch_rewards.ocr import RapidReader, TextReader, edit_distance, similarity
 
@@ -571,15 +570,11 @@ class LongTextSuite(RowSuite):
         return found
 
 
-_PROMPTS = "The user provides the prompts, so results are comparable only for the same file."
+class OwnPromptsSuite(OwnSuite):
+    """Prompts of the user, scored by a reward of the user: PickScore, HPSv2, a judge, any other."""
 
-
-class PromptListSuite(RowSuite):
-    """A list of prompts, scored by one reward model. Derived classes choose the model."""
-
-    licence: ClassVar[str] = "that of the user's prompts"
-    size: ClassVar[int] = 0
-    deviations: ClassVar[tuple[str, ...]] = (_PROMPTS,)
+    name, title = "prompts", "My prompts"
+    deviations: ClassVar[tuple[str, ...]] = ("The user provides the prompts, so results are comparable only for the same file.",)
     task = "text-to-image"
     layout: ClassVar[str] = (
         "give a list of prompts: .txt with one per line, .jsonl with prompt and optionally category, or .csv with Prompts and "
@@ -589,79 +584,3 @@ class PromptListSuite(RowSuite):
     def rows(self, data: Path) -> Rows:
         columns = {"instruction": "Prompts"} if data.suffix == ".csv" else {}
         return read_prompts(data, columns=columns, name=data.stem)
-
-    def item(self, row: Row) -> SuiteItem | None:
-        category = row.meta.get("category", row.meta.get("Category"))
-        return SuiteItem(
-            id=row.id.replace("/", "-"), prompt=row.instruction, category=category if isinstance(category, str) else ""
-        )
-
-
-class OwnPromptsSuite(OwnSuite, PromptListSuite):
-    """Prompts of the user, scored by a reward of the user."""
-
-    name, title = "prompts", "My prompts"
-    licence, size, deviations = OwnSuite.licence, 0, (_PROMPTS,)
-
-
-class PickScoreSuite(PromptListSuite):
-    """PickScore on a list of prompts."""
-
-    path: PathText = "yuvalkirstain/PickScore_v1"
-    """Folder of the weights, or their id in the Hugging Face cache."""
-
-    name, title = "pickscore", "PickScore"
-    source: ClassVar[str] = "https://arxiv.org/abs/2305.01569"
-    protocol: ClassVar[str] = (
-        "One image of each prompt; the mean PickScore, about 18 to 24. Some papers report it divided by 26, others divided by 100."
-    )
-    columns: ClassVar[Mapping[str, Column]] = PickScoreReward.columns
-    headline_column: ClassVar[str] = "pickscore"
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        return PickScoreReward(path=self.path)
-
-
-def _given(suite: Suite, field: str) -> str:
-    """The value of a field that the suite's own reward needs, and a reward of the user does not."""
-    value = getattr(suite, field)
-    if value is None:
-        raise ValueError(f"{suite.name} needs --option {field}=PATH, or a reward of yours: --judge REWARD")
-    return str(value)
-
-
-class HpsSuite(PromptListSuite):
-    """HPSv2 on a list of prompts."""
-
-    path: PathText | None = None
-    """Folder of the weights, or their id in the Hugging Face cache (see the reward ``hps``)."""
-
-    name, title = "hpsv2", "HPSv2"
-    source: ClassVar[str] = "https://arxiv.org/abs/2306.09341"
-    protocol: ClassVar[str] = (
-        "One image of each prompt; the mean HPSv2, a cosine. The published benchmark has 3200 prompts in four styles, which the "
-        "column category of the file may name, and reports the score times 100."
-    )
-    columns: ClassVar[Mapping[str, Column]] = HpsReward.columns
-    headline_column: ClassVar[str] = next(iter(HpsReward.columns))
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        return HpsReward(path=_given(self, "path"))
-
-
-class AestheticSuite(PromptListSuite):
-    """LAION aesthetic rating on a list of prompts."""
-
-    head: PathText | None = None
-    """The layers of the aesthetic predictor, a safetensors file (see the reward ``aesthetic``)."""
-    path: PathText = "openai/clip-vit-large-patch14"
-    """The CLIP model for which the head was trained."""
-
-    name, title = "aesthetic", "LAION aesthetics"
-    source: ClassVar[str] = "https://arxiv.org/abs/2210.08402"
-    protocol: ClassVar[str] = "One image of each prompt; the mean rating, 0 to 10. The rating ignores the prompt."
-    columns: ClassVar[Mapping[str, Column]] = AestheticReward.columns
-    headline_column: ClassVar[str] = "aesthetic"
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        return AestheticReward(head=_given(self, "head"), path=self.path)

@@ -6,25 +6,21 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import suite_rows
-from canned_judge import JUDGE, headline, number_of, numbered_image
+from canned_judge import JUDGE, number_of, numbered_image
 from retouch.cli import main
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.pixels import ShareReward
-from retouch.types import Sample
 from retouch_bench.images import ImageFolder, image_keys
 from retouch_bench.kinds import SUITES, find_suite
 from retouch_bench.running import run
 from retouch_bench.suite import Suite
-from retouch_bench.suites.text_to_image import AestheticSuite, HpsSuite
-from retouch_rewards.networks import AestheticModel
 
 NAN = math.nan
 VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall": 2.0})
@@ -45,7 +41,6 @@ class Case:
 
 
 TURN = "test_editing_suites.test_each_imgedit_turn_edits_the_image_of_the_previous_turn"
-PROMPTS = "test_text_to_image_suites.test_preference_suites_read_prompt_lists_and_average_scores"
 CASES = {
     "playground": Case(
         "test_running.test_a_folder_of_images_has_the_scores_of_the_model_that_made_them",
@@ -152,15 +147,6 @@ CASES = {
         (3 / 5, 3 / 4),  # 3 of 4 words, and 0 of 1
         ("'text'",),
     ),
-    "pickscore": Case(PROMPTS, suite_rows.prompts, ({"pickscore": 20}, {"pickscore": 23}), (21.5, 20), ("instruction",)),
-    "hpsv2": Case(
-        "test_every_suite.test_hpsv2_is_the_mean_cosine_of_text_and_image", suite_rows.prompts, ({"hps": 0.25}, {"hps": 0.31}),
-        (0.28, 0.25), ("instruction",), {"path": "p"},
-    ),
-    "aesthetic": Case(
-        "test_every_suite.test_aesthetic_is_the_mean_rating_of_the_head", suite_rows.prompts,
-        ({"aesthetic": 5}, {"aesthetic": 6.5}), (5.75, 5), ("instruction",), {"head": "h"},
-    ),
 }  # fmt: skip
 
 
@@ -266,43 +252,3 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
         if case.broken:
             what = f"{len(case.broken)} item{'s' * (len(case.broken) > 1)} of the data that cannot be used"
             assert f"{what}, left out: {broken[0].id} ({broken[0].reason})" in str(partial)
-
-
-def scores_of(suite, items, model, column):
-    """The scores by a model of the images 1 and 2, and the headline."""
-    reward: Any = suite.reward(None)
-    samples = [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
-    scores = reward.with_model(model)(samples)[column].tolist()
-    table = {item.id: suite.score(item, {column: score}) for item, score in zip(items, scores, strict=True)}
-    return scores, headline(suite, items, table)
-
-
-def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path):
-    suite = HpsSuite(path="p")
-    items, _ = suite.items(suite_rows.prompts(tmp_path))
-    # unit vectors of text and image by item: cosines 0.6 x 1, and 0.6 x 0.8 - 0.8 x 0.6 = 0 from below
-    pairs = {1: ((0.6, 0.8), (1.0, 0.0)), 2: ((0.6, -0.8), (0.8, 0.61))}
-
-    def cosines(samples):
-        found = [sum(a * b for a, b in zip(*pairs[number_of(sample.image)], strict=True)) for sample in samples if sample.image]
-        return torch.tensor(found), torch.zeros(len(found))
-
-    scores, total = scores_of(suite, items, SimpleNamespace(score_samples=cosines), "hps")
-    assert scores == pytest.approx([0.6, 0.0])
-    assert total == pytest.approx({"hps": 0.3})
-
-
-def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path):
-    suite = AestheticSuite(head="h")
-    items, _ = suite.items(suite_rows.prompts(tmp_path))
-    # unit vectors of the images, through 2 x 2 and 1 x 2 layers: (2 x 0.6 + 1) + 3 x (0.8 - 0.5) = 3.1, and (0 + 1) + 3 x 0.5 = 2.5
-    vectors = {1: (0.6, 0.8), 2: (0.0, 1.0)}
-    first = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])
-    encoder: Any = SimpleNamespace(
-        images=lambda images: torch.tensor([vectors[number_of(image)] for image in images]),
-        model=SimpleNamespace(config=SimpleNamespace(projection_dim=2)),
-    )
-    model = AestheticModel(encoder, [first, (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0]))], head="h")
-    scores, total = scores_of(suite, items, model, "aesthetic")
-    assert scores == pytest.approx([3.1, 2.5])
-    assert total == pytest.approx({"aesthetic": 2.8})

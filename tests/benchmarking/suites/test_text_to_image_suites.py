@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from canned_judge import JUDGE, headline, scored
+from canned_judge import headline, scored
 from retouch.types import Sample, Task
 from retouch_bench.suites.text_to_image import (
-    AestheticSuite,
     DpgSuite,
     GenEval2Suite,
     GenEvalSuite,
-    HpsSuite,
     LongTextSuite,
     OcrSuite,
-    PickScoreSuite,
+    OwnPromptsSuite,
     ReadTextReward,
     UniGenSuite,
     accuracy,
@@ -232,15 +230,12 @@ def test_ocr_suite_reads_text_in_photographs_with_rapidocr(tmp_path):
     assert suite.reward(None)(samples)["accuracy"].tolist() == [1.0] * len(samples)
 
 
-def test_preference_suites_read_prompt_lists_and_average_scores(tmp_path):
-    suite = PickScoreSuite()
+def test_prompts_are_read_from_the_three_kinds_of_lists(tmp_path):
+    suite = OwnPromptsSuite()
     (tmp_path / "drawbench.csv").write_text('Prompts,Category\n"A red car, parked",Colors\nTwo cats,Counting\n,Counting\n')
     items, broken = suite.items(tmp_path / "drawbench.csv")
     assert [(item.prompt, item.category) for item in items] == [("A red car, parked", "Colors"), ("Two cats", "Counting")]
     assert len(broken) == 1
     assert [item.prompt for item in suite.items(lines(tmp_path / "p.txt", ["one", "two"]))[0]] == ["one", "two"]
-    scores = {item.id: {"pickscore": score} for item, score in zip(items, (20.0, 23.0), strict=True)}
-    assert headline(suite, items, scores) == {"pickscore": 21.5}
-    for made in (PickScoreSuite(path="p"), HpsSuite(path="p"), AestheticSuite(head="h")):
-        assert set(made.reward(JUDGE).columns) == set(made.columns)
-        assert made.headline_column in made.columns
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one", "category": "first"}\n')
+    assert suite.items(tmp_path / "p.jsonl")[0][0].category == "first"
