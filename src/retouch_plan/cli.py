@@ -49,6 +49,11 @@ def add_doctor(commands: Commands) -> None:
         metavar="DOLLARS",
         help="price of one GPU hour: also estimate the cost, including paid requests to judges",
     )
+    doctor.add_argument(
+        "--report",
+        action="store_true",
+        help="print what a maintainer needs: versions, hardware and the recipe, without keys and folders; then stop",
+    )
     doctor.set_defaults(run=_doctor)
 
 
@@ -66,6 +71,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from retouch.recipe.recipe import load
 
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
+    if arguments.report:
+        from retouch_plan.system import support_report
+
+        print(support_report(recipe))
+        return 0
     if arguments.rehearse:
         if recipe is None:
             raise ValueError("--rehearse needs a recipe: retouch doctor RECIPE --rehearse")

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from safetensors import SafetensorError
 
+from retouch.config.keys import redacted
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import CPSTransition, DenoisingRollout
@@ -145,6 +146,21 @@ def check_install() -> Iterator[Finding]:
         each for each in map(Requirement, requires("retouch") or ()) if each.marker is None or each.marker.evaluate({"extra": ""})
     ]
     yield from check_versions(requirements)
+
+
+_FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\"'/\\:,\n]+[/\\]+)*(?=[^\s\"'])")
+
+
+def support_report(recipe: Recipe | None) -> str:
+    """Versions, hardware and the recipe as Markdown, for an issue. Keys are redacted, and of a path only the last name is kept."""
+    found = {**versions(Path.cwd()), "CPU": f"{os.cpu_count()} cores"}
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found[f"GPU {index}"] = f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
+    text = "\n".join(f"- {name}: {value}" for name, value in found.items())
+    if recipe is not None:
+        text += f"\n\n```json\n{json.dumps(recipe.document(), indent=1)}\n```"
+    return _FOLDERS.sub(".../", redacted(text))
 
 
 def check_versions(requirements: Sequence[Requirement]) -> Iterator[Finding]:

@@ -663,3 +663,16 @@ def test_launched_ranks_report_agreement_and_differences(tmp_path, photos):
     assert "FAILED  data          rank 1: photos: no such folder; give the folder of your data set" in lacking
     assert "trial step" not in lacking
     assert "not ready: data" in lacking
+
+
+def test_the_report_for_a_maintainer_has_no_keys_and_no_folders(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret-0123456789")
+    changes = [f"out={tmp_path / 'my runs' / 'x'}", "policy.model.path=org/model"]
+    words = [word for change in changes for word in ("--set", change)]
+    assert cli.main(["doctor", "sd3/ocr-grpo-playground", "--report", *words]) == 0
+    printed = capsys.readouterr().out
+    assert f"- torch: {torch.__version__}" in printed
+    assert '"out": ".../x"' in printed
+    assert '"path": "org/model"' in printed
+    assert "secret" not in printed
+    assert str(tmp_path.parent) not in printed

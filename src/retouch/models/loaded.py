@@ -153,13 +153,17 @@ def _differences(live: Any, built: Any, path: str, seen: set[int]) -> Iterator[s
     elif isinstance(live, Mapping):
         seen.add(id(live))
         for name in {**live, **built}:
+            mine, theirs = live.get(name), built.get(name, ...)
+            # Nearly all attributes of a module are the same object or two empty dictionaries, and a model has 100,000 of them.
+            if mine is theirs or (type(mine) is type(theirs) and isinstance(mine, dict | set) and not mine and not theirs):
+                continue
             inside = path if name in ("_modules", "_parameters", "_buffers") else f"{path}.{name}".removeprefix(".")
-            if name in TAKEN_OVER or name in HARMLESS or name == "_diffusers_hook" or _of_libraries(name, live.get(name)):
+            if name in TAKEN_OVER or name in HARMLESS or name == "_diffusers_hook" or _of_libraries(name, mine):
                 continue
             if name not in live or name not in built:
                 yield inside
             else:
-                yield from _differences(live[name], built[name], inside, seen)
+                yield from _differences(mine, theirs, inside, seen)
     elif hasattr(live, "__dict__") and not isinstance(live, types.FunctionType | types.MethodType | type):
         seen.add(id(live))
         yield from _differences(vars(live), vars(built), path, seen)
