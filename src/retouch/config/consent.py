@@ -16,6 +16,7 @@ Data files that a recipe names are sent to the judges that it names, so links ma
 given (``data_path``).
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -82,11 +83,18 @@ def plugins() -> "list[EntryPoint]":
 
     Packages in the current folder do not count as installed: a folder from somebody else could declare anything.
     """
-    from importlib.metadata import distributions  # slow to import
-
     here = Path.cwd()
     path = [entry for entry in sys.path if Path(entry).resolve() != here]
-    return [entry for found in distributions(path=path) for entry in found.entry_points if entry.group == GROUP]
+    return list(_plugins_on(tuple((entry, os.stat(entry).st_mtime_ns) for entry in path if os.path.exists(entry))))
+
+
+@functools.lru_cache(maxsize=4)
+def _plugins_on(path: "tuple[tuple[str, int], ...]") -> "tuple[EntryPoint, ...]":
+    """``plugins`` of these folders, each with the time of its last change: an error message asks for them dozens of times."""
+    from importlib.metadata import distributions  # slow to import
+
+    folders = [entry for entry, _ in path]
+    return tuple(entry for found in distributions(path=folders) for entry in found.entry_points if entry.group == GROUP)
 
 
 @contextmanager

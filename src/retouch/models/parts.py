@@ -130,8 +130,9 @@ def _bits_hash(tensor: Tensor) -> Tensor:
     words = flat.view(torch.int32)
     whole = len(words) // _ROW
     at_once = 1 if tensor.device.type == "cpu" else 256
-    factors = _odd_numbers(_ROW, tensor.device)
-    rows = [(each * factors).sum(1) for each in words[: whole * _ROW].view(whole, _ROW).split(at_once)]
+    factors = _odd_numbers(min(len(words), _ROW), tensor.device)
+    chunks = words[: whole * _ROW].view(whole, _ROW).split(at_once) if whole else ()
+    rows = [(each * factors).sum(1) for each in chunks]
     rows.append((words[whole * _ROW :] * factors[: len(words) - whole * _ROW]).sum()[None])
     sums = torch.cat(rows)
     return (sums * _odd_numbers(len(sums), tensor.device)).sum()
@@ -156,10 +157,10 @@ def frozen_hashes(model: Any) -> dict[str, str]:
     for name, module in _modules(model).items():
         state = {key.replace(".base_layer", ""): value for key, value in module.state_dict(keep_vars=True).items()}
         frozen = {key: value for key, value in sorted(state.items()) if isinstance(value, Tensor) and not value.requires_grad}
-        # Small models have one thread: in a forked process, several threads that use torch for the first time would race.
-        workers = 8 if sum(value.nbytes for value in frozen.values()) > 2**30 else 1
-        with ThreadPoolExecutor(workers) as threads, torch.no_grad():
-            hashes = list(threads.map(lambda value: int(bits_hash(value)), frozen.values()))
+        # Small models have no threads: in a forked process, several that use torch for the first time would race.
+        is_large = sum(value.nbytes for value in frozen.values()) > 2**30
+        with ThreadPoolExecutor(8) as threads, torch.no_grad():
+            hashes = list((threads.map if is_large else map)(lambda value: int(bits_hash(value)), frozen.values()))
         lines = [
             f"{key} {value.dtype} {list(value.shape)} {each}" for (key, value), each in zip(frozen.items(), hashes, strict=True)
         ]
