@@ -117,17 +117,15 @@ def _changes(pipeline: DiffusionPipeline) -> Iterator[str]:
         if isinstance(part, ModelMixin | PreTrainedModel):
             with torch.device("meta"):
                 built = _built(part) if isinstance(part, ModelMixin) else type(part)(copy.deepcopy(part.config))
-            yield from _differences(part, built, name, set())
+            yield from _differences(part, built, name)
         elif isinstance(part, nn.Module):
             yield f"{name} ({type(part).__name__})"
         elif part is not None and name != "scheduler":  # the run calls the same tokenizers and processors
             functions = types.FunctionType | types.MethodType
             yield from (f"{name}.{method}" for method, value in vars(part).items() if isinstance(value, functions))
-    yield from _differences(pipeline.scheduler, _built(pipeline.scheduler), "scheduler", set())
+    yield from _differences(pipeline.scheduler, _built(pipeline.scheduler), "scheduler")
     ours = {key: value for key, value in vars(pipeline).items() if key not in parts}
-    yield from _differences(
-        ours, {key: value for key, value in vars(type(pipeline)(**parts)).items() if key not in parts}, "", set()
-    )
+    yield from _differences(ours, {key: value for key, value in vars(type(pipeline)(**parts)).items() if key not in parts}, "")
 
 
 def _built(part: Any) -> Any:
@@ -135,40 +133,46 @@ def _built(part: Any) -> Any:
     return type(part).from_config({name: value for name, value in part.config.items() if name != "_use_default_values"})
 
 
-def _differences(live: Any, built: Any, path: str, seen: set[int]) -> Iterator[str]:
+_COMPARED = str | int | float | bool | None | torch.dtype | torch.device
+
+
+def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
     """The paths of the attributes and entries in which two objects differ; the values of tensors do not count."""
-    while isinstance(live, BaseTunerLayer):  # a LoRA of an earlier run in this process
-        live = live.base_layer
-    if id(live) in seen or is_quantized_part(live):
-        return
-    if type(live) is not type(built):
-        yield path
-    elif isinstance(live, Tensor):
-        yield from [path] if live.shape != built.shape else []
-    elif isinstance(live, str | int | float | bool | None | torch.dtype | torch.device):
-        if live != built and live == live:  # NaN is equal to NaN
+    seen: set[int] = set()
+    pending = [(live, built, path)]
+    while pending:  # a model has 100,000 attributes, so this is a loop and not a recursion
+        live, built, path = pending.pop()
+        while isinstance(live, BaseTunerLayer):  # a LoRA of an earlier run in this process
+            live = live.base_layer
+        if id(live) in seen or (isinstance(live, nn.Module | Tensor) and is_quantized_part(live)):
+            continue
+        if type(live) is not type(built):
             yield path
-    elif isinstance(live, list | tuple):
-        yield from _differences(dict(enumerate(live)), dict(enumerate(built)), path, seen)
-    elif isinstance(live, Mapping):
-        seen.add(id(live))
-        for name in {**live, **built}:
-            mine, theirs = live.get(name), built.get(name, ...)
-            # Nearly all attributes of a module are the same object or two empty dictionaries, and a model has 100,000 of them.
-            if mine is theirs or (type(mine) is type(theirs) and isinstance(mine, dict | set) and not mine and not theirs):
-                continue
-            inside = path if name in ("_modules", "_parameters", "_buffers") else f"{path}.{name}".removeprefix(".")
-            if name in TAKEN_OVER or name in HARMLESS or name == "_diffusers_hook" or _of_libraries(name, mine):
-                continue
-            if name not in live or name not in built:
-                yield inside
-            else:
-                yield from _differences(mine, theirs, inside, seen)
-    elif hasattr(live, "__dict__") and not isinstance(live, types.FunctionType | types.MethodType | type):
-        seen.add(id(live))
-        yield from _differences(vars(live), vars(built), path, seen)
-    elif getattr(live, "__qualname__", None) != getattr(built, "__qualname__", None):
-        yield path
+        elif isinstance(live, Tensor):
+            yield from [path] if live.shape != built.shape else []
+        elif isinstance(live, _COMPARED):
+            if live != built and live == live:  # NaN is equal to NaN
+                yield path
+        elif isinstance(live, list | tuple):
+            pending.append((dict(enumerate(live)), dict(enumerate(built)), path))
+        elif isinstance(live, Mapping):
+            seen.add(id(live))
+            inner = []
+            for name in {**live, **built}:
+                value, other = live.get(name), built.get(name, ...)
+                if value is other or (type(value) is type(other) and isinstance(value, _COMPARED | dict) and not (value or other)):
+                    continue  # nearly all are None, False or empty dictionaries
+                is_ours = not isinstance(value, dict | Tensor | int | str) and _of_libraries(name, value)
+                if is_ours or name in TAKEN_OVER or name in HARMLESS or name == "_diffusers_hook":
+                    continue
+                inside = path if name in ("_modules", "_parameters", "_buffers") else f"{path}.{name}".removeprefix(".")
+                inner.append((value, other, inside) if name in live and name in built else (None, ..., inside))
+            pending += reversed(inner)
+        elif hasattr(live, "__dict__") and not isinstance(live, types.FunctionType | types.MethodType | type):
+            seen.add(id(live))
+            pending.append((vars(live), vars(built), path))
+        elif getattr(live, "__qualname__", None) != getattr(built, "__qualname__", None):
+            yield path
 
 
 def is_quantized_part(part: Any) -> bool:
