@@ -69,7 +69,15 @@ class InProcess(JudgeModel):
         yield LoadedModel(self.path, self.dtype, self.device, {"8bit": 0.6, "4bit": 0.4}.get(self.quantize or "", 1.0))
 
 
-JUDGE_MODELS = Kinds("judge", {}, with_wings=True)
+JUDGE_MODELS = Kinds(
+    "judge",
+    {},
+    with_wings=True,
+    other_names={
+        **dict.fromkeys(("openai", "vllm", "sglang", "llama.cpp", "llama_cpp"), "'endpoint', with the server's base_url"),
+        **dict.fromkeys(("local", "transformers", "qwen", "qwen_vl"), "'in_process', with the weights' path"),
+    },
+)
 """All kinds of ``judge`` sections."""
 AnyJudgeModel: TypeAlias = Annotated[JudgeModel, JUDGE_MODELS]
 """The type of a field that contains a ``judge`` section of any kind."""

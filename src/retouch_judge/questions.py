@@ -329,6 +329,18 @@ class Answer:
     cost: float | None = None
 
 
+def quoted_fault(fault: str, text: str, *, longest: int = 200) -> str:
+    """Return the fault of an answer, with its text on one line, cut after ``longest`` characters."""
+    text = " ".join(text.split())
+    return fault + (f": {text[:longest]!r}{'...' * (len(text) > longest)}" if text else "")
+
+
+def example_of_fault(answers: Sequence[Answer]) -> str:
+    """Quote one answer without scores, if possible one with a text; empty if all have scores."""
+    failed = sorted((answer for answer in answers if answer.fault), key=lambda answer: not answer.text)
+    return quoted_fault(failed[0].fault, failed[0].text) if failed else ""
+
+
 @runtime_checkable
 class JudgeClient(Protocol):
     """Answers questions, in their order. ``identity`` names the model and the settings that could change an answer, but not the

@@ -179,7 +179,7 @@ def test_fault_11_time_and_cost_are_estimated():
     assert cost.text.splitlines() == [
         "80.4 GPU hours: 10.1 h x 8 GPUs x $2.50 = $201.00",
         "judges: $20.00",
-        "without a price in the recipe, and not counted: the calls to reward",
+        "without a known price or number, and not counted: the calls to reward",
         "together: $221.00",
     ]
     assert cost_of(2.0, gpus=1, price=None, calls=[]).text == "2.0 GPU hours; --price-per-hour DOLLARS gives their price"

@@ -60,7 +60,14 @@ def _as_tuple(value: Any) -> Any:
 def _mistake(section: Any, error: Mapping[str, Any]) -> str:
     *_, last = path = [str(part) for part in error["loc"]] or [""]
     at, fields = ".".join(path), section.model_fields
+    context = error.get("ctx", {})
     match error["type"]:
+        case "union_tag_not_found" | "union_tag_invalid":
+            kinds = context.get("expected_tags", "the kinds in docs/recipes.md")
+            found, key = f"{context['tag']!r} is not" if "tag" in context else "missing:", context["discriminator"].strip("'")
+            return f"{at}.{key}: {found} one of {kinds}"
+        case "kind_value":
+            return f"{at}{'.' * ('key' in context)}{context.get('key', '')}: {context['message']}"
         case "extra_forbidden":
             near = nearest(last, fields)
             return f"{at}: unknown key; " + (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
@@ -241,7 +248,8 @@ class Kinds:
             return self._import(value, base, json_input=json_input)
         discriminator = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
-            raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
+            every = {"expected_tags": ", ".join(map(repr, self))}
+            raise PydanticCustomError("union_tag_not_found", "missing kind", {**discriminator, **every})
         kind = value[self.tag]
         if (known := self._in_document(kind)) is not None:
             return _validated(known, value, json_input=json_input)
