@@ -152,8 +152,8 @@ class EndpointSettings(JudgeModel):
     typed: bool = True
     """Constrain answers to a JSON schema; false is for servers that do not support this, whose answers are read as free text."""
     image_format: Literal["png", "jpeg", "webp"] = Field(default="png", exclude_if=partial(operator.eq, "png"))
-    """File format in which images are sent. ``png`` and ``webp`` are lossless; llama.cpp reads no ``webp``. ``jpeg``, quality 95, is
-    smaller and changes pixels, so that its answers count as those of another judge."""
+    """File format in which images are sent. ``png`` and ``webp`` are lossless; llama.cpp reads no ``webp``. ``jpeg``, quality 95,
+    is smaller and changes pixels, so that its answers count as those of another judge."""
     guided: Literal["structured_outputs", "guided_choice"] | None = None
     """Request field that restricts an answer to a list of words: ``structured_outputs`` for vLLM 0.11 and later, ``guided_choice``
     for vLLM before 0.12; null sends a JSON schema."""
