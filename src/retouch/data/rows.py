@@ -143,9 +143,10 @@ class Layout:
         """Make a row from the fields of a line. Raises InvalidRow with all errors of the row."""
         wrong: list[str] = []
         values = {field: nested_value(fields, column) for field, column in self.columns.items()}
-        instruction = values.get("instruction")  # or a list of phrasings
+        instruction = values.get("instruction")  # or a list of phrasings, or TRL's list of messages
         if isinstance(instruction, list) and instruction:
-            instruction = instruction[0]
+            first = instruction[0]
+            instruction = self._of_messages(instruction, wrong) if isinstance(first, Mapping) and "role" in first else first
         if not isinstance(instruction, str) or not instruction.strip():
             reason = f"the instruction should be text, not {instruction!r:.40}"
             if instruction is None:
@@ -188,6 +189,27 @@ class Layout:
             chosen=chosen,
             rejected=rejected,
         )
+
+    def _of_messages(self, messages: Sequence[Any], wrong: list[str]) -> Any:
+        """The text of a conversation that is one message of the user; adds an error for any other."""
+        key = self.columns["instruction"]
+        roles = [each.get("role") if isinstance(each, Mapping) else None for each in messages]
+        if roles != ["user"]:
+            given = ", ".join(map(str, roles))
+            wrong.append(
+                f"{key!r}: a conversation with the messages {given}; give one message of the user, or its text. A system prompt is "
+                "set once, as policy.model.system of the recipe (retouch.models.QwenLanguage(..., system='...'))"
+            )
+            return "-"
+        content = messages[0].get("content")
+        if not isinstance(content, list):
+            return content
+        parts = [{name: value for name, value in part.items() if value is not None} for part in content]
+        if any(part.get("type") not in ("text", "image") or part.keys() - {"type", "text"} for part in parts):
+            wrong.append(
+                f"{key!r}: a message may have text and the mark {{'type': 'image'}}; put the image into the column 'image'"
+            )
+        return "".join(str(part.get("text", "")) for part in parts)
 
     def _images(self, value: Any, wrong: list[str]) -> tuple[EncodedImage, ...]:
         values = value if isinstance(value, list | tuple) else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -13,7 +13,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from retouch.config import consent
+from retouch.config.errors import places
 from retouch.config.imports import module_of, nearest
+from retouch.config.other_names import hint_in_python
 from retouch.config.section import LIVE, Section
 from retouch.data.base import DataSource, StoredData
 from retouch.data.kinds import DATA
@@ -468,11 +470,8 @@ def describe(
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
     # A wrong key is found before a model is looked for.
     known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys", "gpu"}
-    near = {key: nearest(key, known) for key in keys if key not in known}
-    if near:
-        raise ValueError(
-            "\n".join(f"{key}: unknown key" + (f"; did you mean {name}?" if name else "") for key, name in near.items())
-        )
+    if unknown := [key for key in keys if key not in known]:
+        raise ValueError("\n".join(f"{key}: unknown key{_meant(key, known)}" for key in unknown))
     size = require_pair(plain("size", size))
     if objective is not None and not isinstance(objective, Objective):
         raise ValueError(
@@ -502,7 +501,7 @@ def describe(
             require_columns(each.function, found, of=name)
     objects = {**objects, **functions, **tables}
     writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
-    objective = objective or GRPO(clip=0.2 if writes else 1e-4)
+    objective = (objective or GRPO()).for_policy(is_autoregressive=writes)
     # A stream's prompts are not known before the run.
     whole = isinstance(section, DiffusersModel) and not isinstance(section, DiffusersPipeline)
     caches = gpu and whole and not isinstance(data, IterableData)
@@ -547,6 +546,18 @@ def describe(
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
     modules |= {module for one in as_list(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
+
+
+def _meant(key: str, known: Collection[str]) -> str:
+    """What an unknown argument probably means: the name of TRL's argument here, a similar name, or a key of a section."""
+    if meant := hint_in_python(key):
+        return f"; {meant}"
+    if near := nearest(key, known):
+        return f"; did you mean {near}?"
+    inside = [
+        place.split(".") for place in places(Recipe).get(key, ()) if place.partition(".")[0] in known and place.count(".") == 1
+    ]
+    return f"; write {inside[0][0]}={{{key!r}: ...}}" if inside else ""
 
 
 def _rollout(section: Any, objective: Objective) -> dict[str, Any]:
