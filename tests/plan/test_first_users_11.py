@@ -132,6 +132,9 @@ def test_fault_11_next_steps_combine_overrides_and_list_other_commands():
     (script,) = next_steps([finding], ["script.py"], script=True)
     assert script.startswith("give the Trainer of the script reward.path=weights/pickscore")
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
+    rows = [failed("data", "4 of 6 rows cannot be used", fix="retouch data check edits")]  # the recipe has the columns
+    assert list(next_steps(rows, ["edits.jsonnet", "--set", "seed=1"])) == ["retouch data check edits.jsonnet --set seed=1"]
+    assert list(next_steps(rows, ["script.py"], script=True)) == ["retouch data check edits"]
     asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
     assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
         "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200"

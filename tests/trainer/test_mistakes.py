@@ -20,6 +20,7 @@ import retouch
 import tiny_pipelines
 import tiny_writers
 from retouch.config.other_names import TRL
+from retouch.data.checks import accept_rows
 from retouch.data.sources.hub import read_table
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
@@ -87,10 +88,12 @@ MISTAKES = [
     ({"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "eval_dataset": ROWS},
      "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset"),
     ({"train_dataset": "photos", "eval_dataset": ROWS}, "eval_dataset: needs a table or a stream as train_dataset"),
+    ({"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
+     "columns: 'instruction' should be read from 'caption', but"),
+    ({"data": {"path": "photos"}}, "data: give the data as train_dataset, and further keys as a dictionary"),
+    ({"data": {"on_bad_rows": "skip"}}, "data.on_bad_rows: unknown key; did you mean data.on_bad_row?"),
     ({"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "columns": {"instruction": "level"}},
      "columns: train_dataset is a PlaygroundData; give the columns to it, if it has such a key"),
-    ({"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
-     "columns: the columns of a prompt list have fixed names; give the rows of"),
     ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
     ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),
     ({"learning_rate": -1.0}, "learning_rate: should be greater than 0, not -1.0"),
@@ -213,6 +216,20 @@ def test_wrong_trainer_arguments_raise_with_a_specific_message(changes, message,
     arguments = {"model": pipe, "reward_funcs": red, "train_dataset": ROWS, "peft_config": lora, **changes}
     with pytest.raises(ValueError, match=re.escape(message)):
         retouch.Trainer(**arguments)
+
+
+def test_what_the_message_about_bad_rows_says_can_be_set_from_python(pipe):
+    given = {
+        "model": pipe,
+        "reward_funcs": red,
+        "train_dataset": [*ROWS, {"prompt": ""}],
+        "peft_config": retouch.Lora(rank=2, alpha=2),
+    }
+    refused = retouch.Trainer(**given, steps=1).recipe
+    skipping = retouch.Trainer(**given, steps=1, data={"on_bad_row": "skip"})
+    assert (refused.data.on_bad_row, skipping.recipe.data.on_bad_row) == ("refuse", "skip")
+    with pytest.raises(ValueError, match=re.escape("(an argument of a Trainer: data={'on_bad_row': 'skip'})")):
+        accept_rows(read_table(given["train_dataset"], columns={}, name="t"), on_bad_row="refuse")
 
 
 def test_the_supported_settings_of_a_lora_config_are_used(pipe):

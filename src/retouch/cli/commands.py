@@ -398,9 +398,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
     from retouch.data.kinds import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
-        if arguments.overrides:
-            raise ValueError("--set changes a recipe; give the recipe instead of the data set: retouch data check RECIPE --set ...")
-        yield arguments.path, (arguments.path,), read_path(arguments.path), None
+        yield arguments.path, (arguments.path,), _rows_with(arguments.overrides, arguments.path) or read_path(arguments.path), None
         return
     if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
@@ -425,6 +423,18 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
             yield name, places, phase.data.rows(), None
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
+
+
+def _rows_with(overrides: list[str], path: str) -> "Rows | None":
+    """The rows of a folder or a prompt list, read with keys of ``data``; None without such keys."""
+    from retouch.data.sources.folder import FolderData, PromptData
+    from retouch.recipe.document import apply
+
+    section = FolderData if Path(path).is_dir() else PromptData
+    document = apply({"data": {"kind": section.model_fields["kind"].default, "path": path}}, overrides)
+    if document.keys() != {"data"}:
+        raise ValueError("--set: here only keys of data, such as data.columns.instruction=NAME; give the recipe to change others")
+    return section(**document["data"]).rows(seed=0) if overrides else None
 
 
 def _folded(problems: "list[Problem]") -> Iterator[str]:

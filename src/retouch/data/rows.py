@@ -407,7 +407,8 @@ class RowRequirements:
         wanted = f"{self.model} takes {self.takes}, and this row has"
         wrong = []
         if not self.images[0] <= images <= self.images[1]:
-            wrong.append(f"{wanted} {images} image{'s' * (images != 1)}")
+            own = "" if images else "; it is in `image`, or in the column of data.columns.image"
+            wrong.append(f"{wanted} {images} image{'s' * (images != 1)}{own}")
         if self.mask and not mask:
             wrong.append(f"{wanted} no mask")
         if self.reference and not reference:
@@ -484,6 +485,17 @@ def find_columns(
             kept = f"is read as an ordinary column, not as {near!r}, and " if same else ""
             notes.append(Problem(file, 0, f"the key {key!r} {kept}goes to meta; should it be {near!r}?", "note"))
     return found, notes
+
+
+def require_instruction(found: Mapping[str, str], keys: Sequence[str], *, file: str) -> None:
+    """Raise ValueError if the columns ``keys`` of a data set have none for the field ``instruction``."""
+    if keys and "instruction" not in found:
+        words = ("instruction", "prompt", "caption", "text")
+        likely = next((key for word in words for key in keys if word in key.lower()), "...")
+        raise ValueError(
+            f"{file}: no column with the prompts; it has {', '.join(keys)}. Call it `prompt` or `instruction`, or name it: "
+            f"columns={{'instruction': '{likely}'}}, in a recipe --set data.columns.instruction={likely}"
+        )
 
 
 _DOUBLE, _SINGLE = '"＂“”„‟', "'‘’‚‛"

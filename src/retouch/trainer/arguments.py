@@ -384,7 +384,7 @@ def _combine(
 _OF_SECTIONS = ("ema", "gradient_checkpointing", "max_missing")
 """Keys of sections that are arguments of a ``Trainer``."""
 MADE_OF = {
-    **{"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs"},
+    **{"policy": "model and peft_config", "reward": "reward_funcs"},
     **{"name": "run_name", "out": "output_dir"},
 }
 """Keys of a recipe that a ``Trainer`` sets from its own arguments, with the names of these arguments."""
@@ -466,6 +466,9 @@ def describe(
 
     ``gpu``: use the defaults of a GPU. ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
     """
+    more_data = plain("data", keys.pop("data", {}))
+    if not isinstance(more_data, Mapping) or {"kind", "path"} & more_data.keys():
+        raise ValueError("data: give the data as train_dataset, and further keys as a dictionary: data={'on_bad_row': 'skip'}")
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
     # A wrong key is found before a model is looked for.
@@ -522,7 +525,7 @@ def describe(
             **({"prompt_embeddings": "cached"} if caches else {}),
             **({} if ema is None else {"ema": plain("ema", ema)}),
         },
-        "data": DATA.document(data),
+        "data": {**DATA.document(data), **more_data},
         "reward": {
             **rewards,
             "combine": combine,
@@ -606,9 +609,7 @@ def _held_out(rows: int) -> int:
 def _data_at(path: Path, columns: Mapping[str, str] | None) -> StoredData:
     """The data source of a path: a prompt list, or a folder with metadata."""
     if path.suffix in (".txt", ".jsonl") and path.is_file():
-        if columns:
-            raise ValueError(f"columns: the columns of a prompt list have fixed names; give the rows of {path} as a list")
-        return PromptData(path=str(path))
+        return PromptData(path=str(path), columns=dict(columns or {}))
     if not path.is_dir():
         raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)")
     return FolderData(path=str(path), columns=dict(columns or {}))
