@@ -147,11 +147,12 @@ def parse_reply(body: str | bytes) -> Received | None:
         return None
     choice = completion.choices[0]
     usage = completion.usage
+    places = [] if choice.logprobs is None else choice.logprobs.content or []
     reply = JudgeReply(
         text=choice.message.content or "",
         finished=choice.finish_reason or "",
         refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
-        first=_first(choice.logprobs),
+        first=first_tokens((each.token, each.logprob) for place in places[:1] for each in place.top_logprobs),  # may repeat
     )
     return Received(reply, None if usage is None else (usage.prompt_tokens, usage.completion_tokens))
 
@@ -175,13 +176,6 @@ def tokens_of(question: Question, received: Received) -> Tokens:
             return Tokens(inputs, outputs)
     estimate = sent // 4 + sum(size // _PIXELS_PER_TOKEN + 1 for size in pixels)
     return Tokens(estimate + 1, min(written // 4 + 1, question.form.max_tokens), estimated=True)
-
-
-def _first(logprobs: _Logprobs | None) -> dict[str, float]:
-    """Return the candidates for the first token, with log-probabilities. A server may list a token twice, for example as bytes."""
-    if logprobs is None or not logprobs.content:
-        return {}
-    return first_tokens((token.token, token.logprob) for token in logprobs.content[0].top_logprobs)
 
 
 def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided: Guided | None = None) -> dict[str, Any]:
@@ -217,11 +211,6 @@ def data_urls(questions: Sequence[Question], form: str = "png") -> dict[int, str
             if not isinstance(part, str) and id(part) not in urls:
                 urls[id(part)] = data_url(part, form)
     return urls
-
-
-def digest(fields: Mapping[str, Any]) -> str:
-    """Return a short hash of a request; equal requests have equal hashes."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _part(part: Part, urls: Mapping[int, str]) -> dict[str, Any]:
@@ -296,7 +285,7 @@ class ChatClient:
         self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}{lossy}"
         self.quota = None if endpoint.quota is None else endpoint.quota.open()
         self._warned_of_usage = False
-        self._waiting, self._message_at = 0, -math.inf  # questions in a pause, and when that was last reported
+        self._message_at = -math.inf  # when a wait was last reported
         self._line = ProgressSemaphore(endpoint.concurrency, patience=endpoint.deadline)
         self._turns = None if self.quota is None else Turns(self.quota)
         http = BoundedClient(timeout=endpoint.timeout, connections=endpoint.concurrency)
@@ -393,7 +382,7 @@ class ChatClient:
     async def _until_answered(self, question: Question, fields: dict[str, Any], end: float, tries: "_Tries") -> Answer | _Fault:
         """Return the first usable answer, or the last fault. The caller has acquired the semaphore; it is released during pauses
         and at the end."""
-        key = digest(fields)
+        key = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
         counted = 0
         inside = True
         try:
@@ -416,12 +405,8 @@ class ChatClient:
                 tries.faults.append(outcome.reason)
                 self._line.leave()
                 inside = False
-                self._waiting += 1
-                try:
-                    self._report_wait(outcome.reason, tries, pause=pause, left=end - time.monotonic())
-                    await asyncio.sleep(pause)
-                finally:
-                    self._waiting -= 1
+                self._report_wait(outcome.reason, tries, pause=pause, left=end - time.monotonic())
+                await asyncio.sleep(pause)
                 await self._line.enter_again()
                 inside = True
         finally:
@@ -433,10 +418,8 @@ class ChatClient:
         now = time.monotonic()
         if now + pause - tries.began >= _QUIET and now >= self._message_at + _BETWEEN_WAITS:
             self._message_at = now
-            _log.warning(
-                "%s: %s; questions that wait to be asked again: %d, for at most %.0f s (the judge's deadline)",
-                *(self.endpoint.description, reason, self._waiting, left),
-            )
+            said = "%s: %s; questions wait to be asked again, for at most %.0f s (the judge's deadline)"
+            _log.warning(said, self.endpoint.description, reason, left)
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
         """Wait for the quota's permission to send a request. Returns None if there is no quota, and a fault if it is exhausted."""

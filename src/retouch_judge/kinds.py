@@ -73,10 +73,7 @@ JUDGE_MODELS = Kinds(
     "judge",
     {},
     with_wings=True,
-    other_names={
-        **dict.fromkeys(("openai", "vllm", "sglang", "llama.cpp", "llama_cpp"), "'endpoint', with the server's base_url"),
-        **dict.fromkeys(("local", "transformers", "qwen", "qwen_vl"), "'in_process', with the weights' path"),
-    },
+    other_names=dict.fromkeys(("openai", "vllm", "sglang", "llama.cpp"), "'endpoint', with the server's base_url"),
 )
 """All kinds of ``judge`` sections."""
 AnyJudgeModel: TypeAlias = Annotated[JudgeModel, JUDGE_MODELS]

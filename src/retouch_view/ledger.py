@@ -209,21 +209,6 @@ def answers(ledger: LedgerView, *, failed: bool, top: int) -> tuple[list[dict[st
     return found, "\n".join(lines) or ("no answer failed" if failed else "no judge or server outside the run was called")
 
 
-def unusable_answers(run: Path) -> str:
-    """How many calls of judges and servers gave no usable answer, and a quotation; empty if there are none, or no ledger."""
-    ledger = LedgerView(run, sorted(run.glob("ledger*.sqlite")), {}, ())
-    try:
-        calls = [row["failed"] for row in ledger.query("SELECT scores IS NULL AS failed FROM answers")]
-        (latest, *_), _ = answers(ledger, failed=True, top=1) if any(calls) else ([None], "")
-    except (ValueError, OSError):
-        return ""
-    return (
-        ""
-        if latest is None
-        else f"{sum(calls)} of {len(calls)} calls, the latest with {quoted_fault(latest['fault'], latest['text'])}"
-    )
-
-
 def _calls_by_judge(ledger: LedgerView, prices: Prices | None) -> list[dict[str, Any]]:
     """The number, tokens and cost of the calls to each judge, over all files."""
     totals: dict[str, Counter[str]] = {}

@@ -71,7 +71,8 @@ def test_every_key_is_documented():
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         (
             {"objective__beta": 2},
-            "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'; TRL's beta is objective.kl.weight",
+            "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'; "
+            "TRL's beta is objective.kl.weight",
         ),
         ({"num_generations": 8}, "num_generations: unknown key; TRL's num_generations is group_size"),
         ({"max_steps": 8}, "max_steps: unknown key; TRL's max_steps is steps"),

@@ -398,7 +398,17 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
     from retouch.data.kinds import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
-        yield arguments.path, (arguments.path,), _rows_with(arguments.overrides, arguments.path) or read_path(arguments.path), None
+        from retouch.data.sources.folder import FolderData, PromptData
+        from retouch.recipe.document import apply
+
+        section = FolderData if Path(arguments.path).is_dir() else PromptData
+        keys = apply({"data": {"kind": section.model_fields["kind"].default, "path": arguments.path}}, arguments.overrides)
+        if keys.keys() != {"data"}:
+            raise ValueError(
+                "--set: here only keys of data, such as data.columns.instruction=NAME; give the recipe to change others"
+            )
+        rows = section(**keys["data"]).rows(seed=0) if arguments.overrides else read_path(arguments.path)
+        yield arguments.path, (arguments.path,), rows, None
         return
     if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
@@ -423,18 +433,6 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
             yield name, places, phase.data.rows(), None
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
-
-
-def _rows_with(overrides: list[str], path: str) -> "Rows | None":
-    """The rows of a folder or a prompt list, read with keys of ``data``; None without such keys."""
-    from retouch.data.sources.folder import FolderData, PromptData
-    from retouch.recipe.document import apply
-
-    section = FolderData if Path(path).is_dir() else PromptData
-    document = apply({"data": {"kind": section.model_fields["kind"].default, "path": path}}, overrides)
-    if document.keys() != {"data"}:
-        raise ValueError("--set: here only keys of data, such as data.columns.instruction=NAME; give the recipe to change others")
-    return section(**document["data"]).rows(seed=0) if overrides else None
 
 
 def _folded(problems: "list[Problem]") -> Iterator[str]:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from retouch.config import other_names
 from retouch.config.consent import IMPORT
 from retouch.config.imports import CLASS_PATH, did_you_mean, nearest
-from retouch.config.other_names import hint_in_recipe
 from retouch.config.section import DEPENDENT_DEFAULT, UNTAGGED, Kinds, Section, expected
 
 Path = tuple[str | int, ...]
@@ -70,7 +70,7 @@ def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple
     """
     if _kinds(section) == (IMPORT,) and "args" in keys_of(section):
         return f"; the fields of your class go into {dotted((*path, 'args'))}"
-    of_trl = f"; {hint}" if (hint := hint_in_recipe(key)) else ""
+    of_trl = f"; {hint}" if (hint := other_names.hint(key, python=False)) else ""
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
         return f"; only {' or '.join(map(repr, others))} has it, and {own}{of_trl}"

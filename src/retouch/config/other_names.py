@@ -33,10 +33,8 @@ TRL: Mapping[str, tuple[str, str]] = {
     "model_name_or_path": ("policy.model.path", "model='Qwen/Qwen2.5-1.5B-Instruct'"),
     "bf16": ("policy.model.dtype", "dtype='bfloat16'"),
     "lora_r": ("policy.train.rank", "peft_config=retouch.Lora(rank=32, alpha=64)"),
-    "lora_alpha": ("policy.train.alpha", "peft_config=retouch.Lora(rank=32, alpha=64)"),
     "lr_scheduler_type": ("optimizer.schedule", "optimizer={'schedule': 'cosine'}"),
     "save_steps": ("checkpoints.every, checkpoints.keep", "checkpoints={'every': 50, 'keep': 2}"),
-    "save_total_limit": ("checkpoints.every, checkpoints.keep", "checkpoints={'every': 50, 'keep': 2}"),
     "eval_steps": ("eval.every", "eval={'every': 20}"),
     "report_to": ("trackers", "trackers=['wandb']"),
     "push_to_hub": ("push", "push={'repo': 'me/lora', 'every': 20}"),
@@ -50,13 +48,7 @@ TRL: Mapping[str, tuple[str, str]] = {
 second text says why none is needed."""
 
 
-def hint_in_recipe(name: str) -> str:
-    """What a recipe has in the place of TRL's ``name``; empty for other names."""
+def hint(name: str, *, python: bool) -> str:
+    """What a recipe, or a script, has in the place of TRL's ``name``; empty for other names."""
     keys, instead = TRL.get(name, ("", ""))
-    return f"TRL's {name} is {keys}" if keys else instead
-
-
-def hint_in_python(name: str) -> str:
-    """What a script has in the place of TRL's ``name``; empty for other names."""
-    keys, instead = TRL.get(name, ("", ""))
-    return f"for TRL's {name} write {instead}" if keys else instead
+    return instead if not keys else f"for TRL's {name} write {instead}" if python else f"TRL's {name} is {keys}"

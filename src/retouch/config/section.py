@@ -20,10 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonVal
 from pydantic._internal._model_construction import ModelMetaclass  # the metaclass of BaseModel has no public name
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from retouch.config import consent, wings
+from retouch.config import consent, other_names, wings
 from retouch.config.consent import IMPORT
 from retouch.config.imports import CLASS_PATH, import_class, nearest
-from retouch.config.other_names import hint_in_python
 
 UNTAGGED = "(no kind)"
 """The tag of a section without a kind, which distinguishes it from alternatives that have a kind."""
@@ -71,7 +70,7 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
             return f"{at}{'.' * ('key' in context)}{context.get('key', '')}: {context['message']}"
         case "extra_forbidden":
             near = nearest(last, fields)
-            meant = hint_in_python(last) or (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
+            meant = other_names.hint(last, python=True) or (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
             return f"{at}: unknown key; {meant}"
         case "missing":
             about = fields[last].description if last in fields else None

@@ -192,13 +192,11 @@ class Layout:
 
     def _of_messages(self, messages: Sequence[Any], wrong: list[str]) -> Any:
         """The text of a conversation that is one message of the user; adds an error for any other."""
-        key = self.columns["instruction"]
-        roles = [each.get("role") if isinstance(each, Mapping) else None for each in messages]
-        if roles != ["user"]:
-            given = ", ".join(map(str, roles))
+        key, roles = self.columns["instruction"], [str(each.get("role")) for each in messages if isinstance(each, Mapping)]
+        if roles != ["user"] or len(messages) > 1:
             wrong.append(
-                f"{key!r}: a conversation with the messages {given}; give one message of the user, or its text. A system prompt is "
-                "set once, as policy.model.system of the recipe (retouch.models.QwenLanguage(..., system='...'))"
+                f"{key!r}: a conversation with the messages {', '.join(roles)}; give one message of the user, or its text. A "
+                "system prompt is set once, as policy.model.system of the recipe (retouch.models.QwenLanguage(..., system='...'))"
             )
             return "-"
         content = messages[0].get("content")
@@ -490,8 +488,7 @@ def find_columns(
 def require_instruction(found: Mapping[str, str], keys: Sequence[str], *, file: str) -> None:
     """Raise ValueError if the columns ``keys`` of a data set have none for the field ``instruction``."""
     if keys and "instruction" not in found:
-        words = ("instruction", "prompt", "caption", "text")
-        likely = next((key for word in words for key in keys if word in key.lower()), "...")
+        likely = next((key for word in ("instruction", "prompt", "caption") for key in keys if word in key.lower()), "...")
         raise ValueError(
             f"{file}: no column with the prompts; it has {', '.join(keys)}. Call it `prompt` or `instruction`, or name it: "
             f"columns={{'instruction': '{likely}'}}, in a recipe --set data.columns.instruction={likely}"

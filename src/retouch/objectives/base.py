@@ -149,10 +149,6 @@ class Objective(Section):
         head that trains together with the policy; None without one."""
         return self
 
-    def for_policy(self, *, is_autoregressive: bool) -> Objective:
-        """The objective of a ``Trainer``, with the settings that its script left to the kind of policy."""
-        return self
-
     @property
     def weight_copies(self) -> frozenset[str]:
         """The copies of the weights to keep: "reference" (from the start of the phase), "old" (follows the current weights)."""

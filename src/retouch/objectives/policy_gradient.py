@@ -111,6 +111,7 @@ class PolicyGradient(Objective):
         return objective
 
     def for_policy(self, *, is_autoregressive: bool) -> PolicyGradient:
+        """The objective, with the clip range and the kind of KL that fit the policy, where they were left open."""
         chosen: dict[str, Any] = {}
         if self.surrogate == "clip" and self.clip_low is None and self.clip_high is None:
             chosen = dict.fromkeys(("clip_low", "clip_high"), 0.2 if is_autoregressive else 1e-4)

@@ -34,9 +34,7 @@ CLOSE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch:
     """The scores of ``b`` samples. ``scores``: each column, (b,). ``rewards``: the combined number, (b,), NaN if it is missing.
-
-    ``faults``: the number of samples without an image. ``last_fault``: see ``RewardScorer.last_fault``.
-    """
+    ``faults``: the number of samples without an image. ``last_fault``: see ``RewardScorer.last_fault``."""
 
     scores: Scores
     rewards: Float[Tensor, " b"]

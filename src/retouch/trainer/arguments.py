@@ -12,12 +12,11 @@ from typing import Any, TypeAlias, get_args
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from retouch.config import consent
+from retouch.config import consent, other_names
 from retouch.config.errors import places
 from retouch.config.imports import module_of, nearest
-from retouch.config.other_names import hint_in_python
 from retouch.config.section import LIVE, Section
-from retouch.data.base import DataSource, StoredData
+from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
 from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
@@ -34,7 +33,7 @@ from retouch.models.train import FullWeights, Lora
 from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
-from retouch.objectives.policy_gradient import GRPO
+from retouch.objectives.policy_gradient import GRPO, PolicyGradient
 from retouch.policies.rollout import DenoisingRollout
 from retouch.recipe.document import value_at
 from retouch.recipe.keys import RecipeKeys
@@ -504,7 +503,9 @@ def describe(
             require_columns(each.function, found, of=name)
     objects = {**objects, **functions, **tables}
     writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
-    objective = (objective or GRPO()).for_policy(is_autoregressive=writes)
+    objective = objective or GRPO()
+    if isinstance(objective, PolicyGradient):
+        objective = objective.for_policy(is_autoregressive=writes)
     # A stream's prompts are not known before the run.
     whole = isinstance(section, DiffusersModel) and not isinstance(section, DiffusersPipeline)
     caches = gpu and whole and not isinstance(data, IterableData)
@@ -553,7 +554,7 @@ def describe(
 
 def _meant(key: str, known: Collection[str]) -> str:
     """What an unknown argument probably means: the name of TRL's argument here, a similar name, or a key of a section."""
-    if meant := hint_in_python(key):
+    if meant := other_names.hint(key, python=True):
         return f"; {meant}"
     if near := nearest(key, known):
         return f"; did you mean {near}?"
@@ -589,7 +590,13 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
             raise ValueError(f"columns: train_dataset is a {type(given).__name__}; give the columns to it, if it has such a key")
         return given, dict(given.objects())
     if isinstance(given, str | Path):
-        at = _data_at(Path(given), columns)
+        path, keys = Path(given), {"path": str(given), "columns": dict(columns or {})}
+        is_list = path.suffix in (".txt", ".jsonl") and path.is_file()
+        if not is_list and not path.is_dir():
+            raise ValueError(
+                f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)"
+            )
+        at = PromptData(**keys) if is_list else FolderData(**keys)
         return at.model_copy(update={"held_out": _held_out(len(at.rows(seed=0))) if held_out else 0}), {}
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
@@ -604,15 +611,6 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
 def _held_out(rows: int) -> int:
     """A tenth of the rows for evaluation, as a count: a share of a few rows could be rounded to 0."""
     return max(1, rows // 10)
-
-
-def _data_at(path: Path, columns: Mapping[str, str] | None) -> StoredData:
-    """The data source of a path: a prompt list, or a folder with metadata."""
-    if path.suffix in (".txt", ".jsonl") and path.is_file():
-        return PromptData(path=str(path), columns=dict(columns or {}))
-    if not path.is_dir():
-        raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)")
-    return FolderData(path=str(path), columns=dict(columns or {}))
 
 
 def _renderer(given: Any, *, size: tuple[int, int] | None, dtype: Dtype | None, gpu: bool) -> tuple[dict[str, Any], dict[str, Any]]:

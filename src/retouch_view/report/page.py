@@ -14,7 +14,6 @@ from retouch.records.files import write_atomic
 from retouch.records.folder import RunFolder, Summary, split_label
 from retouch.run.hooks import Hook, StepResult
 from retouch.run.step import ScoredRollout
-from retouch_view.ledger import unusable_answers
 from retouch_view.report import charts, tables
 from retouch_view.report.markup import (
     Html,
@@ -82,7 +81,7 @@ def run_page(run: Path) -> str:
         back = "" if alarm["back_to"] is None else f" The run is back in the state of step {alarm['back_to']}."
         why = f"{'; '.join(str(each['text']) for each in alarm['alarms'])}.{back}"
         stopped = tag("p", tag("strong", f"Stopped by an alarm after step {alarm['step']}: "), why, class_="warning")
-    unusable = unusable_answers(run)
+    unusable = tables.unusable_answers(run)
     steps = recipe.get("steps")
     title = str(recipe.get("name", folder.name))
     header = tag(
