@@ -28,7 +28,7 @@ from retouch.protocols import Reward
 from retouch.rewards.base import JudgeClients, LoadedModel, RewardSection, RunFacts, close, source_image, unchanged
 from retouch.types import Json, Sample, Scores
 from retouch_judge.kinds import AnyJudgeModel
-from retouch_judge.questions import Answer, Form, JudgeClient, Part, Question, example_of_fault
+from retouch_judge.questions import Answer, Form, JudgeClient, Part, Question, quoted_fault
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ class Panel:
         ]
         answers = self.client.ask(questions)
         assert len(answers) == len(questions)
-        self.fault = example_of_fault(answers) or self.fault
+        self.fault = quoted_fault((answer.fault, answer.text) for answer in answers) or self.fault
         verdicts = []
         for first in range(0, len(answers), self.repeats):
             given = answers[first : first + self.repeats]

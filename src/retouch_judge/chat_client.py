@@ -33,7 +33,7 @@ from retouch.config import keys
 from retouch.config.keys import redacted
 from retouch.core.random import backoff_pause
 from retouch_judge.models import EndpointSettings
-from retouch_judge.questions import Answer, JudgeReply, Part, Question, example_of_fault, first_tokens
+from retouch_judge.questions import Answer, JudgeReply, Part, Question, first_tokens, quoted_fault
 from retouch_judge.quota import ProgressSemaphore, Quota, Turn, Turns, submit
 
 VARIABLE = "OPENAI_API_KEY"
@@ -318,7 +318,8 @@ class ChatClient:
         faults = Counter(answer.fault for answer in answers if answer.fault)
         if faults:
             says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())
-            says += f"; for example {example_of_fault(answers)}" if any(answer.fault and answer.text for answer in answers) else ""
+            texts = [(answer.fault, answer.text) for answer in answers if answer.fault and answer.text]
+            says += f"; for example {quoted_fault(texts)}" if texts else ""
             _log.warning("%s: %d of %d answers are missing (%s)", self.endpoint.model, faults.total(), len(answers), says)
         return answers
 
@@ -405,21 +406,17 @@ class ChatClient:
                 tries.faults.append(outcome.reason)
                 self._line.leave()
                 inside = False
-                self._report_wait(outcome.reason, tries, pause=pause, left=end - time.monotonic())
+                now = time.monotonic()
+                if now + pause - tries.began >= _QUIET and now >= self._message_at + _BETWEEN_WAITS:
+                    self._message_at = now
+                    said = "%s: %s; questions wait to be asked again, for at most %.0f s (the judge's deadline)"
+                    _log.warning(said, self.endpoint.description, outcome.reason, end - now)
                 await asyncio.sleep(pause)
                 await self._line.enter_again()
                 inside = True
         finally:
             if inside:
                 self._line.leave()
-
-    def _report_wait(self, reason: str, tries: "_Tries", *, pause: float, left: float) -> None:
-        """Log that questions wait, for example for a rate limit (HTTP 429), if one of them waits for long."""
-        now = time.monotonic()
-        if now + pause - tries.began >= _QUIET and now >= self._message_at + _BETWEEN_WAITS:
-            self._message_at = now
-            said = "%s: %s; questions wait to be asked again, for at most %.0f s (the judge's deadline)"
-            _log.warning(said, self.endpoint.description, reason, left)
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
         """Wait for the quota's permission to send a request. Returns None if there is no quota, and a fault if it is exhausted."""

@@ -74,13 +74,9 @@ def _variable(name: str) -> str:
 Variable: TypeAlias = Annotated[str, AfterValidator(_variable)]
 
 
-def _versioned(url: str) -> str:
-    if url.endswith("/chat/completions"):
-        raise ValueError(f"the client adds /chat/completions; give {url.removesuffix('/chat/completions')}")
-    return url if urlsplit(url).path.strip("/") else f"{url}/v1"
-
-
-VersionedAddress: TypeAlias = Annotated[Address, AfterValidator(_versioned)]
+VersionedAddress: TypeAlias = Annotated[
+    Address, AfterValidator(lambda url: url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1")
+]
 
 
 class JudgeQuota(Section):
@@ -185,7 +181,9 @@ class EndpointSettings(JudgeModel):
     )
 
     @model_validator(mode="after")
-    def _pauses_grow(self) -> Self:
+    def _fits_together(self) -> Self:
+        if self.base_url.endswith("/chat/completions"):
+            raise ValueError(f"base_url: the client adds /chat/completions; give {self.base_url.removesuffix('/chat/completions')}")
         if self.pause > self.longest_pause:
             raise ValueError(
                 f"pause {self.pause:g} is above longest_pause {self.longest_pause:g}; increase longest_pause or decrease pause"

@@ -329,16 +329,12 @@ class Answer:
     cost: float | None = None
 
 
-def quoted_fault(fault: str, text: str, *, longest: int = 200) -> str:
-    """Return the fault of an answer, with its text on one line, cut after ``longest`` characters."""
-    text = " ".join(text.split())
+def quoted_fault(answers: Iterable[tuple[str, str]], *, longest: int = 200) -> str:
+    """Quote one of the (fault, text) of answers, if possible one with a text, which is cut after ``longest`` characters; empty if
+    none has a fault."""
+    fault, text = max(answers, key=lambda answer: (bool(answer[0]), bool(answer[1])), default=("", ""))
+    text = " ".join(text.split()) if fault else ""
     return fault + (f": {text[:longest]!r}{'...' * (len(text) > longest)}" if text else "")
-
-
-def example_of_fault(answers: Sequence[Answer]) -> str:
-    """Quote one answer without scores, if possible one with a text; empty if all have scores."""
-    failed = sorted((answer for answer in answers if answer.fault), key=lambda answer: not answer.text)
-    return quoted_fault(failed[0].fault, failed[0].text) if failed else ""
 
 
 @runtime_checkable

@@ -203,7 +203,7 @@ def answers(ledger: LedgerView, *, failed: bool, top: int) -> tuple[list[dict[st
     found = sorted(ledger.query(asked), key=lambda row: -row["at"])[:top]
     lines = [
         f"{row['judge']}, attempts {row['attempts']}, image {row['picture'][:12]}\n"
-        f"  {quoted_fault(row['fault'] or row['scores'], row['text'], longest=1000)}"
+        f"  {quoted_fault([(row['fault'] or row['scores'], row['text'])], longest=1000)}"
         for row in found
     ]
     return found, "\n".join(lines) or ("no answer failed" if failed else "no judge or server outside the run was called")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retouch.cli.arguments import (
     RUN_HELP,
@@ -395,18 +395,18 @@ def _data_check(arguments: argparse.Namespace) -> int:
 
 def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows, Resize | None]]":
     """Yield the name, the paths, the rows and the resizing of the data set at a path, or of each data set of a recipe."""
-    from retouch.data.kinds import read_path
+    from retouch.data.kinds import DATA, read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
-        from retouch.data.sources.folder import FolderData, PromptData
         from retouch.recipe.document import apply
 
-        section = FolderData if Path(arguments.path).is_dir() else PromptData
-        keys = apply({"data": {"kind": section.model_fields["kind"].default, "path": arguments.path}}, arguments.overrides)
+        kind = "folder" if Path(arguments.path).is_dir() else "prompts"
+        keys = apply({"data": {"kind": kind, "path": arguments.path}}, arguments.overrides)
         if keys.keys() != {"data"}:
             raise ValueError(
                 "--set: here only keys of data, such as data.columns.instruction=NAME; give the recipe to change others"
             )
+        section: Any = DATA.load(kind)
         rows = section(**keys["data"]).rows(seed=0) if arguments.overrides else read_path(arguments.path)
         yield arguments.path, (arguments.path,), rows, None
         return

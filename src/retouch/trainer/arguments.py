@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -326,7 +326,8 @@ def reward_document(
         raise ValueError("reward_funcs: empty; give at least one reward")
     sections: dict[str, RewardSection] = {}
     for one in listed:
-        section = _reward(one)
+        named = parse_reward(read_combined(one), allow_imports=modules_in_argument(one)) if isinstance(one, str) else one
+        section = named if isinstance(named, RewardSection) else FunctionReward.of(named)
         if section.name in sections:
             raise ValueError(f"reward_funcs: two rewards are called {section.name!r}; rename one of the functions")
         sections[section.name] = section
@@ -344,14 +345,6 @@ def reward_document(
 
 def as_list(given: RewardLike | Sequence[RewardLike]) -> list[RewardLike]:
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _reward(given: RewardLike) -> RewardSection:
-    if isinstance(given, RewardSection):
-        return given
-    if isinstance(given, str):
-        return parse_reward(read_combined(given), allow_imports=modules_in_argument(given))
-    return FunctionReward.of(given)
 
 
 def _combine(
@@ -547,7 +540,9 @@ def describe(
     document |= {key: plain(key, value) for key, value in keys.items()}
     image_model = renderer.get("model") if isinstance(renderer, Mapping) else renderer
     given = (model, train_dataset, objective, image_model, *as_list(reward_funcs), *keys.values())
-    modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
+    sections = [one for one in given if isinstance(one, Section)]
+    modules = {type(one).__module__ for one in sections}
+    modules |= {module_of(path) for one in sections for _, path in consent.classes_named(one.model_dump(mode="json"))}
     modules |= {module for one in as_list(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
@@ -572,14 +567,9 @@ def _rollout(section: Any, objective: Objective) -> dict[str, Any]:
     return {"num_steps": steps, "transition": {"kind": "sde", "noise_level": 0.7}, **window}
 
 
-def _modules(section: Section) -> Iterator[str]:
-    """Yield the module of the section's own class, and the modules of the classes that the section names."""
-    yield type(section).__module__
-    yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
-
-
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
-    """The data source, and the tables that it refers to by name. ``held_out``: whether rows are kept for evaluation."""
+    """The data source, and the tables that it refers to by name. ``held_out``: whether a tenth of the rows is kept for evaluation,
+    as a count, because a share of a few rows could be rounded to 0."""
     if evaluation is not None and isinstance(given, DataSource | str | Path):
         raise ValueError(
             "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset, so that "
@@ -597,20 +587,15 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
                 f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)"
             )
         at = PromptData(**keys) if is_list else FolderData(**keys)
-        return at.model_copy(update={"held_out": _held_out(len(at.rows(seed=0))) if held_out else 0}), {}
+        return at.model_copy(update={"held_out": max(1, len(at.rows(seed=0)) // 10) if held_out else 0}), {}
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
     if hasattr(given, "take") and not hasattr(given, "__len__"):
         streamed = IterableData.of(given, evaluation=evaluation, columns=columns, **({} if held_out else {"held_out": 0}))
         return streamed, streamed.objects()
-    count = _held_out(len(given)) if held_out and evaluation is None and hasattr(given, "__len__") else 0
+    count = max(1, len(given) // 10) if held_out and evaluation is None and hasattr(given, "__len__") else 0
     data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=count)
     return data, data.objects()
-
-
-def _held_out(rows: int) -> int:
-    """A tenth of the rows for evaluation, as a count: a share of a few rows could be rounded to 0."""
-    return max(1, rows // 10)
 
 
 def _renderer(given: Any, *, size: tuple[int, int] | None, dtype: Dtype | None, gpu: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -147,7 +147,7 @@ def unusable_answers(run: Path) -> str:
         with suppress(ValueError, OSError, sqlite3.Error), closing(open_read_only(file)) as connection:
             calls += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
             failed += connection.execute("SELECT at, fault, substr(text, 1, 1000) FROM answers WHERE scores IS NULL").fetchall()
-    return f"{len(failed)} of {calls} calls, the latest with {quoted_fault(*max(failed)[1:])}" if failed else ""
+    return f"{len(failed)} of {calls} calls, the latest with {quoted_fault([max(failed)[1:]])}" if failed else ""
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
