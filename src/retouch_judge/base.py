@@ -28,7 +28,7 @@ from retouch.protocols import Reward
 from retouch.rewards.base import JudgeClients, LoadedModel, RewardSection, RunFacts, close, source_image, unchanged
 from retouch.types import Json, Sample, Scores
 from retouch_judge.kinds import AnyJudgeModel
-from retouch_judge.questions import Answer, Form, JudgeClient, Part, Question
+from retouch_judge.questions import Answer, Form, JudgeClient, Part, Question, quoted_fault
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +131,8 @@ class Panel:
     """Requests ``repeats`` answers to each prompt, at ``temperature``, with the seeds ``seed``, ``seed + 1`` and so on.
 
     The seeds do not depend on the sample or its position, so the order of samples does not change any score. ``threads``: executor
-    of concurrent calls. Raises ValueError if a setting is out of range.
+    of concurrent calls. ``fault``: the reason and the text of the latest unusable answer. Raises ValueError if a setting is out of
+    range.
     """
 
     def __init__(self, client: JudgeClient, *, repeats: int = 1, temperature: float = 0.0, seed: int = 0) -> None:
@@ -145,6 +146,7 @@ class Panel:
         self.temperature = temperature
         self.seed = seed
         self.threads = ThreadPoolExecutor(max_workers=_MOST_CALLS, thread_name_prefix="judge-call")
+        self.fault = ""
 
     @property
     def identity(self) -> str:
@@ -170,6 +172,7 @@ class Panel:
         ]
         answers = self.client.ask(questions)
         assert len(answers) == len(questions)
+        self.fault = quoted_fault((answer.fault, answer.text) for answer in answers) or self.fault
         verdicts = []
         for first in range(0, len(answers), self.repeats):
             given = answers[first : first + self.repeats]
@@ -202,7 +205,8 @@ class JudgeReward(RewardSection):
     rubrics: ClassVar[tuple[str, ...]] = ()
     """The files in ``prompts/`` that the reward may use; they are part of its fingerprint."""
     questions: ClassVar[tuple[tuple[str, int], ...]] = ()
-    """For each question about a sample: its rubric and its number of images. Used to estimate calls and tokens."""
+    """For each question about a sample: its rubric (the name of a file in ``prompts/``, or the text) and its number of images. Used
+    to estimate calls and tokens; without it, their number is reported as unknown."""
     one_token: ClassVar[bool] = False
     """Whether an answer is one token."""
 
@@ -215,6 +219,11 @@ class JudgeReward(RewardSection):
     def rubric(self, name: str) -> str:
         """The text of a rubric of this reward."""
         return rubric(name)
+
+    @property
+    def last_fault(self) -> str:
+        """The reason and the text of the judge's latest unusable answer, for error messages; empty if there was none."""
+        return "" if self._model is None else self._model.fault
 
     @property
     def settings(self) -> str:

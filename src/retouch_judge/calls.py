@@ -20,8 +20,9 @@ _REASONED = 150
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The questions to one judge. ``who``: the judge's model. ``training`` and ``evaluation``: numbers of questions. Tokens and
-    ``dollars``: totals of all questions; ``dollars`` is None without prices."""
+    """The questions to one judge. ``who``: the judge's model. ``training`` and ``evaluation``: numbers of questions, both 0 if they
+    are not known. Tokens and ``dollars``: totals of all questions; ``dollars`` is None without prices, or without the number.
+    ``unknown``: the class of a judge that does not declare its questions."""
 
     path: str
     who: str
@@ -30,8 +31,14 @@ class Calls:
     input_tokens: int
     output_tokens: int
     dollars: float | None
+    unknown: str = ""
 
     def __str__(self) -> str:
+        if self.unknown:
+            return (
+                f"{self.path} asks {self.who}; how many questions is not known: declare them in the class, for example "
+                f"{self.unknown}.questions = ((RUBRIC, 1),): the rubric and the number of images of each question about a sample"
+            )
         asked = f"{self.path} asks {self.who} {self.training:,} questions in training and {self.evaluation:,} in evaluations"
         tokens = f"about {_short(self.input_tokens)} input tokens and {_short(self.output_tokens)} output tokens"
         return f"{asked}; {tokens}" + ("" if self.dollars is None else f", about ${self.dollars:,.2f}")
@@ -81,7 +88,8 @@ def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evalua
     count = (trained + evaluated) * asked
     height, width = recipe.image_size or (_USUAL_SIDE, _USUAL_SIDE)
     of_image = max(1.0, height * width / _PIXELS_PER_TOKEN)
-    texts = {name: len(rubric(name).split()) * _TOKENS_PER_WORD + _INSTRUCTION for name, _ in questions}
+    rubrics = {about: about if " " in about else rubric(about) for about, _ in questions}  # no file's name has a space
+    texts = {about: len(text.split()) * _TOKENS_PER_WORD + _INSTRUCTION for about, text in rubrics.items()}
     read = count * sum(texts[name] + images * of_image for name, images in questions) / max(len(questions), 1)
     written = count * (1 if part.one_token else _REASONED)
     return Calls(
@@ -91,7 +99,8 @@ def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evalua
         evaluation=evaluated * asked,
         input_tokens=round(read),
         output_tokens=written,
-        dollars=part.judge.cost(input_tokens=read, output_tokens=written),
+        dollars=part.judge.cost(input_tokens=read, output_tokens=written) if questions else None,
+        unknown="" if questions else type(part).__name__,
     )
 
 

@@ -2,8 +2,8 @@
 
 Each question results in an answer, with or without scores. After a time-out, a server error, or a truncated or unusable reply, the
 question is sent again until the attempts or the deadline are exhausted. After a final error (400, 401, 404 and so on) it is not
-sent again. A fault never becomes a score. Images are sent as lossless data URLs, so that a judge sees exactly the pixels that the
-policy made.
+sent again. A fault never becomes a score. Images are sent as data URLs, by default of PNG files, so that a judge sees exactly the
+pixels that the policy made.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from retouch.config import keys
 from retouch.config.keys import redacted
 from retouch.core.random import backoff_pause
 from retouch_judge.models import EndpointSettings
-from retouch_judge.questions import Answer, JudgeReply, Part, Question, first_tokens
+from retouch_judge.questions import Answer, JudgeReply, Part, Question, first_tokens, quoted_fault
 from retouch_judge.quota import ProgressSemaphore, Quota, Turn, Turns, submit
 
 VARIABLE = "OPENAI_API_KEY"
@@ -77,6 +77,11 @@ def retry_after(value: str | None) -> float | None:
 
 
 _WEBP_LIMIT = 16383  # largest side in pixels of the WebP format
+_ENCODING: Mapping[str, Mapping[str, Any]] = {
+    "png": {"compress_level": 1},
+    "webp": {"lossless": True, "quality": 0, "method": 0},
+    "jpeg": {"quality": 95, "subsampling": 0},
+}
 _PIXELS_PER_TOKEN = 28 * 28
 _TEMPLATE_TOKENS, _SPARE_TOKENS = 4096, 64  # tokens that a server may count in addition to the inputs, and to the answer
 # The request field of vLLM 0.11 and later, and its older name, which vLLM 0.12 has dropped.
@@ -142,11 +147,12 @@ def parse_reply(body: str | bytes) -> Received | None:
         return None
     choice = completion.choices[0]
     usage = completion.usage
+    places = [] if choice.logprobs is None else choice.logprobs.content or []
     reply = JudgeReply(
         text=choice.message.content or "",
         finished=choice.finish_reason or "",
         refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
-        first=_first(choice.logprobs),
+        first=first_tokens((each.token, each.logprob) for place in places[:1] for each in place.top_logprobs),  # may repeat
     )
     return Received(reply, None if usage is None else (usage.prompt_tokens, usage.completion_tokens))
 
@@ -170,13 +176,6 @@ def tokens_of(question: Question, received: Received) -> Tokens:
             return Tokens(inputs, outputs)
     estimate = sent // 4 + sum(size // _PIXELS_PER_TOKEN + 1 for size in pixels)
     return Tokens(estimate + 1, min(written // 4 + 1, question.form.max_tokens), estimated=True)
-
-
-def _first(logprobs: _Logprobs | None) -> dict[str, float]:
-    """Return the candidates for the first token, with log-probabilities. A server may list a token twice, for example as bytes."""
-    if logprobs is None or not logprobs.content:
-        return {}
-    return first_tokens((token.token, token.logprob) for token in logprobs.content[0].top_logprobs)
 
 
 def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided: Guided | None = None) -> dict[str, Any]:
@@ -204,19 +203,14 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
     return fields
 
 
-def data_urls(questions: Sequence[Question]) -> dict[int, str]:
-    """Return the data URL of every image in the questions, by ``id()``; each image is encoded once."""
+def data_urls(questions: Sequence[Question], form: str = "png") -> dict[int, str]:
+    """Return the data URL of every image in the questions, by ``id()``; each image is encoded once. ``form``: ``image_format``."""
     urls: dict[int, str] = {}
     for question in questions:
         for part in question.parts:
             if not isinstance(part, str) and id(part) not in urls:
-                urls[id(part)] = data_url(part)
+                urls[id(part)] = data_url(part, form)
     return urls
-
-
-def digest(fields: Mapping[str, Any]) -> str:
-    """Return a short hash of a request; equal requests have equal hashes."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _part(part: Part, urls: Mapping[int, str]) -> dict[str, Any]:
@@ -225,18 +219,18 @@ def _part(part: Part, urls: Mapping[int, str]) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": urls[id(part)]}}
 
 
-def data_url(image: Image) -> str:
-    """Encode the image in RGB as a base64 data URL, in lossless WebP (PNG if it is larger than WebP allows)."""
-    form = "PNG" if max(image.size) > _WEBP_LIMIT else "WEBP"
-    settings = {"compress_level": 1} if form == "PNG" else {"lossless": True, "quality": 0, "method": 0}
+def data_url(image: Image, form: str) -> str:
+    """Encode the image in RGB as a base64 data URL of a file in this format (PNG if it is larger than WebP allows)."""
+    form = "png" if form == "webp" and max(image.size) > _WEBP_LIMIT else form
     buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, form, **settings)
-    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    image.convert("RGB").save(buffer, form, **_ENCODING[form])
+    return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
 _POLL = 1.0  # seconds between two requests to a server that is not up
 _BETWEEN_MESSAGES = 60.0  # seconds
+_QUIET, _BETWEEN_WAITS = 5.0, 15.0  # seconds a question may wait before it is reported, and between two such messages
 _LONGEST_MESSAGE = 10_000  # characters of a server's error message that are searched for API keys
 _log = logging.getLogger("retouch.judge")  # below "retouch", so that a run's log has it
 
@@ -263,6 +257,7 @@ class _Tries:
     read: int = 0
     written: int = 0
     faults: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def count(self, outcome: Answer | _Fault) -> None:
         """Add one attempt and its tokens."""
@@ -286,9 +281,11 @@ class ChatClient:
             keys.require_bound(variable, url)
         self.endpoint = endpoint
         # Ledgers store answers under this text, so it must not change.
-        self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}"
+        lossy = ", jpeg" if endpoint.image_format == "jpeg" else ""
+        self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}{lossy}"
         self.quota = None if endpoint.quota is None else endpoint.quota.open()
         self._warned_of_usage = False
+        self._message_at = -math.inf  # when a wait was last reported
         self._line = ProgressSemaphore(endpoint.concurrency, patience=endpoint.deadline)
         self._turns = None if self.quota is None else Turns(self.quota)
         http = BoundedClient(timeout=endpoint.timeout, connections=endpoint.concurrency)
@@ -310,7 +307,7 @@ class ChatClient:
             self.quota.claim(len(questions))
         began = time.monotonic()
         typed, guided = self.endpoint.typed, self.endpoint.guided
-        urls = data_urls(questions)
+        urls = data_urls(questions, self.endpoint.image_format)
         requests = [request(question, typed=typed, guided=guided, urls=urls) for question in questions]
 
         async def ask_all() -> list[Answer]:
@@ -321,6 +318,8 @@ class ChatClient:
         faults = Counter(answer.fault for answer in answers if answer.fault)
         if faults:
             says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())
+            texts = [(answer.fault, answer.text) for answer in answers if answer.fault and answer.text]
+            says += f"; for example {quoted_fault(texts)}" if texts else ""
             _log.warning("%s: %d of %d answers are missing (%s)", self.endpoint.model, faults.total(), len(answers), says)
         return answers
 
@@ -384,7 +383,7 @@ class ChatClient:
     async def _until_answered(self, question: Question, fields: dict[str, Any], end: float, tries: "_Tries") -> Answer | _Fault:
         """Return the first usable answer, or the last fault. The caller has acquired the semaphore; it is released during pauses
         and at the end."""
-        key = digest(fields)
+        key = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
         counted = 0
         inside = True
         try:
@@ -407,6 +406,11 @@ class ChatClient:
                 tries.faults.append(outcome.reason)
                 self._line.leave()
                 inside = False
+                now = time.monotonic()
+                if now + pause - tries.began >= _QUIET and now >= self._message_at + _BETWEEN_WAITS:
+                    self._message_at = now
+                    said = "%s: %s; questions wait to be asked again, for at most %.0f s (the judge's deadline)"
+                    _log.warning(said, self.endpoint.description, outcome.reason, end - now)
                 await asyncio.sleep(pause)
                 await self._line.enter_again()
                 inside = True

@@ -69,7 +69,12 @@ class InProcess(JudgeModel):
         yield LoadedModel(self.path, self.dtype, self.device, {"8bit": 0.6, "4bit": 0.4}.get(self.quantize or "", 1.0))
 
 
-JUDGE_MODELS = Kinds("judge", {}, with_wings=True)
+JUDGE_MODELS = Kinds(
+    "judge",
+    {},
+    with_wings=True,
+    other_names=dict.fromkeys(("openai", "vllm", "sglang", "llama.cpp"), "'endpoint', with the server's base_url"),
+)
 """All kinds of ``judge`` sections."""
 AnyJudgeModel: TypeAlias = Annotated[JudgeModel, JUDGE_MODELS]
 """The type of a field that contains a ``judge`` section of any kind."""

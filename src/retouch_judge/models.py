@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -71,6 +72,8 @@ def _variable(name: str) -> str:
 
 
 Variable: TypeAlias = Annotated[str, AfterValidator(_variable)]
+
+
 VersionedAddress: TypeAlias = Annotated[
     Address, AfterValidator(lambda url: url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1")
 ]
@@ -144,6 +147,9 @@ class EndpointSettings(JudgeModel):
     key. null is for servers without a key."""
     typed: bool = True
     """Constrain answers to a JSON schema; false is for servers that do not support this, whose answers are read as free text."""
+    image_format: Literal["png", "jpeg", "webp"] = Field(default="png", exclude_if=partial(operator.eq, "png"))
+    """File format in which images are sent. ``png`` and ``webp`` are lossless; llama.cpp reads no ``webp``. ``jpeg``, quality 95,
+    is smaller and changes pixels, so that its answers count as those of another judge."""
     guided: Literal["structured_outputs", "guided_choice"] | None = None
     """Request field that restricts an answer to a list of words: ``structured_outputs`` for vLLM 0.11 and later, ``guided_choice``
     for vLLM before 0.12; null sends a JSON schema."""
@@ -175,7 +181,9 @@ class EndpointSettings(JudgeModel):
     )
 
     @model_validator(mode="after")
-    def _pauses_grow(self) -> Self:
+    def _fits_together(self) -> Self:
+        if self.base_url.endswith("/chat/completions"):
+            raise ValueError(f"base_url: the client adds /chat/completions; give {self.base_url.removesuffix('/chat/completions')}")
         if self.pause > self.longest_pause:
             raise ValueError(
                 f"pause {self.pause:g} is above longest_pause {self.longest_pause:g}; increase longest_pause or decrease pause"

@@ -329,6 +329,14 @@ class Answer:
     cost: float | None = None
 
 
+def quoted_fault(answers: Iterable[tuple[str, str]], *, longest: int = 200) -> str:
+    """Quote one of the (fault, text) of answers, if possible one with a text, which is cut after ``longest`` characters; empty if
+    none has a fault."""
+    fault, text = max(answers, key=lambda answer: (bool(answer[0]), bool(answer[1])), default=("", ""))
+    text = " ".join(text.split()) if fault else ""
+    return fault + (f": {text[:longest]!r}{'...' * (len(text) > longest)}" if text else "")
+
+
 @runtime_checkable
 class JudgeClient(Protocol):
     """Answers questions, in their order. ``identity`` names the model and the settings that could change an answer, but not the

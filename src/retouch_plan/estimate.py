@@ -174,7 +174,7 @@ def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence
     if priced:
         lines.append(f"judges: ${sum(priced):,.2f}")
     if unpriced := [each.path for each in calls if each.dollars is None]:
-        lines.append(f"without a price in the recipe, and not counted: the calls to {', '.join(unpriced)}")
+        lines.append(f"without a known price or number, and not counted: the calls to {', '.join(unpriced)}")
     if price is not None and priced:
         lines.append(f"together: ${run_hours * gpus * price + sum(priced):,.2f}")
     return note("cost", "\n".join(lines))

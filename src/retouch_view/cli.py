@@ -238,6 +238,12 @@ def add_ledger(commands: Commands) -> None:
     )
     cost.add_argument("--prices", type=_prices, metavar="IN,OUT", default=argparse.SUPPRESS)
     cost.set_defaults(what="cost")
+    answers = what.add_parser(
+        "answers", parents=[as_json], help="list the latest answers of judges and reward servers, with their texts"
+    )
+    answers.add_argument("--failed", action="store_true", help="list only answers that could not be used")
+    answers.add_argument("--top", type=int, default=20, metavar="N", help="list the latest N answers (default: 20)")
+    answers.set_defaults(what="answers")
     for name, description in (
         ("agree", "measure the agreement of two columns"),
         ("worst", "show the samples on which two columns differ most"),
@@ -277,6 +283,8 @@ def _ledger(arguments: argparse.Namespace) -> int:
     elif arguments.what == "expel":
         selected = {name: getattr(arguments, name) for name in ("image", "judge", "split", "steps", "dry_run")}
         result, table = ledger.expel(run, **selected)
+    elif arguments.what == "answers":
+        result, table = ledger.answers(ledger.LedgerView.open(run), failed=arguments.failed, top=arguments.top)
     elif arguments.what in ("agree", "worst"):
         samples = ledger.select_samples(ledger.LedgerView.open(run).samples, split=arguments.split, steps=arguments.steps)
         if (arguments.ratings is None) == (arguments.other is None):

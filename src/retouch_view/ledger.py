@@ -34,6 +34,7 @@ from retouch.rewards.ledger.database import (
     read_image,
 )
 from retouch_judge.models import Prices
+from retouch_judge.questions import quoted_fault
 from retouch_view.report.markup import aligned
 
 RESCORED = "rescored"
@@ -193,6 +194,19 @@ def overview(ledger: LedgerView, *, prices: Prices | None) -> tuple[dict[str, An
         "cost": sum(costs) if costs else None,
     }
     return found, "\n".join(_overview_table(found))
+
+
+def answers(ledger: LedgerView, *, failed: bool, top: int) -> tuple[list[dict[str, Any]], str]:
+    """The latest ``top`` answers of judges and reward servers, with their texts. ``failed``: only those that could not be used."""
+    where = "WHERE scores IS NULL" if failed else ""
+    asked = f"SELECT judge, fault, scores, text, attempts, seed, picture, at FROM answers {where} ORDER BY at DESC LIMIT {top}"
+    found = sorted(ledger.query(asked), key=lambda row: -row["at"])[:top]
+    lines = [
+        f"{row['judge']}, attempts {row['attempts']}, image {row['picture'][:12]}\n"
+        f"  {quoted_fault([(row['fault'] or row['scores'], row['text'])], longest=1000)}"
+        for row in found
+    ]
+    return found, "\n".join(lines) or ("no answer failed" if failed else "no judge or server outside the run was called")
 
 
 def _calls_by_judge(ledger: LedgerView, prices: Prices | None) -> list[dict[str, Any]]:

@@ -160,6 +160,9 @@ SET = "keys of the recipe are changed with: --set"
         (["data", "check", "none"], "no such file or folder"), (["train", "quickstart", "--steps", "5"], f"{SET} steps=5\n"),
         (["train", "quickstart", "--learning-rate=1e-4", "--group_size", "4"], f"{SET} learning_rate=1e-4 --set group_size=4\n"),
         (["train", "quickstart", "--policy.train.rank", "8"], f"{SET} policy.train.rank=8\n"),
+        (["train", "quickstart", "--num_generations", "4", "--max-steps=5"], f"{SET} group_size=4 --set steps=5\n"),
+        (["train", "quickstart", "--set", "num_generations=4"], ": unknown key; TRL's num_generations is group_size\n"),
+        (["ledger", ".", "answers", "--failed"], "has no ledger.sqlite: give the folder of a run that has scored samples"),
     ],
 )  # fmt: skip
 def test_fault_13_a_wrong_command_ends_with_2_and_says_what_is_wrong(words, says, capsys):

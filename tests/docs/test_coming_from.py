@@ -7,6 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from retouch.config.errors import alternatives, annotation_of, is_list, keys_of
+from retouch.config.other_names import TRL
 from retouch.recipe.document import value_of
 from retouch.recipe.recipe import Recipe
 
@@ -79,6 +80,17 @@ def test_every_argument_of_the_other_system_has_a_row(section):
     named = {name for theirs, _, _ in rows(section) for name in re.findall(r"`([^`]+)`", theirs)}
     named |= {name.split()[0] for name in named}
     assert set(THEIRS[section].split()) - named == set()
+
+
+def test_the_hints_for_names_of_trl_are_those_of_the_table():
+    ours = {name: places for theirs, places, _ in rows("writer") for name in re.findall(r"`([^`]+)`", theirs)}
+    shown = {name: ", ".join(re.findall(r"`([^`]+)`", ours.get(name, ""))) for name in TRL}
+    assert {name: keys for name, keys in shown.items() if name != "args"} == {
+        name: keys for name, (keys, _) in TRL.items() if keys
+    } | {
+        "logging_steps": "",
+        "resume_from_checkpoint": "",
+    }
 
 
 @pytest.mark.parametrize("section", THEIRS)

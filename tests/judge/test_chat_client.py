@@ -1,6 +1,9 @@
 """The client of judges: faults, deadlines, event loops, keys, and hostile servers, with a strict and with a faulty double."""
 
+import base64
+import io
 import logging
+import re
 import resource
 import socket
 import sys
@@ -250,18 +253,57 @@ def test_the_key_is_in_no_log_error_or_answer(open_client, caplog, monkeypatch):
         ChatClient(Endpoint(model="judge"))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        *(({key: value}, f"Endpoint: {key}: should be greater than") for key, value in (("timeout", 0.0), ("deadline", -1.0))),
-        *(({key: 0}, f"Endpoint: {key}: should be greater than") for key in ("attempts", "concurrency")),
-        ({"pause": 2.0, "longest_pause": 1.0}, "longest_pause"),
-    ],
-)
-def test_limits_out_of_range_are_refused(wrong, says):
-    with pytest.raises(ValueError, match=says) as raised:
-        Endpoint(model="judge", **wrong)
+MISTAKES = [
+    *(
+        (Endpoint, {key: value}, f"Endpoint: {key}: should be greater than")
+        for key, value in (("timeout", 0.0), ("deadline", -1.0))
+    ),
+    *((Endpoint, {key: 0}, f"Endpoint: {key}: should be greater than") for key in ("attempts", "concurrency")),
+    (Endpoint, {"pause": 2.0, "longest_pause": 1.0}, "pause 2 is above longest_pause 1; increase longest_pause or decrease pause"),
+    (Endpoint, {"base_url": "localhost:8000/v1"}, "Endpoint: base_url: give an address as http://host:port/v1"),
+    (Endpoint, {"base_url": "http://a:8000/v1/chat/completions"}, "the client adds /chat/completions; give http://a:8000/v1"),
+    (Endpoint, {"key": KEY}, "Endpoint: key: give the name of an environment variable, such as OPENAI_API_KEY"),
+    (Endpoint, {"api_key": "MY_KEY"}, "Endpoint: api_key: unknown key; did you mean key?"),
+    (Endpoint, {"max_tokens": 512}, "Endpoint: max_tokens: unknown key; known here: kind, model, base_url, key"),
+    (Endpoint, {"image_format": "jpg"}, "Endpoint: image_format: should be 'png', 'jpeg' or 'webp', not 'jpg'"),
+    (AspectsReward, {}, "AspectsReward: judge: missing: The model that answers."),
+    (AspectsReward, {"judge": "http://a:8000/v1"}, "judge: should be an object with a kind, not 'http://a:8000/v1'"),
+    (AspectsReward, {"judge": {"base_url": "http://a/v1"}}, "judge.kind: missing: one of 'endpoint', 'in_process'"),
+    (AspectsReward, {"judge": {"kind": "vllm"}}, "judge.kind: 'vllm' is not a kind; write 'endpoint', with the server's base_url"),
+    (AspectsReward, {"judge": {"kind": "endpont"}}, "judge.kind: 'endpont' is not one of 'endpoint', 'in_process'"),
+]
+
+
+@pytest.mark.parametrize(("section", "wrong", "says"), MISTAKES)
+def test_mistakes_in_the_section_of_a_judge_are_refused_with_what_to_write(section, wrong, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as raised:
+        section(**({"model": "judge"} if section is Endpoint else {}), **wrong)
     assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
+def test_images_are_sent_in_the_chosen_format_and_only_a_lossy_one_is_another_judge(open_client, form):
+    smooth = Image.linear_gradient("L").resize((16, 16)).convert("RGB")
+    with Double() as double:
+        client = open_client(double, **({} if form == "png" else {"image_format": form}))
+        (answer,) = client.ask([Question("Judge.", ("Picture:", smooth), SCORE, seed=0, temperature=0.0)])
+    assert answer.scores
+    kind, content = double.requests[0]["messages"][-1]["content"][-1]["image_url"]["url"].split(";base64,")
+    assert kind == f"data:image/{form}"
+    difference = np.abs(np.asarray(Image.open(io.BytesIO(base64.b64decode(content))), dtype=int) - np.asarray(smooth))
+    assert difference.max() <= (4 if form == "jpeg" else 0)
+    assert client.identity == ("judge, typed, jpeg" if form == "jpeg" else "judge, typed")
+
+
+def test_a_wait_for_a_rate_limit_is_logged_while_it_lasts_and_an_unusable_answer_is_quoted(open_client, caplog, monkeypatch):
+    monkeypatch.setattr(chat_client, "_QUIET", 0.02)
+    with Double(once("429")) as double:
+        assert open_client(double).ask([question()])[0].scores
+    (said,) = caplog.messages
+    assert f"judge at {double.url}: HTTP 429; questions wait to be asked again, for at most 1" in said
+    with Double(always("prose")) as double:
+        open_client(double).ask([question()])
+    assert "(1 unusable answer; for example unusable answer: 'I think it is a fine picture.')" in caplog.messages[-1]
 
 
 @pytest.fixture

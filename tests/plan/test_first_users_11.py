@@ -132,6 +132,9 @@ def test_fault_11_next_steps_combine_overrides_and_list_other_commands():
     (script,) = next_steps([finding], ["script.py"], script=True)
     assert script.startswith("give the Trainer of the script reward.path=weights/pickscore")
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
+    rows = [failed("data", "4 of 6 rows cannot be used", fix="retouch data check edits")]  # the recipe has the columns
+    assert list(next_steps(rows, ["edits.jsonnet", "--set", "seed=1"])) == ["retouch data check edits.jsonnet --set seed=1"]
+    assert list(next_steps(rows, ["script.py"], script=True)) == ["retouch data check edits"]
     asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
     assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
         "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200"
@@ -179,7 +182,7 @@ def test_fault_11_time_and_cost_are_estimated():
     assert cost.text.splitlines() == [
         "80.4 GPU hours: 10.1 h x 8 GPUs x $2.50 = $201.00",
         "judges: $20.00",
-        "without a price in the recipe, and not counted: the calls to reward",
+        "without a known price or number, and not counted: the calls to reward",
         "together: $221.00",
     ]
     assert cost_of(2.0, gpus=1, price=None, calls=[]).text == "2.0 GPU hours; --price-per-hour DOLLARS gives their price"

@@ -69,7 +69,16 @@ def test_every_key_is_documented():
         ({"advantage": {"kind": "group", "max_missing": 1}},
          "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing or reward.of.of.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
-        ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'"),
+        (
+            {"objective__beta": 2},
+            "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'; "
+            "TRL's beta is objective.kl.weight",
+        ),
+        ({"num_generations": 8}, "num_generations: unknown key; TRL's num_generations is group_size"),
+        ({"max_steps": 8}, "max_steps: unknown key; TRL's max_steps is steps"),
+        ({"objective__delta": 2}, "objective.delta: unknown key; TRL's delta is objective.dual"),
+        ({"rollout__use_vllm": True}, "rollout.use_vllm: unknown key; TRL's use_vllm is rollout.engine"),
+        ({"logging_steps": 1}, "logging_steps: unknown key; every step is one line of metrics.jsonl"),
         ({"rollout__window__stride": 2},
          "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'"),
         ({"policy__train__rnk": 2}, "policy.train.rnk: unknown key; did you mean policy.train.rank?"),

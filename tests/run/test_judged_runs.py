@@ -1,5 +1,6 @@
 """Runs whose reward asks a judge server: predicted calls, missing scores, no key in any output, and servers that die."""
 
+import html
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
 from retouch.run.build import build_sets
 from retouch_judge.calls import judge_calls
+from retouch_judge.rewards import AspectsReward
 from retouch_plan.checks import calls_of, check_keys, check_scoring
 from warm_python import python
 
@@ -144,7 +146,52 @@ def test_failed_judge_calls_give_missing_scores_per_column_and_are_reported(tmp_
         assert [family for family, text in captions if note in text] == (["judge"] if counts[0] or counts[-1] else [])
 
 
+def test_a_run_that_stops_for_want_of_answers_quotes_one_in_its_error_the_report_and_the_ledger(tmp_path, capsys):
+    changes = {"reward__max_missing": 0.1, "reward__rewards__judge__judge__attempts": 1}
+    with Double(lambda digest, times: "prose") as double:
+        file = write(tmp_path, document(double.url, tmp_path / "runs", **changes))
+        assert cli.main(["train", file]) != 0
+    answer = "unusable answer: 'I think it is a fine picture.'"
+    assert f"that it leaves out. The latest answer that could not be used: {answer}" in capsys.readouterr().err
+    run = tmp_path / "runs" / "judged"
+    assert cli.main(["ledger", str(run), "answers", "--failed", "--top", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count(answer) == 1
+    assert said.startswith("m, typed, attempts 1, image ")
+    assert cli.main(["report", str(run)]) == 0
+    page = html.unescape((run / "report.html").read_text())
+    assert re.search(r"Judges without a usable answer: </strong>(\d+) of \1 calls, the latest with " + re.escape(answer), page)
+
+
 # Before a run
+
+
+class Undeclared(AspectsReward):
+    questions = ()
+
+
+class Declared(AspectsReward):
+    questions = (("Look at this picture.", 1),)
+
+
+def test_the_estimate_for_a_judge_of_the_users_own_counts_declared_questions_and_else_says_that_the_number_is_not_known():
+    judge = {"kind": "endpoint", "model": "m", "prices": PRICES}
+    said = []
+    for own in (Undeclared, Declared):
+        reward = {
+            "kind": "import",
+            "class": f"{own.__module__}:{own.__name__}",
+            "args": {"judge": judge},
+            "combine": {"quality": 1},
+        }
+        changed = apply(document("http://127.0.0.1:9/v1", "runs", eval__column="quality"), [f"reward={json.dumps(reward)}"])
+        said += judge_calls(parse(changed, allow_imports=[own.__module__]), steps=[3], heldout=3)
+    undeclared, declared = said
+    assert "how many questions is not known: declare them in the class, for example Undeclared.questions = ((RUBRIC, 1),)" in str(
+        undeclared
+    )
+    assert undeclared.dollars is None
+    assert (declared.training, declared.dollars > 0) == (3 * 6 * 3, True)
 
 
 def recipe(url="http://127.0.0.1:9/v1", **changes):

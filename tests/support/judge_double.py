@@ -177,7 +177,7 @@ def send(handler, status, body, headers=None, *, cut=False):
 def judged_pixels(part) -> bytes:
     url = part["image_url"]["url"]
     kind, data = url.split(";base64,")
-    assert kind in ("data:image/webp", "data:image/png")
+    assert kind in ("data:image/webp", "data:image/png", "data:image/jpeg")
     return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB").tobytes()
 
 

@@ -19,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retouch
 import tiny_pipelines
 import tiny_writers
+from retouch.config.other_names import TRL
+from retouch.data.checks import accept_rows
 from retouch.data.sources.hub import read_table
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
@@ -86,10 +88,12 @@ MISTAKES = [
     ({"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "eval_dataset": ROWS},
      "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset"),
     ({"train_dataset": "photos", "eval_dataset": ROWS}, "eval_dataset: needs a table or a stream as train_dataset"),
+    ({"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
+     "columns: 'instruction' should be read from 'caption', but"),
+    ({"data": {"path": "photos"}}, "data: give the data as train_dataset, and further keys as a dictionary"),
+    ({"data": {"on_bad_rows": "skip"}}, "data.on_bad_rows: unknown key; did you mean data.on_bad_row?"),
     ({"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "columns": {"instruction": "level"}},
      "columns: train_dataset is a PlaygroundData; give the columns to it, if it has such a key"),
-    ({"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
-     "columns: the columns of a prompt list have fixed names; give the rows of"),
     ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
     ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),
     ({"learning_rate": -1.0}, "learning_rate: should be greater than 0, not -1.0"),
@@ -145,7 +149,64 @@ MISTAKES = [
     ({"model": partial(changed_pipeline, lambda pipe: setattr(pipe.transformer, "is_quantized", True))},
      "model.transformer: this SD3Transformer2DModel is quantized in a way that is not known to train; load it in bfloat16 or"),
     ({"minibatches": 5}, "minibatches: "),
+    ({"num_generations": 8}, "num_generations: unknown key; for TRL's num_generations write group_size=8"),
+    ({"max_steps": 3, "save_steps": 1}, "save_steps: unknown key; for TRL's save_steps write checkpoints={'every': 50, 'keep': 2}"),
+    ({"logging_steps": 1}, "logging_steps: unknown key; every step is one line of metrics.jsonl"),
+    ({"args": None}, "args: unknown key; give the values of GRPOConfig as arguments, under the names of docs/coming-from.md"),
+    ({"weight_decay": 0.1}, "weight_decay: unknown key; write optimizer={'weight_decay': ...}"),
+    ({"rollout": {"kind": "tokens", "max_completion_length": 8}},
+     "rollout.max_completion_length: unknown key; TRL's max_completion_length is rollout.max_new_tokens"),
 ]  # fmt: skip
+NOT_PASTED = ("bf16", "reward_weights", "model_name_or_path", "args", "logging_steps", "resume_from_checkpoint")
+
+
+@pytest.mark.parametrize("name", [name for name in TRL if name not in NOT_PASTED])
+def test_what_the_hint_for_a_name_of_trl_says_can_be_pasted_into_the_trainer_of_a_language_model(name, pipe):
+    given = {"model": tiny_writers.module("qwen2.5"), "processing_class": tiny_writers.tokenizer(), "renderer": pipe}
+    given |= {"reward_funcs": red, "train_dataset": ROWS, "peft_config": retouch.Lora(rank=2, alpha=2)}
+    if name not in ("output_dir", "run_name"):
+        with pytest.raises(ValueError, match="unknown key"):
+            retouch.Trainer(**given, **{name: 1})
+    names = {"retouch": retouch}
+    exec(f"pasted = dict({TRL[name][1]})", names)
+    retouch.Trainer(**{**given, **names["pasted"]})
+
+
+def test_the_kl_of_a_number_fits_the_policy_and_a_dictionary_is_its_section(pipe):
+    writer = {"model": tiny_writers.module("qwen2.5"), "processing_class": tiny_writers.tokenizer(), "renderer": pipe}
+    found = []
+    for model in ({"model": pipe}, writer):
+        given = {**model, "reward_funcs": red, "train_dataset": ROWS, "peft_config": retouch.Lora(rank=2, alpha=2)}
+        for objective in (retouch.GRPO(kl=0.04), retouch.GRPO(clip=1e-4, kl={"weight": 0.04}), retouch.REINFORCE(kl=0.04)):
+            made = retouch.Trainer(**given, objective=objective).recipe.objective
+            found.append((made.kl.kind, made.kl.weight, made.clip_high))
+    assert found == [
+        *[("closed", 0.04, clip) for clip in (1e-4, 1e-4, None)],
+        *[("k3", 0.04, clip) for clip in (0.2, 1e-4, None)],
+    ]
+    assert retouch.GRPO(kl={"kind": "velocity", "weight": 0.5}).kl == retouch.Kl(kind="velocity", weight=0.5)
+
+
+def test_a_conversation_of_trl_with_one_message_of_the_user_is_a_prompt_and_others_are_refused():
+    def message(content, role="user"):
+        return {"role": role, "content": content}
+
+    parts = [{"type": "image"}, {"type": "text", "text": "a fox"}]
+    table = [{"prompt": [message("a fox")]}, {"prompt": [message(parts)]}]
+    for rows in (table, datasets.Dataset.from_list(table[:1]), datasets.Dataset.from_list(table[1:])):
+        read = read_table(rows, columns={}, name="train_dataset")
+        assert {read[at].instruction for at in range(len(rows))} == {"a fox"}
+    for messages, said in (
+        (
+            [message("be brief", "system"), message("a fox")],
+            "a conversation with the messages system, user; give one message of the",
+        ),
+        ([message("a fox"), message("yes", "assistant"), message("a cat")], "with the messages user, assistant, user; give one"),
+        ([message([{"type": "image", "image": "fox.png"}])], "put the image into the column 'image'"),
+        ([message("")], "'prompt': the instruction is empty"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_table([{"prompt": messages}], columns={}, name="train_dataset")[0]
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES)
@@ -155,6 +216,20 @@ def test_wrong_trainer_arguments_raise_with_a_specific_message(changes, message,
     arguments = {"model": pipe, "reward_funcs": red, "train_dataset": ROWS, "peft_config": lora, **changes}
     with pytest.raises(ValueError, match=re.escape(message)):
         retouch.Trainer(**arguments)
+
+
+def test_what_the_message_about_bad_rows_says_can_be_set_from_python(pipe):
+    given = {
+        "model": pipe,
+        "reward_funcs": red,
+        "train_dataset": [*ROWS, {"prompt": ""}],
+        "peft_config": retouch.Lora(rank=2, alpha=2),
+    }
+    refused = retouch.Trainer(**given, steps=1).recipe
+    skipping = retouch.Trainer(**given, steps=1, data={"on_bad_row": "skip"})
+    assert (refused.data.on_bad_row, skipping.recipe.data.on_bad_row) == ("refuse", "skip")
+    with pytest.raises(ValueError, match=re.escape("(an argument of a Trainer: data={'on_bad_row': 'skip'})")):
+        accept_rows(read_table(given["train_dataset"], columns={}, name="t"), on_bad_row="refuse")
 
 
 def test_the_supported_settings_of_a_lora_config_are_used(pipe):
@@ -278,6 +353,15 @@ def test_reward_functions_can_return_tensors_and_generators_with_none():
         (lambda: retouch.Lora(rank=0, alpha=1), "Lora: rank: should be greater than or equal to 1, not 0"),
         (lambda: retouch.Lora(), "Lora: rank: missing: Inner width of each adapter."),
         (lambda: retouch.Lora(rank=8, alpha=16, target=["to_q"]), "Lora: target: unknown key; did you mean targets?"),
+        (
+            lambda: retouch.GRPO(epsilon=0.2),
+            "PolicyGradient: epsilon: unknown key; for TRL's epsilon write objective=retouch.GRPO(clip=0.2)",
+        ),
+        (
+            lambda: retouch.GRPO(kl={"kind": "k4", "weight": 1.0}),
+            "Kl: kind: should be 'closed', 'velocity' or 'k3'",
+        ),
+        (lambda: retouch.GRPO(kl={"kind": "k3"}), "Kl: weight: missing: Weight of the KL in the loss."),
         (lambda: retouch.GRPO(clip=-1.0), "PolicyGradient: clip_low: should be greater than 0, not -1.0"),
         (lambda: retouch.Kl(kind="k4", weight=0.1), "Kl: kind: should be 'closed', 'velocity' or 'k3', not 'k4'"),
         (lambda: retouch.models.SD3(path="x", size=(0, 64)), "SD3Model: size.0: should be greater than or equal to 1, not 0"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retouch.cli.arguments import (
     RUN_HELP,
@@ -395,12 +395,20 @@ def _data_check(arguments: argparse.Namespace) -> int:
 
 def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows, Resize | None]]":
     """Yield the name, the paths, the rows and the resizing of the data set at a path, or of each data set of a recipe."""
-    from retouch.data.kinds import read_path
+    from retouch.data.kinds import DATA, read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
-        if arguments.overrides:
-            raise ValueError("--set changes a recipe; give the recipe instead of the data set: retouch data check RECIPE --set ...")
-        yield arguments.path, (arguments.path,), read_path(arguments.path), None
+        from retouch.recipe.document import apply
+
+        kind = "folder" if Path(arguments.path).is_dir() else "prompts"
+        keys = apply({"data": {"kind": kind, "path": arguments.path}}, arguments.overrides)
+        if keys.keys() != {"data"}:
+            raise ValueError(
+                "--set: here only keys of data, such as data.columns.instruction=NAME; give the recipe to change others"
+            )
+        section: Any = DATA.load(kind)
+        rows = section(**keys["data"]).rows(seed=0) if arguments.overrides else read_path(arguments.path)
+        yield arguments.path, (arguments.path,), rows, None
         return
     if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")

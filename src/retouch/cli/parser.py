@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from retouch import __version__
 from retouch.cli.arguments import Commands, debug_option
-from retouch.config import consent, wings
+from retouch.config import consent, other_names, wings
 from retouch.config.imports import imported_code_error, is_user_error, protect
 from retouch.config.keys import redact_output
 from retouch.config.packaged import available, short_name
@@ -123,6 +123,7 @@ class _Parser(argparse.ArgumentParser):
             for index, word in enumerate(words):
                 dashes = word.partition("=")[0].count("-") - 2
                 key, equals, value = word.removeprefix("--").replace("-", "_", dashes).partition("=")
+                key = key if key in RecipeKeys.model_fields else other_names.TRL.get(key, (key, ""))[0]
                 if not word.startswith("--") or key.partition(".")[0] not in RecipeKeys.model_fields:
                     continue
                 if not equals:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from retouch.config import other_names
 from retouch.config.consent import IMPORT
 from retouch.config.imports import CLASS_PATH, did_you_mean, nearest
 from retouch.config.section import DEPENDENT_DEFAULT, UNTAGGED, Kinds, Section, expected
@@ -63,15 +64,18 @@ def _unknown(
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
     """The hint for an unknown key.
 
-    For a class of the user's own, where its fields go; else the kinds that have the key; else the keys of the section that start
-    with it (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the other places where the key is known; else the
-    keys that are known here.
+    For a class of the user's own, where its fields go; else the kinds that have the key, and for an argument of TRL the key in its
+    place; else the keys of the section that start with it (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the
+    other places where the key is known; else the keys that are known here.
     """
     if _kinds(section) == (IMPORT,) and "args" in keys_of(section):
         return f"; the fields of your class go into {dotted((*path, 'args'))}"
+    of_trl = f"; {hint}" if (hint := other_names.hint(key, python=False)) else ""
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
-        return f"; only {' or '.join(map(repr, others))} has it, and {own}"
+        return f"; only {' or '.join(map(repr, others))} has it, and {own}{of_trl}"
+    if of_trl:
+        return of_trl
     hints = []
     longer = [known for known in keys_of(section) if known.startswith(f"{key}_")]
     if meant := longer or [known for known in keys_of(section) if known == nearest(key, keys_of(section))]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonVal
 from pydantic._internal._model_construction import ModelMetaclass  # the metaclass of BaseModel has no public name
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from retouch.config import consent, wings
+from retouch.config import consent, other_names, wings
 from retouch.config.consent import IMPORT
 from retouch.config.imports import CLASS_PATH, import_class, nearest
 
@@ -60,10 +60,18 @@ def _as_tuple(value: Any) -> Any:
 def _mistake(section: Any, error: Mapping[str, Any]) -> str:
     *_, last = path = [str(part) for part in error["loc"]] or [""]
     at, fields = ".".join(path), section.model_fields
+    context = error.get("ctx", {})
     match error["type"]:
+        case "union_tag_not_found" | "union_tag_invalid":
+            kinds = context.get("expected_tags", "the kinds in docs/recipes.md")
+            found, key = f"{context['tag']!r} is not" if "tag" in context else "missing:", context["discriminator"].strip("'")
+            return f"{at}.{key}: {found} one of {kinds}"
+        case "kind_value":
+            return f"{at}{'.' * ('key' in context)}{context.get('key', '')}: {context['message']}"
         case "extra_forbidden":
             near = nearest(last, fields)
-            return f"{at}: unknown key; " + (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
+            meant = other_names.hint(last, python=True) or (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
+            return f"{at}: unknown key; {meant}"
         case "missing":
             about = fields[last].description if last in fields else None
             return f"{at}: missing{f': {about}' if about else ''}"
@@ -241,7 +249,8 @@ class Kinds:
             return self._import(value, base, json_input=json_input)
         discriminator = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
-            raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
+            every = {"expected_tags": ", ".join(map(repr, self))}
+            raise PydanticCustomError("union_tag_not_found", "missing kind", {**discriminator, **every})
         kind = value[self.tag]
         if (known := self._in_document(kind)) is not None:
             return _validated(known, value, json_input=json_input)

@@ -145,7 +145,8 @@ def accept_rows(
         more = f"\n  and {len(errors) - SHOWN} more" if len(errors) > SHOWN else ""
         raise ValueError(
             f"{len(errors)} of {len(rows)} rows cannot be used:\n{shown}{more}\n"
-            'Fix them (`retouch data check` lists all of them), or leave them out with data.on_bad_row: "skip".'
+            'Fix them (`retouch data check` lists all of them), or leave them out with data.on_bad_row: "skip" (an argument of a '
+            "Trainer: data={'on_bad_row': 'skip'})."
         )
     if not good:
         raise ValueError("no rows to train on")

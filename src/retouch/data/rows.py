@@ -143,9 +143,10 @@ class Layout:
         """Make a row from the fields of a line. Raises InvalidRow with all errors of the row."""
         wrong: list[str] = []
         values = {field: nested_value(fields, column) for field, column in self.columns.items()}
-        instruction = values.get("instruction")  # or a list of phrasings
+        instruction = values.get("instruction")  # or a list of phrasings, or TRL's list of messages
         if isinstance(instruction, list) and instruction:
-            instruction = instruction[0]
+            first = instruction[0]
+            instruction = self._of_messages(instruction, wrong) if isinstance(first, Mapping) and "role" in first else first
         if not isinstance(instruction, str) or not instruction.strip():
             reason = f"the instruction should be text, not {instruction!r:.40}"
             if instruction is None:
@@ -188,6 +189,25 @@ class Layout:
             chosen=chosen,
             rejected=rejected,
         )
+
+    def _of_messages(self, messages: Sequence[Any], wrong: list[str]) -> Any:
+        """The text of a conversation that is one message of the user; adds an error for any other."""
+        key, roles = self.columns["instruction"], [str(each.get("role")) for each in messages if isinstance(each, Mapping)]
+        if roles != ["user"] or len(messages) > 1:
+            wrong.append(
+                f"{key!r}: a conversation with the messages {', '.join(roles)}; give one message of the user, or its text. A "
+                "system prompt is set once, as policy.model.system of the recipe (retouch.models.QwenLanguage(..., system='...'))"
+            )
+            return "-"
+        content = messages[0].get("content")
+        if not isinstance(content, list):
+            return content
+        parts = [{name: value for name, value in part.items() if value is not None} for part in content]
+        if any(part.get("type") not in ("text", "image") or part.keys() - {"type", "text"} for part in parts):
+            wrong.append(
+                f"{key!r}: a message may have text and the mark {{'type': 'image'}}; put the image into the column 'image'"
+            )
+        return "".join(str(part.get("text", "")) for part in parts)
 
     def _images(self, value: Any, wrong: list[str]) -> tuple[EncodedImage, ...]:
         values = value if isinstance(value, list | tuple) else [value]
@@ -385,7 +405,8 @@ class RowRequirements:
         wanted = f"{self.model} takes {self.takes}, and this row has"
         wrong = []
         if not self.images[0] <= images <= self.images[1]:
-            wrong.append(f"{wanted} {images} image{'s' * (images != 1)}")
+            own = "" if images else "; it is in `image`, or in the column of data.columns.image"
+            wrong.append(f"{wanted} {images} image{'s' * (images != 1)}{own}")
         if self.mask and not mask:
             wrong.append(f"{wanted} no mask")
         if self.reference and not reference:
@@ -462,6 +483,16 @@ def find_columns(
             kept = f"is read as an ordinary column, not as {near!r}, and " if same else ""
             notes.append(Problem(file, 0, f"the key {key!r} {kept}goes to meta; should it be {near!r}?", "note"))
     return found, notes
+
+
+def require_instruction(found: Mapping[str, str], keys: Sequence[str], *, file: str) -> None:
+    """Raise ValueError if the columns ``keys`` of a data set have none for the field ``instruction``."""
+    if keys and "instruction" not in found:
+        likely = next((key for word in ("instruction", "prompt", "caption") for key in keys if word in key.lower()), "...")
+        raise ValueError(
+            f"{file}: no column with the prompts; it has {', '.join(keys)}. Call it `prompt` or `instruction`, or name it: "
+            f"columns={{'instruction': '{likely}'}}, in a recipe --set data.columns.instruction={likely}"
+        )
 
 
 _DOUBLE, _SINGLE = '"＂“”„‟', "'‘’‚‛"

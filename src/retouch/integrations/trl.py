@@ -103,7 +103,7 @@ class RetouchReward:
         if lost > self.max_missing * rows:
             raise TooManyMissing(
                 f"{lost / rows:.0%} of the samples have no score, but max_missing allows only {self.max_missing:.0%}: the judge is "
-                "failing. Resume from the last checkpoint when the judge works"
+                f"failing. Resume from the last checkpoint when the judge works{judged.last_fault}"
             )
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr
 
@@ -39,6 +39,11 @@ class Kl(Section):
     kind: Literal["closed", "velocity", "k3"]
     weight: Positive
     """Weight of the KL in the loss."""
+
+    _is_usual: bool = PrivateAttr(default=False)  # made of a number: ``for_policy`` chooses the kind
+
+
+AnyKl: TypeAlias = float | Mapping[str, Any] | Kl | NoKl
 
 
 class TokenCycle(Section):
@@ -104,6 +109,15 @@ class PolicyGradient(Objective):
         objective = self.model_copy()
         objective._entropy, objective._value_head = entropy, value_head
         return objective
+
+    def for_policy(self, *, is_autoregressive: bool) -> PolicyGradient:
+        """The objective, with the clip range and the kind of KL that fit the policy, where they were left open."""
+        chosen: dict[str, Any] = {}
+        if self.surrogate == "clip" and self.clip_low is None and self.clip_high is None:
+            chosen = dict.fromkeys(("clip_low", "clip_high"), 0.2 if is_autoregressive else 1e-4)
+        if isinstance(self.kl, Kl) and self.kl._is_usual:
+            chosen["kl"] = Kl(kind="k3" if is_autoregressive else "closed", weight=self.kl.weight)
+        return self.model_copy(update=chosen)
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
         """Yield the loss of each microbatch (see ``Objective.losses``). Raises ValueError if gspo gets a part of a row."""
@@ -307,13 +321,14 @@ def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, hi
         )
 
 
-def GRPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+def GRPO(*, clip: float | None = None, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
     """Group relative policy optimisation: PPO's clipped ratio on group advantages (DeepSeekMath, arXiv 2402.03300; Flow-GRPO, arXiv
     2505.05470).
 
     ``clip``: the ratio is clipped to [1 - clip, 1 + clip]; 1e-6 to 1e-4 is usual for denoising policies, whose log-probabilities
-    are averaged over a latent, and 0.2 for tokens. ``kl``: weight of the KL to the reference, which is the closed form for
-    denoising policies; for tokens give ``kl=Kl(kind="k3", weight=...)``. ``keys``: other keys of ``PolicyGradient``.
+    are averaged over a latent, and 0.2 for tokens; with None, a ``Trainer`` takes 1e-4 or 0.2. ``kl``: weight of the KL to the
+    reference, for which a ``Trainer`` takes the closed form for denoising policies, and k3 for tokens; or a ``Kl`` or its keys,
+    ``{"kind": "velocity", "weight": 0.04}``. ``keys``: other keys of ``PolicyGradient``. Raises ValueError for unknown keys.
 
     Example::
 
@@ -323,7 +338,7 @@ def GRPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGrad
     return PolicyGradient(surrogate="clip", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
 
 
-def GSPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+def GSPO(*, clip: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
     """Group sequence policy optimisation: one ratio per chain or completion (arXiv 2507.18071). Arguments as for ``GRPO``.
 
     Example::
@@ -334,7 +349,7 @@ def GSPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGrad
     return PolicyGradient(surrogate="gspo", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
 
 
-def CISPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+def CISPO(*, clip: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
     """The log-probability is weighted by the clipped ratio (MiniMax-M1, arXiv 2506.13585). The weight is at most 1 + ``clip``.
 
     Example::
@@ -345,7 +360,7 @@ def CISPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGra
     return PolicyGradient(surrogate="cispo", clip_high=clip, kl=_kl(kl), **keys)
 
 
-def REINFORCE(*, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
+def REINFORCE(*, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
     """Log-probability times advantage, without a ratio: one optimizer step per rollout (Williams 1992).
 
     Example::
@@ -356,7 +371,14 @@ def REINFORCE(*, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
     return PolicyGradient(surrogate="reinforce", kl=_kl(kl), **keys)
 
 
-def _kl(kl: float | Kl | NoKl) -> Kl | NoKl:
-    if isinstance(kl, Kl | NoKl):
-        return kl
-    return Kl(kind="closed", weight=float(kl)) if kl else NoKl()
+def _kl(kl: AnyKl) -> Kl | NoKl:
+    if isinstance(kl, Mapping) and kl.keys() != {"weight"}:
+        return NoKl(**kl) if kl.get("kind") == "none" else Kl(**kl)
+    weight = kl["weight"] if isinstance(kl, Mapping) else kl
+    if isinstance(weight, Kl | NoKl):
+        return weight
+    if not weight:
+        return NoKl()
+    made = Kl(kind="closed", weight=float(weight))
+    made._is_usual = True
+    return made

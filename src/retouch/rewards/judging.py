@@ -34,13 +34,12 @@ CLOSE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch:
     """The scores of ``b`` samples. ``scores``: each column, (b,). ``rewards``: the combined number, (b,), NaN if it is missing.
-
-    ``faults``: the number of samples without an image.
-    """
+    ``faults``: the number of samples without an image. ``last_fault``: see ``RewardScorer.last_fault``."""
 
     scores: Scores
     rewards: Float[Tensor, " b"]
     faults: int
+    last_fault: str = ""
 
     @classmethod
     def concat(cls, parts: "Sequence[ScoredBatch]") -> "ScoredBatch":
@@ -49,6 +48,7 @@ class ScoredBatch:
             {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores},
             torch.cat([part.rewards for part in parts]),
             sum(part.faults for part in parts),
+            parts[-1].last_fault,
         )
 
 
@@ -117,6 +117,12 @@ class RewardScorer:
             wanted = [*self.combination.columns, *([] if column is None else [column])]
             self.journal.forget_missing(wanted, split=split, step=step)
 
+    @property
+    def last_fault(self) -> str:
+        """A sentence for an error about missing scores, which quotes the judges' latest unusable answer; empty if there is none."""
+        said = [fault for part in self._parts.values() if (fault := getattr(getattr(part, "reward", part), "last_fault", ""))]
+        return f". The latest answer that could not be used: {'; '.join(said)}" if said else ""
+
     def close(self) -> None:
         """Cancel the batches that no reward has started, wait for the other batches, end the threads and close the reward.
 
@@ -172,7 +178,7 @@ class RewardScorer:
     def _combined(self, samples: Sequence[Sample], scores: Scores) -> ScoredBatch:
         faults = torch.tensor([sample.image is None for sample in samples], dtype=torch.bool)
         rewards = self.combination(scores).masked_fill(faults, self.combination.low)
-        return ScoredBatch(scores, rewards, int(faults.sum()))
+        return ScoredBatch(scores, rewards, int(faults.sum()), self.last_fault)
 
 
 class _Started(NamedTuple):

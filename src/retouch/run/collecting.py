@@ -175,10 +175,11 @@ def replace_rows(
     both = [*made.images, *new.images]
     images = [both[row] for row in origin.tolist()]
     joined = ScoredBatch.concat([judged, scores])
-    kept = ScoredBatch(
-        {name: column[origin] for name, column in joined.scores.items()},
-        joined.rewards[origin],
-        sum(image is None for image in images),
+    kept = replace(
+        joined,
+        scores={name: column[origin] for name, column in joined.scores.items()},
+        rewards=joined.rewards[origin],
+        faults=sum(image is None for image in images),
     )
     tasks, ids = list(made.batch.tasks), list(made.batch.group_ids)
     for row, source in zip(rows.tolist(), taken.tolist(), strict=True):

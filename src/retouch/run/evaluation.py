@@ -312,7 +312,7 @@ class RunEvaluations:
             raise TooManyMissing(
                 f"{missing:.0%} of the {self._split_label} images have no {self._column}, but the recipe allows only {allowed:.0%} "
                 "(reward.max_missing). If the judge is failing, start the run again when it works; if the reward leaves images "
-                "out on purpose, set max_missing to the share that it leaves out"
+                f"out on purpose, set max_missing to the share that it leaves out{self.parts.judge.last_fault}"
             )
         if self.parts.ranks.is_main:
             self._write_line(step, evaluated)

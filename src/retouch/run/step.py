@@ -237,7 +237,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
         raise TooManyMissing(
             f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing). "
             "Nothing was learned from this step. If the judge is failing, start the run again when it answers; if the reward "
-            "leaves samples out on purpose, set max_missing to the share that it leaves out"
+            f"leaves samples out on purpose, set max_missing to the share that it leaves out{judged.last_fault}"
         )
     # 6. GRPO: A = (reward - mean of the group) / (std of the group + eps), clamped if `clip` is set. A missing
     #    reward is in no mean, and its A is 0.

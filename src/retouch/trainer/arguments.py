@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -12,10 +12,11 @@ from typing import Any, TypeAlias, get_args
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from retouch.config import consent
+from retouch.config import consent, other_names
+from retouch.config.errors import places
 from retouch.config.imports import module_of, nearest
 from retouch.config.section import LIVE, Section
-from retouch.data.base import DataSource, StoredData
+from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
 from retouch.data.sources.folder import FolderData, PromptData
 from retouch.data.sources.hub import TableData
@@ -32,7 +33,7 @@ from retouch.models.train import FullWeights, Lora
 from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
-from retouch.objectives.policy_gradient import GRPO
+from retouch.objectives.policy_gradient import GRPO, PolicyGradient
 from retouch.policies.rollout import DenoisingRollout
 from retouch.recipe.document import value_at
 from retouch.recipe.keys import RecipeKeys
@@ -325,7 +326,8 @@ def reward_document(
         raise ValueError("reward_funcs: empty; give at least one reward")
     sections: dict[str, RewardSection] = {}
     for one in listed:
-        section = _reward(one)
+        named = parse_reward(read_combined(one), allow_imports=modules_in_argument(one)) if isinstance(one, str) else one
+        section = named if isinstance(named, RewardSection) else FunctionReward.of(named)
         if section.name in sections:
             raise ValueError(f"reward_funcs: two rewards are called {section.name!r}; rename one of the functions")
         sections[section.name] = section
@@ -343,14 +345,6 @@ def reward_document(
 
 def as_list(given: RewardLike | Sequence[RewardLike]) -> list[RewardLike]:
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _reward(given: RewardLike) -> RewardSection:
-    if isinstance(given, RewardSection):
-        return given
-    if isinstance(given, str):
-        return parse_reward(read_combined(given), allow_imports=modules_in_argument(given))
-    return FunctionReward.of(given)
 
 
 def _combine(
@@ -382,7 +376,7 @@ def _combine(
 _OF_SECTIONS = ("ema", "gradient_checkpointing", "max_missing")
 """Keys of sections that are arguments of a ``Trainer``."""
 MADE_OF = {
-    **{"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs"},
+    **{"policy": "model and peft_config", "reward": "reward_funcs"},
     **{"name": "run_name", "out": "output_dir"},
 }
 """Keys of a recipe that a ``Trainer`` sets from its own arguments, with the names of these arguments."""
@@ -464,15 +458,15 @@ def describe(
 
     ``gpu``: use the defaults of a GPU. ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
     """
+    more_data = plain("data", keys.pop("data", {}))
+    if not isinstance(more_data, Mapping) or {"kind", "path"} & more_data.keys():
+        raise ValueError("data: give the data as train_dataset, and further keys as a dictionary: data={'on_bad_row': 'skip'}")
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
     # A wrong key is found before a model is looked for.
     known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys", "gpu"}
-    near = {key: nearest(key, known) for key in keys if key not in known}
-    if near:
-        raise ValueError(
-            "\n".join(f"{key}: unknown key" + (f"; did you mean {name}?" if name else "") for key, name in near.items())
-        )
+    if unknown := [key for key in keys if key not in known]:
+        raise ValueError("\n".join(f"{key}: unknown key{_meant(key, known)}" for key in unknown))
     size = require_pair(plain("size", size))
     if objective is not None and not isinstance(objective, Objective):
         raise ValueError(
@@ -502,7 +496,9 @@ def describe(
             require_columns(each.function, found, of=name)
     objects = {**objects, **functions, **tables}
     writes, ema = isinstance(section, LanguageModel), keys.pop("ema", None)
-    objective = objective or GRPO(clip=0.2 if writes else 1e-4)
+    objective = objective or GRPO()
+    if isinstance(objective, PolicyGradient):
+        objective = objective.for_policy(is_autoregressive=writes)
     # A stream's prompts are not known before the run.
     whole = isinstance(section, DiffusersModel) and not isinstance(section, DiffusersPipeline)
     caches = gpu and whole and not isinstance(data, IterableData)
@@ -523,7 +519,7 @@ def describe(
             **({"prompt_embeddings": "cached"} if caches else {}),
             **({} if ema is None else {"ema": plain("ema", ema)}),
         },
-        "data": DATA.document(data),
+        "data": {**DATA.document(data), **more_data},
         "reward": {
             **rewards,
             "combine": combine,
@@ -544,9 +540,23 @@ def describe(
     document |= {key: plain(key, value) for key, value in keys.items()}
     image_model = renderer.get("model") if isinstance(renderer, Mapping) else renderer
     given = (model, train_dataset, objective, image_model, *as_list(reward_funcs), *keys.values())
-    modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
+    sections = [one for one in given if isinstance(one, Section)]
+    modules = {type(one).__module__ for one in sections}
+    modules |= {module_of(path) for one in sections for _, path in consent.classes_named(one.model_dump(mode="json"))}
     modules |= {module for one in as_list(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
+
+
+def _meant(key: str, known: Collection[str]) -> str:
+    """What an unknown argument probably means: the name of TRL's argument here, a similar name, or a key of a section."""
+    if meant := other_names.hint(key, python=True):
+        return f"; {meant}"
+    if near := nearest(key, known):
+        return f"; did you mean {near}?"
+    inside = [
+        place.split(".") for place in places(Recipe).get(key, ()) if place.partition(".")[0] in known and place.count(".") == 1
+    ]
+    return f"; write {inside[0][0]}={{{key!r}: ...}}" if inside else ""
 
 
 def _rollout(section: Any, objective: Objective) -> dict[str, Any]:
@@ -557,14 +567,9 @@ def _rollout(section: Any, objective: Objective) -> dict[str, Any]:
     return {"num_steps": steps, "transition": {"kind": "sde", "noise_level": 0.7}, **window}
 
 
-def _modules(section: Section) -> Iterator[str]:
-    """Yield the module of the section's own class, and the modules of the classes that the section names."""
-    yield type(section).__module__
-    yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
-
-
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
-    """The data source, and the tables that it refers to by name. ``held_out``: whether rows are kept for evaluation."""
+    """The data source, and the tables that it refers to by name. ``held_out``: whether a tenth of the rows is kept for evaluation,
+    as a count, because a share of a few rows could be rounded to 0."""
     if evaluation is not None and isinstance(given, DataSource | str | Path):
         raise ValueError(
             "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset, so that "
@@ -575,32 +580,22 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
             raise ValueError(f"columns: train_dataset is a {type(given).__name__}; give the columns to it, if it has such a key")
         return given, dict(given.objects())
     if isinstance(given, str | Path):
-        at = _data_at(Path(given), columns)
-        return at.model_copy(update={"held_out": _held_out(len(at.rows(seed=0))) if held_out else 0}), {}
+        path, keys = Path(given), {"path": str(given), "columns": dict(columns or {})}
+        is_list = path.suffix in (".txt", ".jsonl") and path.is_file()
+        if not is_list and not path.is_dir():
+            raise ValueError(
+                f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)"
+            )
+        at = PromptData(**keys) if is_list else FolderData(**keys)
+        return at.model_copy(update={"held_out": max(1, len(at.rows(seed=0)) // 10) if held_out else 0}), {}
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
     if hasattr(given, "take") and not hasattr(given, "__len__"):
         streamed = IterableData.of(given, evaluation=evaluation, columns=columns, **({} if held_out else {"held_out": 0}))
         return streamed, streamed.objects()
-    count = _held_out(len(given)) if held_out and evaluation is None and hasattr(given, "__len__") else 0
+    count = max(1, len(given) // 10) if held_out and evaluation is None and hasattr(given, "__len__") else 0
     data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=count)
     return data, data.objects()
-
-
-def _held_out(rows: int) -> int:
-    """A tenth of the rows for evaluation, as a count: a share of a few rows could be rounded to 0."""
-    return max(1, rows // 10)
-
-
-def _data_at(path: Path, columns: Mapping[str, str] | None) -> StoredData:
-    """The data source of a path: a prompt list, or a folder with metadata."""
-    if path.suffix in (".txt", ".jsonl") and path.is_file():
-        if columns:
-            raise ValueError(f"columns: the columns of a prompt list have fixed names; give the rows of {path} as a list")
-        return PromptData(path=str(path))
-    if not path.is_dir():
-        raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)")
-    return FolderData(path=str(path), columns=dict(columns or {}))
 
 
 def _renderer(given: Any, *, size: tuple[int, int] | None, dtype: Dtype | None, gpu: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -81,6 +81,7 @@ def run_page(run: Path) -> str:
         back = "" if alarm["back_to"] is None else f" The run is back in the state of step {alarm['back_to']}."
         why = f"{'; '.join(str(each['text']) for each in alarm['alarms'])}.{back}"
         stopped = tag("p", tag("strong", f"Stopped by an alarm after step {alarm['step']}: "), why, class_="warning")
+    unusable = tables.unusable_answers(run)
     steps = recipe.get("steps")
     title = str(recipe.get("name", folder.name))
     header = tag(
@@ -90,6 +91,7 @@ def run_page(run: Path) -> str:
         verdict(summary, last_step=last_step, steps=steps if isinstance(steps, int) else None),
         gap_bar(summary) if summary else None,
         stopped,
+        tag("p", tag("strong", "Judges without a usable answer: "), unusable, ".", class_="warning") if unusable else None,
         tag("p", tag("strong", "What got worse: "), worse, ".", class_="warning") if declines else None,
         _facts(_main_facts(recipe, last_step, tables.seconds_spent(timings), summary.cost if summary else {}), "facts"),
     )

@@ -2,8 +2,10 @@
 
 import json
 import math
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -13,6 +15,8 @@ from retouch.core.answers import answer_in
 from retouch.core.intervals import paired_change
 from retouch.recipe.derived_facts import leaves
 from retouch.records.folder import RunFolder, Summary
+from retouch.rewards.ledger.database import open_read_only
+from retouch_judge.questions import quoted_fault
 from retouch_rewards.completions import prompt_quality
 from retouch_view.report.markup import (
     LARGE,
@@ -134,6 +138,16 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
                 before_and_after = (format_score(value, cell.decimals) for value in (cell.before, cell.after))
                 found.append(f"{column}{where} {' to '.join(before_and_after)}")
     return found
+
+
+def unusable_answers(run: Path) -> str:
+    """How many calls of judges and servers gave no usable answer, and the latest of these; empty if there are none."""
+    calls, failed = 0, []
+    for file in sorted(run.glob("ledger*.sqlite")):
+        with suppress(ValueError, OSError, sqlite3.Error), closing(open_read_only(file)) as connection:
+            calls += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+            failed += connection.execute("SELECT at, fault, substr(text, 1, 1000) FROM answers WHERE scores IS NULL").fetchall()
+    return f"{len(failed)} of {calls} calls, the latest with {quoted_fault([max(failed)[1:]])}" if failed else ""
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:

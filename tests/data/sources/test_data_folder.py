@@ -190,6 +190,50 @@ def test_prompt_lists_are_read_by_the_endings_of_their_file_types(tmp_path):
             read_prompts(tmp_path / name)
 
 
+ROWS = '{"input_image": "a.png", "edit_instruction": "make it red", "difficulty": 1}'
+NO_PROMPTS = (
+    "no column with the prompts; it has input_image, edit_instruction, difficulty. Call it `prompt` or `instruction`, or name it"
+)
+SET = "--set data.columns.instruction=edit_instruction"
+MISTAKES = [
+    ("data/metadata.jsonl", ROWS, ["data"], f"{NO_PROMPTS}: columns={{'instruction': 'edit_instruction'}}, in a recipe {SET}"),
+    ("data.jsonl", ROWS, ["data.jsonl"], NO_PROMPTS),
+    ("data/metadata.jsonl", ROWS, ["data", *SET.split()], "name the column of the images, columns={'image': '...'}"),
+    (
+        "data/metadata.jsonl",
+        ROWS,
+        ["data", "--set", "data.columns.instruktion=x"],
+        "'instruktion' is not a field; 'instruction' is",
+    ),
+    ("data/metadata.jsonl", ROWS, ["data", "--set", "data.column.a=x"], "FolderData: column: unknown key; did you mean columns?"),
+    (
+        "data/metadata.jsonl",
+        ROWS,
+        ["data", "--set", "seed=1"],
+        "--set: here only keys of data, such as data.columns.instruction=NAME",
+    ),
+    (
+        "data/train.jsonl",
+        ROWS,
+        ["data"],
+        "one of metadata.jsonl and metadata.csv must be there; rename train.jsonl to metadata.jsonl",
+    ),
+    ("data/train.csv", "a,b\n1,2", ["data"], "must be there; rename train.csv to metadata.csv"),
+]
+
+
+@pytest.mark.parametrize(("file", "rows", "words", "said"), MISTAKES)
+def test_mistakes_in_a_data_set_are_reported_with_what_to_write(tmp_path, monkeypatch, capsys, file, rows, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    picture(tmp_path / "data" / "a.png")
+    Path(file).write_text(rows)
+    assert main(["data", "check", *words]) == 2
+    assert said in capsys.readouterr().err
+    if said.endswith(SET):  # what the message says works
+        assert main(["data", "check", *words, *SET.split(), "--set", "data.columns.image=input_image"]) == 0
+
+
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
 def test_the_metadata_file_of_an_image_folder_is_not_read_as_a_prompt_list(tmp_path, name):
     csv = name.endswith("csv")

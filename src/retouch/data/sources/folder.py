@@ -17,6 +17,7 @@ import csv
 import hashlib
 import io
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,8 @@ from retouch.config.packaged import shipped
 from retouch.config.section import Count, NonEmpty
 from retouch.data.base import ImageData, StoredData
 from retouch.data.checks import accept_rows
-from retouch.data.images import EncodedImage
-from retouch.data.rows import Identity, InvalidRow, Layout, ParsedRows, Problem, PromptRows, find_columns
+from retouch.data.images import SUFFIXES, EncodedImage
+from retouch.data.rows import Identity, InvalidRow, Layout, ParsedRows, Problem, PromptRows, find_columns, require_instruction
 from retouch.data.tasks import Subset, Tasks, cropped_tasks
 from retouch.records.files import strict_json
 from retouch.types import Json, Task, TaskContents
@@ -204,7 +205,14 @@ class FolderData(ImageData):
 
     @classmethod
     def rows_at(cls, path: Path) -> ParsedRows | None:
-        return read_folder(path) if any((path / name).is_file() for name in METADATA) else None
+        return read_folder(path) if _misnamed(path) or any((path / name).is_file() for name in METADATA) else None
+
+
+def _misnamed(folder: Path) -> str | None:
+    """The only list of rows in a folder of images, if it is not called as ``METADATA``."""
+    lists = [file.name for file in folder.glob("*") if file.suffix in (".jsonl", ".csv")]
+    images = (file for pattern in ("*", "*/*") for file in folder.glob(pattern) if file.suffix.lower() in SUFFIXES)
+    return lists[0] if len(lists) == 1 and lists[0] not in METADATA and any(images) else None
 
 
 def read_folder(
@@ -229,12 +237,16 @@ def read_folder(
         raise ValueError(f"{folder}: no such folder; give the folder of your data set (in a recipe: data.path)")
     there = [file for file in METADATA if (root / file).is_file()]
     if len(there) != 1:
-        raise ValueError(f"{folder}: {' and '.join(there) or 'no metadata'} found; one of {' and '.join(METADATA)} must be there")
+        rename = "" if there or (name := _misnamed(root)) is None else f"; rename {name} to metadata{Path(name).suffix}"
+        found_there = f"{' and '.join(there) or 'no metadata'} found"
+        raise ValueError(f"{folder}: {found_there}; one of {' and '.join(METADATA)} must be there{rename}")
     table = read_metadata(path_under(root, there[0]))
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_COLUMNS, file=table.file)
+    require_instruction(found, table.keys(), file=table.file)
     if not {"image", "target", "chosen"} & found.keys():
         raise ValueError(
-            f"{table.file}: no row has a file_name, a target or a chosen image; for prompts without images use data.kind: 'prompts'"
+            f"{table.file}: no row has a file_name, a target or a chosen image; name the column of the images, columns={{'image': "
+            "'...'}, or for prompts without images use data.kind: 'prompts'"
         )
     layout = Layout(table.file, root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
     return table_rows(table, layout, notes=notes)
@@ -277,9 +289,11 @@ class PromptData(StoredData):
     kind: Literal["prompts"] = "prompts"
     path: NonEmpty
     """The file. Lists that come with the package's recipes are found as ``recipes/...`` from any working directory."""
+    columns: dict[str, str] = Field(default={}, exclude_if=operator.not_)
+    """Map from a field (``instruction``, ``text``, ...) to its key in the file, if their names differ."""
 
     def rows(self, *, seed: int) -> PromptRows:
-        return read_prompts(shipped(self.path), tag_keys=self.tags)
+        return read_prompts(shipped(self.path), columns=self.columns, tag_keys=self.tags)
 
     @classmethod
     def rows_at(cls, path: Path) -> PromptRows | None:
@@ -311,6 +325,7 @@ def read_prompts(
         )
 
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_PROMPT_COLUMNS, file=table.file)
+    require_instruction(found, table.keys(), file=table.file)
     return PromptRows(table_rows(table, Layout(table.file, name or file.stem, found, tag_keys, no_image), notes=notes))
 
 

@@ -24,7 +24,7 @@ from retouch.config.section import NonEmpty, live_object
 from retouch.data.base import DataContext, DataSets, ImageData, at_most
 from retouch.data.checks import combined_content, file_state
 from retouch.data.images import EncodedImage, in_srgb
-from retouch.data.rows import Identity, Layout, ParsedRows, Problem, PromptRows, Rows, find_columns, is_json
+from retouch.data.rows import Identity, Layout, ParsedRows, Problem, PromptRows, Rows, find_columns, is_json, require_instruction
 from retouch.data.tasks import Subset, limit
 from retouch.types import SplitName, TaskContents
 
@@ -176,6 +176,7 @@ def read_hub(
             '{"file_name": "NAME.png", "instruction": "TEXT"}'
         )
     found, notes = find_columns(dataset.column_names, columns=columns or {}, defaults=_COLUMNS, file=file)
+    require_instruction(found, dataset.column_names, file=file)
     if not local and revision is None:
         notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
     caches = [Path(datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
@@ -233,11 +234,7 @@ class TableData(ImageData):
         instructions."""
         names = _names(table, "train_dataset")
         found, _ = find_columns(names, columns=columns or {}, defaults=COLUMNS, file="train_dataset")
-        if "instruction" not in found:
-            raise ValueError(
-                f"train_dataset: no column with the prompts; it has {', '.join(names)}. Call it `prompt` or `instruction`, or name "
-                "it: columns={'instruction': '...'}"
-            )
+        require_instruction(found, names, file="train_dataset")
         if evaluation is not None:
             _names(evaluation, "eval_dataset")
         section = cls(

@@ -28,7 +28,7 @@ from retouch.data.base import (
     resize_to,
 )
 from retouch.data.checks import OnBadRow, accept_rows, combined_content
-from retouch.data.rows import Layout, Row, find_columns, split_keys
+from retouch.data.rows import Layout, Row, find_columns, require_instruction, split_keys
 from retouch.data.sources.hub import COLUMNS, embedded_image, encoded_image, hash_table, read_table, require_plain_features
 from retouch.data.tasks import Subset, Tasks
 from retouch.types import Json, SplitName, TaskContents
@@ -331,9 +331,5 @@ def _named_columns(names: Sequence[str], columns: Mapping[str, str], name: str) 
         for column, field in _WEBDATASET.items():
             if column in names and field not in found:
                 found[field] = column
-    if "instruction" not in found:
-        raise ValueError(
-            f"{name}: no column with the prompts; it has {', '.join(names)}. Call it `prompt` or `instruction`, or name it: "
-            "columns: { instruction: '...' }"
-        )
+    require_instruction(found, names, file=name)
     return found
