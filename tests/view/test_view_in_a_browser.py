@@ -8,7 +8,7 @@ from retouch.records.folder import RunFolder
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 
 
-def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_run, tab, address):
+def test_benchmark_chart_follows_the_held_out_chart_and_alarms_are_listed(write_run, tab, address):
     folder = write_run("one")
     for step, mean in ((0, 6.0), (4, 3.0)):
         cell = {"mean": mean, "low": mean - 1, "high": mean + 1, "n": 4}
@@ -16,9 +16,8 @@ def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_ru
         folder.write_suite(step, "playground", result, alarm="the suite fell" if step else None)
     tab.goto(f"{address}/#/run/one")
     captions = tab.locator(".charts figure figcaption b")
-    captions.nth(1).wait_for()
-    assert captions.nth(0).inner_text() == "reward/mean"
-    assert captions.nth(1).inner_text() == "benchmark playground"
+    captions.nth(2).wait_for()
+    assert captions.all_inner_texts()[:3] == ["reward/mean", "held-out share", "benchmark playground"]
     assert tab.get_by_role("heading", name="Alarms").count() == 1
     assert "after step 4: the suite fell" in tab.locator("section ul.warning").inner_text()
     table = tab.get_by_role("table").filter(has_text="playground after step 4")

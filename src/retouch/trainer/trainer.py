@@ -367,7 +367,8 @@ class TrainerState:
 class ScoreTable(dict[str, dict[str, float]]):
     """The table of an evaluation, a dictionary: row ("all", "tag=value") to column to mean; the column ``n`` counts tasks.
 
-    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, if the row has more than one score.
+    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, if the row has scores of 8 or more
+    sources.
     """
 
     def __init__(self, means: Mapping[str, dict[str, float]], intervals: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
