@@ -13,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from PIL.Image import Image
+
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
@@ -50,6 +53,9 @@ class TensorBoard:
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         for name, value in _measured(values).items():
             self._writer.add_scalar(name, value, global_step=step)
+
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        self._writer.add_image(title, np.asarray(picture), global_step=step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
@@ -94,6 +100,11 @@ class Wandb(_AccelerateTracker):
         data = [[wandb.Image(str(value)) if isinstance(value, Path) else value for value in row.values()] for row in rows]
         self._tracker.log_table(f"samples/{title}", columns=list(rows[0]), data=data, step=step)
 
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        import wandb
+
+        self._tracker.log({title: wandb.Image(picture)}, step=step)
+
 
 class Trackio(_AccelerateTracker):
     """A Trackio run through accelerate's tracker; an existing run is continued. Trackio finds it by its name, which therefore is
@@ -117,9 +128,15 @@ class Trackio(_AccelerateTracker):
         shown = [{name: trackio.Image(value) if isinstance(value, Path) else value for name, value in row.items()} for row in rows]
         self._tracker.log({f"samples/{title}": trackio.Table(dataframe=pandas.DataFrame(shown))}, step=step)
 
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        import trackio
+
+        self._tracker.log({title: trackio.Image(picture)}, step=step)
+
 
 class CompositeTracker:
-    """Forwards metrics and samples to several trackers. A tracker shows tables of samples if it has ``log_samples``."""
+    """Forwards metrics and samples to several trackers. A tracker shows tables of samples if it has ``log_samples``, and pictures
+    if it has ``log_picture``."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -133,6 +150,11 @@ class CompositeTracker:
         for tracker in self._trackers:
             if rows and hasattr(tracker, "log_samples"):
                 tracker.log_samples(title, rows, step)
+
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        for tracker in self._trackers:
+            if hasattr(tracker, "log_picture"):
+                tracker.log_picture(title, picture, step)
 
     def close(self) -> None:
         for tracker in self._trackers:

@@ -19,6 +19,7 @@ from retouch.records.folder import RunFolder, SampleRecord, SampleSet
 from retouch.renderers.base import LatentRenderer
 from retouch.run.evaluation import EvaluationResult
 from retouch.run.metrics import completion_texts
+from retouch.run.sheets import before_and_after
 from retouch.run.step import Metrics, ScoredRollout
 from retouch.types import Kind, Sample, Scores, Trajectory
 
@@ -63,6 +64,7 @@ class SampleDetails:
 
 
 log = logging.getLogger("retouch")
+_HELDOUT = {"all": "heldout", "headline": "headline"}  # rows of the held-out table, and their names in trackers
 
 
 class Recorder:
@@ -128,7 +130,7 @@ class Recorder:
         self._write(done, "group", records)
 
     def heldout(self, done: int, evaluated: EvaluationResult) -> None:
-        """Store the images of the first held-out tasks."""
+        """Store the images of the first held-out tasks, and show them and the means of all tasks in the trackers."""
         records = [
             SampleRecord(
                 sample=Sample(evaluated.tasks[row], image),
@@ -141,6 +143,14 @@ class Recorder:
             for row, (image, text) in enumerate(zip(evaluated.images, evaluated.texts, strict=True))
         ]
         self._write(done, "heldout", records)
+        rows: dict[str, float | None] = {}
+        for line in self.folder.read_evals():
+            if line["step"] == done:
+                cells = [(row, column, mean) for row in _HELDOUT for column, mean in line["table"].get(row, {}).items()]
+                rows |= {f"{_HELDOUT[row]}/{column}": mean for row, column, mean in cells if column != "n"}
+        self.tracker.log(rows, done)
+        if records:
+            self.tracker.log_picture("samples/before_and_after", before_and_after(self.folder.root, until=done), done)
 
     def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         self.folder.write_samples(done, kind, records)

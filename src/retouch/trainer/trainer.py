@@ -20,7 +20,6 @@ from retouch.config.section import live_objects
 from retouch.distributed.ranks import scoring_device
 from retouch.inference.exporting import push_folder, write_export
 from retouch.inference.opening import open_recipe
-from retouch.inference.sampling import before_and_after
 from retouch.models.train import Format
 from retouch.objectives.base import Objective
 from retouch.recipe.document import value_at
@@ -32,6 +31,7 @@ from retouch.run.build import Assembly
 from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_tasks, score_table
 from retouch.run.hooks import Hook, StepResult
 from retouch.run.session import open_session
+from retouch.run.sheets import before_and_after
 from retouch.run.step import ScoredRollout
 from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, chosen_lines, describe, is_told
 
@@ -299,7 +299,7 @@ class Trainer:
             return push_folder(Path(folder), repo, private=private, message=f"{self.recipe.name}, step {self.state.step}")
 
     def samples(self) -> Image:
-        """Held-out images before and after training, one row per task: source (for editors), before, after."""
+        """Held-out images before and after training, with prompts and rewards: source (for editors), before, after."""
         return before_and_after(self.folder)
 
     def _assembled(self) -> Assembly:
@@ -409,8 +409,9 @@ class ProgressBar(Callback):
 
         if self._bar is None:
             self._bar = tqdm(total=trainer.state.steps, initial=step - 1, desc=trainer.recipe.name, disable=not trainer.is_main)
-        shown = {"reward": metrics.get("reward/mean"), "loss": metrics.get("policy/loss")}
-        self._bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items() if value is not None}, refresh=False)
+        # The loss of a step with rewards does not show learning.
+        name, value = ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", metrics.get("policy/loss"))
+        self._bar.set_postfix({} if value is None else {name: f"{value:.4g}"}, refresh=False)
         self._bar.update()
 
     def close(self) -> None:
