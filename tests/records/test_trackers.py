@@ -199,6 +199,7 @@ def test_trackio_keeps_the_run_under_its_name_and_id(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
     folder = RunFolder(tmp_path / "my-run")
+    folder.create()
     tracker = open_trackers(["trackio"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
     tracker.log({"reward/mean": 0.5}, 1)
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")

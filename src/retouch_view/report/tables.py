@@ -251,10 +251,14 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
         for column in columns_of(after):
             cell = compare_cell(before, after, row=row, column=column)
             if cell.apart and cell.direction == "bad":
-                where = "" if row == "all" else f" ({row.replace('=', ' ', 1)})"
+                where = "" if row == "all" else f" ({_row_name(row).replace('=', ' ', 1)})"
                 before_and_after = (format_score(value, cell.decimals) for value in (cell.before, cell.after))
                 found.append(f"{column}{where} {' to '.join(before_and_after)}")
     return found
+
+
+def _row_name(row: str) -> str:
+    return {"all": "all tasks", "headline": "headline tasks"}.get(row, row)
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
@@ -286,7 +290,7 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
         for row in rows:
             count = after["table"][row].get("n")
             cells = [_cell(compare_cell(before, after, row=row, column=column), single=before is after) for column in columns]
-            title = tag("th", row.split("=", 1)[1] if "=" in row else row, scope="row")
+            title = tag("th", row.split("=", 1)[1] if "=" in row else _row_name(row), scope="row")
             yield tag("tr", title, tag("td", MISSING if count is None else str(count), class_="count"), cells)
 
     width = str(len(columns) + 2)

@@ -75,7 +75,7 @@ function range(values) {
   let low = Math.min(...values);
   let high = Math.max(...values);
   if (high === 0 && low === 0) return [0, 1];
-  const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.5;
+  const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.1;
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 

@@ -16,10 +16,12 @@ export function evaluatedRow(run) {
   return run.evals.length > 0 && run.evals.every((line) => line.table?.headline) ? "headline" : "all";
 }
 
-/** The tasks that the means of evaluations are of, in words. */
-export function evaluatedTasks(run) {
+/** What the means of evaluations are of, in words. */
+export function evaluatedTasks(run, column) {
   const count = run.evals.at(-1)?.table?.[evaluatedRow(run)]?.n ?? 0;
-  return `${count} task${count === 1 ? "" : "s"}${evaluatedRow(run) === "headline" ? ` of ${headline(run)}` : ""}`;
+  const few = evaluationPoints(run, column).every(([, , low]) => low === null);
+  return `mean over ${count} task${count === 1 ? "" : "s"}${evaluatedRow(run) === "headline" ? ` of ${headline(run)}` : ""}, ${
+    few ? "too few for an interval" : "with 95 % intervals"}`;
 }
 
 /** What the headline tasks of a run have in common: "complexity 2 or 3". */

@@ -86,7 +86,7 @@ function isShown(run, key) {
 
 function heldout(run, column, marks, size) {
   return chart([{ name: column, points: evaluationPoints(run, column) }],
-    { caption: `held-out ${column}`, help: `mean over ${evaluatedTasks(run)}, with 95 % intervals`, axis: "steps", dots: true, marks, end: run.step }, size);
+    { caption: `held-out ${column}`, help: size === "lead" && evaluatedTasks(run, column), axis: "steps", dots: true, marks, end: run.step }, size);
 }
 
 /** The first held-out tasks, with their images at up to four evaluations; drawn again only when there are new images. */
@@ -220,6 +220,7 @@ function evaluations(run) {
     h("th", { scope: "row" }, text({ all: "all tasks", headline: headline(run) }[label] ?? label.replace("=", " "))), h("td", {}, row.n ?? "–"),
     columns.map((column) => h("td", { title: interval(last.ci95?.[label]?.[column]) }, number(row[column])))));
   return h("section", {}, h("h2", {}, `Evaluation on ${last.split === "train" ? "trained-on" : "held-out"} tasks`),
+    columns.length > 1 && h("p", { class: "quiet" }, evaluatedTasks(run, columns[1]).replace("mean", "Means"), "."),
     columns.length > 1 && h("div", { class: "charts" }, columns.slice(1, 7).map((column) => heldout(run, column, [], "small"))),
     h("div", { class: "scroll" }, h("table", {}, h("caption", {}, `Means after step ${last.step}`),
       h("thead", {}, h("tr", {}, ["", "tasks", ...columns].map((name) => h("th", { scope: "col" }, text(name))))), h("tbody", {}, rows))));
