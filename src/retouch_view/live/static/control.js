@@ -6,12 +6,12 @@ import { h, path, send, text } from "./dom.js";
 export function controls(run) {
   const status = h("p", { class: "quiet", role: "status" });
   const every = h("input", { type: "number", min: 0, max: 1000000, value: run.recipe.samples?.every ?? 25, "aria-label": "steps between samples" });
-  let waiting = 0; // the number of answered requests at which the newest one has its answer
-  const answered = (current) => (current.requests ?? []).filter((each) => each.taken !== null).length;
+  let before = null; // the newest request when the last one was made, as text
+  const newest = (current) => JSON.stringify(current.requests?.slice(-1).map((each) => [each.at, each.action, each.value]) ?? []);
   const ask = async (action, value = null) => {
     status.textContent = "Sending.";
     try {
-      waiting = answered(run) + 1;
+      before = newest(run);
       await send(`/api/runs/${path(run.name)}/control`, { action, value });
       status.textContent = "The run takes the request at the end of its current step.";
     } catch (error) {
@@ -28,7 +28,7 @@ export function controls(run) {
     status);
   const show = (current) => {
     element.hidden = current.state !== "running";
-    if (waiting && answered(current) >= waiting) [waiting, status.textContent] = [0, ""]; // the list of requests has the answer
+    if (before !== null && newest(current) !== before && current.requests.at(-1).taken !== null) [before, status.textContent] = [null, ""]; // the list has the answer
   };
   return { element, show };
 }
