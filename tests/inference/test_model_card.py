@@ -20,8 +20,8 @@ from retouch.inference.exporting import _base_model, _metadata, _scores, _use, e
 from retouch.recipe.recipe import parse
 from retouch.records.files import write_json
 from retouch.records.folder import RunFolder
+from retouch.run.recorder import before_and_after
 from retouch.run.session import run
-from retouch.run.sheets import before_and_after
 from retouch_models.flux import FluxKontextModel, FluxModel
 from retouch_models.flux2 import Flux2KleinModel
 from retouch_models.qwen_image import QwenImageModel

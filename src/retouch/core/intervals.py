@@ -18,8 +18,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-FEWEST = 8
-"""An interval needs at least this many clusters."""
+FEWEST = 8  # an interval needs at least this many clusters
 RESAMPLES = 2000
 _TAIL = 0.975
 
@@ -109,9 +108,8 @@ def resamples(clusters: int) -> Float[ndarray, "b g"]:
 
 
 def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> tuple[float, float] | None:
-    """Return the 95 % interval of an aggregate from its values in the resamples, and None for fewer than 8 clusters with a score.
-    Resamples without a scored item (NaN) are left out. The tails are a little narrower than 2.5 %, which corrects percentiles of
-    few clusters as Student's t corrects 1.96."""
+    """Return the 95 % interval of an aggregate from its values in the resamples (NaN: no item was scored), and None for fewer than
+    8 clusters with a score. The tails are below 2.5 %, which corrects for few clusters as Student's t corrects 1.96."""
     known = estimates[~np.isnan(estimates)]
     if clusters < FEWEST or not len(known):
         return None

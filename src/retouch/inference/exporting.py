@@ -45,7 +45,7 @@ from retouch.records.folder import RunFolder, split_label
 from retouch.records.libraries import silence_libraries, versions
 from retouch.run.build import Assembly, PolicyParts
 from retouch.run.hooks import Hook, StepResult
-from retouch.run.sheets import before_and_after
+from retouch.run.recorder import before_and_after
 from retouch.run.step import ScoredRollout
 
 Which = Literal["average", "current"]

@@ -11,7 +11,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -208,9 +207,6 @@ class Summary:
 
 
 SampleSet = Literal["heldout", "group"]
-_LOG_BYTES = 2**15
-_RECORD = re.compile(r"^\d{4}-\d\d-\d\d [\d:]{8},\d{3}  ", re.ASCII | re.MULTILINE)  # how each message of the log begins
-_ERROR = re.compile(r"(?!KeyboardInterrupt\b)[A-Z]\w+: ")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -289,18 +285,6 @@ class RunFolder:
     def evaluation(self, step: int) -> Path:
         """Return the path of the scores of every held-out task at an evaluation."""
         return files.inside(self.root, "evals", f"step-{step:06d}.json")
-
-    def last_words(self) -> tuple[str | None, bool]:
-        """Return the last message of the log, without a traceback (None without a log), and whether it is the error that ended the
-        run. ``retouch.run.folder`` writes an error as "NAME: text"."""
-        try:
-            with files.open_file(self.log()) as log:
-                log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return None, False
-        message = _RECORD.split(text)[-1].partition("\nTraceback (most recent")[0].strip()
-        return message or None, _ERROR.match(message) is not None
 
     def has_steps(self) -> bool:
         """Return whether the files in the folder show a finished step. Without one, another recipe may replace the run."""

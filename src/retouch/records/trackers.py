@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -67,6 +68,9 @@ class _AccelerateTracker:
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._tracker.log(_measured(values), step=step)
 
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        self._tracker.log({title: import_module(self._tracker.name).Image(picture)}, step=step)
+
     def close(self) -> None:
         self._tracker.finish()
 
@@ -100,11 +104,6 @@ class Wandb(_AccelerateTracker):
         data = [[wandb.Image(str(value)) if isinstance(value, Path) else value for value in row.values()] for row in rows]
         self._tracker.log_table(f"samples/{title}", columns=list(rows[0]), data=data, step=step)
 
-    def log_picture(self, title: str, picture: Image, step: int) -> None:
-        import wandb
-
-        self._tracker.log({title: wandb.Image(picture)}, step=step)
-
 
 class Trackio(_AccelerateTracker):
     """A Trackio run through accelerate's tracker; an existing run is continued. Trackio finds it by its name, which therefore is
@@ -128,15 +127,9 @@ class Trackio(_AccelerateTracker):
         shown = [{name: trackio.Image(value) if isinstance(value, Path) else value for name, value in row.items()} for row in rows]
         self._tracker.log({f"samples/{title}": trackio.Table(dataframe=pandas.DataFrame(shown))}, step=step)
 
-    def log_picture(self, title: str, picture: Image, step: int) -> None:
-        import trackio
-
-        self._tracker.log({title: trackio.Image(picture)}, step=step)
-
 
 class CompositeTracker:
-    """Forwards metrics and samples to several trackers. A tracker shows tables of samples if it has ``log_samples``, and pictures
-    if it has ``log_picture``."""
+    """Forwards metrics to several trackers, tables to those with ``log_samples``, and pictures to those with ``log_picture``."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)

@@ -39,7 +39,7 @@ from retouch.records.folder import RunFolder, Summary
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.base import LatentRenderer
 from retouch.run.build import PolicyParts
-from retouch.run.sheets import before_and_after
+from retouch.run.recorder import before_and_after
 from retouch.trainer.arguments import model_section, require_pair
 from retouch.types import Batch, Task
 

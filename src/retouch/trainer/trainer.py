@@ -30,8 +30,8 @@ from retouch.rewards.judging import RewardScorer
 from retouch.run.build import Assembly
 from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_tasks, score_table
 from retouch.run.hooks import Hook, StepResult
+from retouch.run.recorder import before_and_after
 from retouch.run.session import open_session
-from retouch.run.sheets import before_and_after
 from retouch.run.step import ScoredRollout
 from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, chosen_lines, describe, is_told
 
@@ -409,7 +409,6 @@ class ProgressBar(Callback):
 
         if self._bar is None:
             self._bar = tqdm(total=trainer.state.steps, initial=step - 1, desc=trainer.recipe.name, disable=not trainer.is_main)
-        # The loss of a step with rewards does not show learning.
         name, value = ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", metrics.get("policy/loss"))
         self._bar.set_postfix({} if value is None else {name: f"{value:.4g}"}, refresh=False)
         self._bar.update()

@@ -24,7 +24,7 @@ from retouch.records.files import LONGEST_LINE, MOST_BYTES, Shape, checked, insi
 from retouch.records.folder import ALARM, CHECKS, EVALUATION, METRICS, SAMPLE, SUITE, SUMMARY, RunFolder, Summary, split_label
 from retouch.records.ownership import current_owner
 from retouch.rewards.ledger.database import UNREADABLE, JudgeUsage, ledger_files, open_read_only, read_usage
-from retouch_view.report.tables import about, result_so_far, verdict
+from retouch_view.report.tables import about, last_words, result_so_far, verdict
 
 State: TypeAlias = Literal["running", "finished", "stopped", "failed", "alarm", "waiting", "unreadable"]
 _POINTS = 80
@@ -322,7 +322,7 @@ class LiveRun:
         summary = self._document("summary.json", SUMMARY)  # of fewer steps if `steps` was raised
         if steps is not None and step >= steps and summary is not None and summary["steps"] >= step:
             return "finished", None
-        words, failed = self._read(self.folder.root / "train.log", self.folder.last_words)[0] or (None, False)
+        words, failed = self._read(self.folder.root / "train.log", partial(last_words, self.folder))[0] or (None, False)
         return ("failed" if failed else "stopped" if step else "waiting"), words
 
 

@@ -197,7 +197,7 @@ def _with_interval(cell: Mapping[str, Any] | None) -> str:
 def progress(folder: RunFolder, ended: str | None, step: int, steps: object) -> Html:
     """Return a sentence about a run that is not finished. ``ended``: as for ``write_report``."""
     if ended is None and current_owner(folder.root) is None:
-        words, failed = folder.last_words()
+        words, failed = tables.last_words(folder)
         ended = f"{words}" if failed else ""
     of = f"{step} of {steps}" if isinstance(steps, int) else str(step)
     if ended:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from retouch.core.answers import answer_in
 from retouch.core.intervals import FEWEST, paired_change
 from retouch.recipe.derived_facts import leaves
+from retouch.records.files import open_file
 from retouch.records.folder import RunFolder, Summary
 from retouch_rewards.completions import prompt_quality
 from retouch_view.report.markup import (
@@ -33,6 +35,9 @@ from retouch_view.report.markup import (
     tag,
 )
 
+_LOG_BYTES = 2**15
+_RECORD = re.compile(r"^\d{4}-\d\d-\d\d [\d:]{8},\d{3}  ", re.ASCII | re.MULTILINE)  # how each message of the log begins
+_ERROR = re.compile(r"(?!KeyboardInterrupt\b)[A-Z]\w+: ")
 MOST_TASKS = 24
 MOST_GROUPS = 8
 MOST_MEMBERS = 24
@@ -81,6 +86,19 @@ def _kind(section: Mapping[str, Any]) -> str:
     named = next((str(section[key]) for key in ("path", "class") if section.get(key)), str(section.get("kind") or ""))
     name = named.rstrip("/").rpartition("/")[2].rpartition(":")[2].replace("_", " ")
     return f"{name} ({section['surrogate']})" if section.get("surrogate") else name
+
+
+def last_words(folder: RunFolder) -> tuple[str | None, bool]:
+    """Return the last message of the log, without a traceback (None without a log), and whether it is the error that ended the run.
+    ``retouch.run.folder`` writes an error as "NAME: text"."""
+    try:
+        with open_file(folder.log()) as log:
+            log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return None, False
+    message = _RECORD.split(text)[-1].partition("\nTraceback (most recent")[0].strip()
+    return message or None, _ERROR.match(message) is not None
 
 
 def loss_says_nothing(recipe: Mapping[str, Any]) -> bool:
