@@ -106,7 +106,7 @@ def test_lines_are_smoothed_and_a_click_enlarges_a_chart(write_run, tab, address
     chart.locator("path.line.raw").wait_for()
     assert "mean of 5 steps" in chart.inner_text()
     tab.get_by_role("slider", name="Smoothing").fill("2")
-    tab.get_by_text("the dark line is the mean of 2 steps").wait_for()
+    tab.get_by_text("the strong line is the mean of 2 steps").wait_for()
     heights = {point.split()[1] for point in (chart.locator("path.line").nth(1).get_attribute("d") or "")[1:].split("L")}
     assert len(heights) == 1, "the mean of two steps is always 0.5"
     chart.locator("svg").click()

@@ -70,7 +70,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
             require_passed(checks)  # layers without a gradient raise an error that does not name them
             raise
         changed = sum(not torch.equal(old, new) for old, new in zip(frozen, _hashes(run), strict=True))
-        return [*checks, Check("frozen", changed == 0, changed, 0, f"it changed {changed} of {len(frozen)} frozen tensors")]
+        return [*checks, Check("frozen", changed == 0, changed, 0, f"the step changed {changed} of {len(frozen)} frozen tensors")]
     finally:
         with torch.no_grad():
             for name, parameter in trained.items():

@@ -18,7 +18,7 @@ export async function comparePage(main, signal, names) {
   function draw(axis) {
     const { label, place } = AXES[axis];
     const series = (points) => runs.map((run) => ({ name: run.name, points: placed(points(run), place(run)) }));
-    fill(charts, chart(series(rewardPoints), { caption: "reward/mean", axis: label, smooth, help: `the dark lines are means of ${smooth} steps` }),
+    fill(charts, chart(series(rewardPoints), { caption: "reward/mean", axis: label, smooth, help: `the strong lines are means of ${smooth} steps` }),
       columns.map((column) => chart(series((run) => evaluationPoints(run, column)), { caption: `held-out ${column}`, axis: label, dots: true })));
   }
   const missing = Object.entries(AXES).map(([axis, { missing: why }]) => [axis, runs.find((run) => why(run)), why]).filter(([, run]) => run);

@@ -60,7 +60,7 @@ export async function runPage(main, signal, name) {
     if (!run.metrics.length && !run.evals.length) fill(charts, h("p", { class: "quiet" }, "The run has made no step yet."));
     else {
       const reward = rewardPoints(run);
-      fill(charts, reward.length > 0 && chart([{ name: "reward/mean", points: reward }], { ...options, caption: "reward/mean", help: `${HELP["reward/mean"]}; the dark line is the mean of ${smooth} steps` }, "lead"),
+      fill(charts, reward.length > 0 && chart([{ name: "reward/mean", points: reward }], { ...options, caption: "reward/mean", help: `${HELP["reward/mean"]}; the strong line is the mean of ${smooth} steps` }, "lead"),
         evaluationColumns(run).slice(0, 1).map((column) => heldout(run, column, marks, "lead")), suiteCharts(run, marks));
     }
     if (more.open) {
