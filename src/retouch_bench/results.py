@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
-from retouch.core.intervals import cluster_numbers, t_quantile
+from retouch.core.intervals import bootstrap_interval, cluster_numbers, resamples
 from retouch.records import files
 from retouch_bench.suite import Suite, SuiteItem
 
@@ -62,7 +60,7 @@ class BenchmarkResult:
 
     @property
     def table(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-        """Row name to column to ``mean``, ``low``, ``high`` (95 % interval; None for one cluster) and ``n`` (scored items)."""
+        """Row name to column to ``mean``, ``low``, ``high`` (95 % interval; None below 8 clusters) and ``n`` (scored items)."""
         table: Mapping[str, Mapping[str, Mapping[str, Any]]] = self.about["table"]
         return table
 
@@ -151,7 +149,7 @@ def measured(clusters: Sequence[str], scored: Bool[ndarray, " n"], resampled: Fl
     """Return ``low`` and ``high`` of an aggregate, from its values in the resamples, and ``n``, the number of ``scored`` items."""
     known = [cluster for cluster, is_known in zip(clusters, scored, strict=True) if is_known]
     interval = bootstrap_interval(resampled, clusters=cluster_numbers(known)[1])
-    low, high = (None, None) if interval is None else (interval.low, interval.high)
+    low, high = interval or (None, None)
     return {"low": low, "high": high, "n": int(scored.sum())}
 
 
@@ -207,39 +205,7 @@ def shown_difference(cell: Mapping[str, Any]) -> tuple[str, str, str, str]:
     return a, b, difference, "-" if cell["low"] is None else f"{cell['low']:+.3f} to {cell['high']:+.3f}"
 
 
-RESAMPLES = 2000
-LEVEL = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A 95 % confidence interval."""
-
-    low: float
-    high: float
-
-
 def resample_counts(clusters: Sequence[str]) -> Float[ndarray, "b n"]:
-    """Return how often each resample counts each item. A resample draws as many clusters as there are, with replacement."""
+    """Return how often each resample counts each item."""
     members, count = cluster_numbers(clusters)
-    return _counts(tuple(members), count)
-
-
-@lru_cache(maxsize=4)  # both sides of a comparison and several rows of a table use the same counts
-def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
-    drawn = np.random.default_rng([0, count]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    counts: Float[ndarray, "b n"] = drawn[:, list(members)].astype(np.float64)
-    counts.flags.writeable = False
-    return counts
-
-
-def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:
-    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score. None
-    for fewer than two clusters. Resamples without a scored item (NaN) are left out."""
-    known = estimates[~np.isnan(estimates)]
-    if clusters < 2 or not len(known):
-        return None
-    z = -math.sqrt(clusters / (clusters - 1)) * t_quantile(1 - (1 - LEVEL) / 2, clusters - 1)
-    tail = NormalDist().cdf(z)  # the share beyond each end, less than 2.5 %
-    low, high = np.quantile(known, [tail, 1 - tail])
-    return Interval(float(low), float(high))
+    return resamples(count)[:, members]

@@ -22,7 +22,7 @@ def test_a_mean_of_independent_values_has_the_usual_t_interval() -> None:
     error = math.sqrt(14 / 3) / 2
     assert (found.mean, found.count, found.clusters) == (3.0, 4, 4)
     assert found.error == pytest.approx(error)
-    assert found.interval == pytest.approx((3 - 3.18245 * error, 3 + 3.18245 * error), abs=1e-2)
+    assert found.half_width == pytest.approx(3.18245 * error, abs=1e-2)
     assert found.sigmas == pytest.approx(3 / error)
     assert estimate_mean([1.0, 2.0, 3.0, 6.0], list("abcd")) == found
 
@@ -45,8 +45,7 @@ def test_the_number_of_clusters_for_significance_is_the_smallest_whose_interval_
     needed = found.clusters_for_significance
 
     def includes_0(clusters: int) -> bool:
-        low, high = MeanEstimate(found.mean, found.error * math.sqrt(4 / clusters), clusters, clusters).interval
-        return low <= 0 <= high
+        return abs(found.mean) <= MeanEstimate(found.mean, found.error * math.sqrt(4 / clusters), clusters, clusters).half_width
 
     assert needed is not None
     assert not includes_0(needed)
@@ -69,6 +68,14 @@ def test_intervals_of_clustered_means_have_95_percent_coverage(clusters: int) ->
     naive = [low <= 0 <= high for low, high in (estimate_mean(values, [""] * len(values)).interval for values in samples)]
     assert abs(hits / runs - 0.95) < 0.012
     assert sum(naive) / len(naive) < 0.85
+
+
+@pytest.mark.parametrize("values", [[0.0] * 7 + [1.0], [9.9] * 11 + [4.0], [-1.0, 0.0, 0.0, 0.0] * 3])
+def test_intervals_stay_within_the_range_of_the_values_and_need_8_clusters(values: list[float]) -> None:
+    low, high = estimate_mean(values).interval or (math.nan, math.nan)
+    assert min(values) <= low < estimate_mean(values).mean < high <= max(values)
+    assert estimate_mean(values, list("aabcdefghijk")[: len(values)]).interval is None or len(values) > 8
+    assert estimate_mean(values[-7:]).interval is None
 
 
 def test_intervals_of_shares_match_published_tables_and_hand_computations() -> None:

@@ -22,8 +22,15 @@ INTERVALS = (
     Mutant(
         "the interval of a mean uses 1.96 instead of Student's t quantile",
         "core/intervals.py",
-        "return t_quantile(tail, self.clusters - 1) * self.error",
+        "return t_quantile(_TAIL, self.clusters - 1) * self.error",
         "return 1.96 * self.error",
+        f"{_INTERVALS}::test_a_mean_of_independent_values_has_the_usual_t_interval",
+    ),
+    Mutant(
+        "the bootstrap draws items of one source separately",
+        "core/intervals.py",
+        "members, _ = cluster_numbers(clusters)",
+        "members, groups = list(range(len(values))), len(values)",
         f"{_INTERVALS}::test_intervals_of_clustered_means_have_95_percent_coverage",
     ),
     Mutant(

@@ -4,6 +4,7 @@ import shutil
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from accelerate import PartialState
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -12,6 +13,7 @@ from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.libraries import require_trackers
 from retouch.records.trackers import CompositeTracker, open_trackers, tracker_id
+from retouch.run.evaluation import EvaluationResult
 from retouch.run.recorder import Recorder
 from retouch.types import Sample, Task
 
@@ -59,6 +61,25 @@ class Tables:
         self.seen.append((title, rows, step))
 
     def close(self): ...
+
+
+def test_tensorboard_shows_held_out_scores_and_a_picture_of_the_tasks(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    tracker = CompositeTracker([open_tensorboard(folder)])
+    recorder = Recorder(folder, tracker, total=3, samples=Samples(tasks=1))
+    task = Task("t", "make it red", images=(Image.new("RGB", (4, 4), "blue"),))
+    for step, value in ((0, 0.25), (3, 0.5)):
+        folder.write_eval(step, "heldout", table={"all": {"n": 9, "share": value}, "headline": {"n": 4, "share": 1.0}}, ci95={})
+        scores = torch.tensor([value])
+        recorder.heldout(step, EvaluationResult([task], {"share": scores}, scores, [Image.new("RGB", (4, 4), "red")], [None]))
+    tracker.close()
+    assert scalars(folder, "heldout/share") == [(0, 0.25), (3, 0.5)]
+    assert scalars(folder, "headline/share") == [(0, 1.0), (3, 1.0)]
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    sizes = [(image.step, image.width) for image in events.Images("samples/before_and_after")]
+    assert sizes == [(0, 268), (3, 402)], "source and before, then also after"
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -161,7 +182,9 @@ def test_wandb_uses_the_stored_id_unless_the_environment_sets_one(tmp_path, monk
     assert (wandb.run.id, wandb.run.name, wandb.run.config["seed"]) == (tracker_id(folder.root), "my-run", 1)
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
+    tracker.log_picture("samples/before_and_after", Image.new("RGB", (8, 8), "blue"), 1)
     tracker.close()
+    assert list((folder.root / "wandb").rglob("samples/before_and_after*.png"))
     assert list((folder.root / "wandb").rglob("samples/group*.table.json"))
     written = [file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file()]
     assert (tmp_path / "a.png").read_bytes() in written  # the image of the table, to be uploaded
@@ -176,10 +199,12 @@ def test_trackio_keeps_the_run_under_its_name_and_id(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
     folder = RunFolder(tmp_path / "my-run")
+    folder.create()
     tracker = open_trackers(["trackio"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
     tracker.log({"reward/mean": 0.5}, 1)
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
+    tracker.log_picture("samples/before_and_after", Image.new("RGB", (8, 8), "blue"), 1)
     tracker.close()
-    assert list((tmp_path / "trackio").rglob("*.png"))
+    assert len(list((tmp_path / "trackio").rglob("*.png"))) == 2
     assert [run.name for run in trackio.Api().runs("retouch")] == [f"my-run-{tracker_id(folder.root)}"]

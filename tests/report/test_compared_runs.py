@@ -1,16 +1,15 @@
 """Runs that are compared in the terminal."""
 
 import json
-import math
-from statistics import mean, stdev
 
 import pytest
 
 from fake_run import write_new_run
 from retouch.cli.parser import main
-from retouch_view.report.tables import comparison
+from retouch.core.intervals import estimate_mean
+from retouch_view.report.tables import comparison, paired_differences
 
-TASKS = ("a", "b", "c", "d")
+TASKS = tuple("abcdefghijklmnop")
 
 
 def run_with(root, *, after, sources=(), **changes):
@@ -20,8 +19,9 @@ def run_with(root, *, after, sources=(), **changes):
     record["recipe"] |= changes
     folder.recipe.write_text(json.dumps(record))
     folder.evaluation(0).parent.mkdir(exist_ok=True)
-    for step, scores in ((0, [5.0, 6.0, 7.0, 8.0]), (9, after)):
-        evaluation = {"tasks": TASKS, "rewards": scores, "scores": {"overall": scores}} | ({"sources": sources} if sources else {})
+    tasks = TASKS[: len(after)]
+    for step, scores in ((0, [5.0, 6.0, 7.0, 8.0] * (len(after) // 4)), (9, after)):
+        evaluation = {"tasks": tasks, "rewards": scores, "scores": {"overall": scores}} | ({"sources": sources} if sources else {})
         folder.evaluation(step).write_text(json.dumps(evaluation))
         folder.write_eval(step, "heldout", table={"all": {"n": 4, "overall": 6.5}}, ci95={})
     return folder
@@ -31,21 +31,22 @@ def test_differences_are_paired_over_the_tasks_with_both_scores(tmp_path):
     first = run_with(tmp_path / "first", after=[6.0, 7.5, 8.0, None], seed=0)
     second = run_with(tmp_path / "second", after=[6.5, 8.5, 8.2, 9.0], seed=1)
     text = comparison([first.root, second.root])
-    changes = [0.5, 1.0, 0.2]
-    half = 4.30265 * stdev(changes) / math.sqrt(3)  # t(2)
-    interval = f"+{mean(changes):.2f} (−{half - mean(changes):.2f} to +{mean(changes) + half:.2f})"
-    assert f"  second  {interval} on 3 tasks" in text
+    assert "  second  +0.57 on 3 tasks" in text, "3 tasks are too few for an interval"
     scored = next(line for line in text.splitlines() if line.startswith("  first"))
     assert scored.split()[1:6] == ["9", "3", "6.00", "7.17", "+1.17"]  # of the 3 tasks with both scores
     assert text.endswith("What differs in the recipes\n        first  second\n  seed      0       1")
 
 
 def test_tasks_of_one_source_are_a_cluster_in_a_comparison(tmp_path):
-    """Changes of 1 and 1 for one source, and of 3 and 3 for another: the standard error is 1 with 2 clusters."""
-    sources = ("one.png", "one.png", "two.png", "two.png")
-    first = run_with(tmp_path / "first", after=[5.0, 6.0, 5.0, 6.0], sources=sources)
-    second = run_with(tmp_path / "second", after=[6.0, 7.0, 8.0, 9.0], sources=sources)
-    assert "  second  +2.00 (−10.71 to +14.71) on 4 tasks" in comparison([first.root, second.root])
+    """Both tasks of a source change by the same amount, so there are as many changes as sources."""
+    changes = [1.0, 3.0] * 4
+    sources = [f"{place}.png" for place in range(8) for _ in range(2)]
+    first = run_with(tmp_path / "first", after=[5.0] * 16, sources=sources)
+    second = run_with(tmp_path / "second", after=[5.0 + change for change in changes for _ in range(2)], sources=sources)
+    low, high = estimate_mean(changes).interval or (0, 0)
+    assert f"  second  +2.00 (+{low:.2f} to +{high:.2f}) on 16 tasks" in comparison([first.root, second.root])
+    (row,) = paired_differences([first.root, second.root])["rows"]
+    assert (row["n"], row["before"], row["after"], row["difference"], row["direction"]) == (16, 5.0, 7.0, 2.0, "good")
 
 
 def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 from fake_run import write_new_run, write_run
 from html_check import assert_self_contained, read
 from retouch.records.folder import RunFolder, SampleRecord, Summary
+from retouch.records.ownership import Owner
 from retouch.types import Sample, Task
 from retouch_view.report.page import write_report
 
@@ -45,7 +46,7 @@ def test_a_report_is_one_self_contained_file_with_all_sections(run, tmp_path):
     assert_self_contained(page)
     titles = [title for title in page.text["h2"] if title]
     assert titles == [
-        *("Reward", "Held-out scores", "Before and after", "Training groups", "Signals", "Time"),
+        *("Reward", "Held-out tasks over training", "Held-out scores", "Training groups", "Metrics", "Time"),
         *("Checks before the first step", "Recipe", "Versions"),
     ]
     (policy,) = (meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
@@ -60,7 +61,7 @@ def test_the_images_of_the_report_equal_the_stored_samples(run):
     page = read(page_of(run))
     shown = [base64.b64decode((image["src"] or "").partition(",")[2]) for image in page.all("img")]
     for step in run.sample_steps():
-        if step in (0, 1, 12):
+        if step in (0, 1, 6, 12):
             for line in run.read_samples(step):
                 assert (run.samples(step) / line["image"]).read_bytes() in shown
     assert all(image["class"] == "pixelated" for image in page.all("img"))
@@ -111,6 +112,29 @@ def test_the_report_of_an_unfinished_run_says_that_it_has_just_started_or_shows_
     assert "mean of the last" not in page.words
     assert "no value yet" in page.words
     assert len(page.all("svg")) == 3
+    assert (page.text["strong"], "after step 1 of 120." in page.words) == (["Stopped"], True), "no process owns the folder"
+    owner = Owner(started.root)
+    assert "in progress: step 1 of 120" in read(page_of(started)).words
+    owner.close()
+    started.log().write_text("2026-01-01 00:00:00,000  step 1/120\n2026-01-01 00:00:01,000  TooManyMissing: <b> are missing\n")
+    page = read(page_of(started))
+    assert "after step 1 of 120: TooManyMissing: <b> are missing" in page.words
+    assert (page.text["strong"], len(page.all("strong", "bad"))) == (["Failed"], 1)
+
+
+def test_a_metric_that_is_0_at_every_step_and_the_loss_of_a_policy_gradient_have_no_chart(started):
+    record = started.read_recipe()
+    for kind, losses in (("policy_gradient", 0), ("nft", 1)):
+        started.write_recipe(record["recipe"] | {"objective": {"kind": kind}})
+        started.metrics.unlink(missing_ok=True)
+        for step in (1, 2):
+            started.append_metrics(
+                step, "rl", {"reward/mean": 0.5 * step, "policy/loss": 0.1, "missing/IF": 0.0, "group/size": 3.0}
+            )
+        page = read(page_of(started))
+        assert "0 at every step: missing/IF." in page.words
+        labels = [svg["aria-label"] or "" for svg in page.all("svg")]
+        assert [sum(name in label for label in labels) for name in ("group/size", "policy/loss", "missing")] == [1, losses, 0]
 
 
 @pytest.mark.parametrize("part", ["metrics", "timings", "evals", "summary", "preflight", "samples"])
@@ -229,7 +253,7 @@ def test_a_signal_and_a_reward_that_equals_a_score_column_are_shown_once(started
         assert read(page_of(started)).text["th"][: len(titles)] == titles
     started.append_metrics(1, "rl", {"reward/mean": 0.5, "reward/fault_fraction": 0.1, "reward/overall": 0.5})
     words = read(page_of(started)).words
-    assert words.count("reward/fault_fraction") == words.count("reward/overall") == 1
+    assert (words.count("reward/fault_fraction"), words.count("reward/overall")) == (1, 0), "the second equals the mean reward"
 
 
 def test_a_decrease_beyond_both_intervals_is_shown_as_a_warning(started):

@@ -66,11 +66,9 @@ def test_dpo_on_data_pairs_learns_without_a_reward_and_is_evaluated_on_held_out_
     lines = RunFolder(made.folder).read_evals()
     assert [line["step"] for line in lines] == [0, 7, 14]
     assert all(line["table"]["all"].keys() == {"n", "pairs/preferred", "pairs/margin"} for line in lines)
-    low, high = lines[-1]["ci95"]["all"]["pairs/preferred"]
-    assert 0.5 < low < high <= 1.0  # 6 of 6 pairs: the interval is not empty
+    assert lines[-1]["ci95"]["all"] == {}, "6 pairs are too few for an interval"
     table = made.evaluate()
     assert table["all"]["pairs/preferred"] == summary.after
-    assert table.intervals["all"]["pairs/preferred"] == (low, high)
     evaluated = [entry["step"] for entry in made.state.log_history if "eval/pairs/preferred" in entry]
     assert evaluated == [0, 7, 14]
     images = [line["image"] for line in RunFolder(made.folder).read_samples(14) if line["set"] == "heldout"]
@@ -145,7 +143,7 @@ def test_training_on_two_ranks_matches_training_on_one(tmp_path):
             assert one[key] == pytest.approx(two[key], rel=1e-3, abs=1e-4)  # margins are differences of errors, times beta
     first, second = (run.read_evals()[-1] for run in runs)
     assert [line["table"]["all"]["n"] for line in (first, second)] == [5, 5]
-    assert first["ci95"]["all"]["pairs/preferred"] == second["ci95"]["all"]["pairs/preferred"]
+    assert first["table"]["all"]["pairs/preferred"] == second["table"]["all"]["pairs/preferred"]
     margins = [line["table"]["all"]["pairs/margin"] for line in (first, second)]
     assert margins[0] == pytest.approx(margins[1], rel=1e-3, abs=1e-4)
 

@@ -33,15 +33,11 @@ def judged_run(write_run, name, *, cost):
 def test_chart_bands_are_95_percent_confidence_intervals(write_run, tab, address):
     judged_run(write_run, "one", cost=0.5)
     tab.goto(f"{address}/#/run/one")
-    chart = tab.locator("figure", has_text="reward/mean").first
+    chart = tab.locator("figure", has_text="held-out share").first
     chart.locator("svg").hover()
-    half = 0.16
-    found = chart.locator(".readout").inner_text()
-    middle = next(mean for mean in (0.1, 0.2, 0.3, 0.4) if found.startswith(f"{mean:.3g} ("))
-    assert found.partition(" at")[0] == f"{middle:.3g} ({middle - half:.3g} to {middle + half:.3g})"
+    assert chart.locator(".readout").inner_text() in ("0 (0.1 to 0.9) at 0", "0.8 (0.1 to 0.9) at 4")
     assert chart.locator("path.band").count() == 1
-    assert tab.locator("figure", has_text="share").locator("path.band").count() == 1
-    assert tab.locator("figure", has_text="time/step").locator("path.band").count() == 0
+    assert tab.locator("figure", has_text="reward/mean").first.locator("path.band").count() == 0
 
 
 def test_runs_are_compared_over_judge_cost(write_run, tab, address):
@@ -51,8 +47,8 @@ def test_runs_are_compared_over_judge_cost(write_run, tab, address):
     tab.get_by_role("combobox", name="Over").select_option("cost")
     reward = tab.locator("figure", has_text="reward/mean").first
     reward.get_by_role("img", name="reward/mean over dollars paid to judges").wait_for()
-    assert reward.locator("path.band").count() == 2
-    assert reward.locator(".tick.middle").all_text_contents() == ["0.5", "1", "1.5", "2"]
+    assert tab.locator("figure", has_text="held-out share").locator("path.band").count() == 2
+    assert reward.locator(".tick.middle").all_text_contents() == ["0", "0.5", "1.0", "1.5", "2.0"]
     assert tab.get_by_text("Not over").count() == 0
 
 
@@ -68,7 +64,7 @@ def test_images_axis_counts_the_images_of_each_phase_and_refilled_groups(write_r
     tab.get_by_role("combobox", name="Over").select_option("samples")
     reward = tab.locator("figure", has_text="reward/mean").first
     reward.get_by_role("img", name="reward/mean over images made").wait_for()
-    assert reward.locator(".tick.middle").all_text_contents() == ["20", "40", "60", "80"]  # 15, 60 and 80
+    assert reward.locator(".tick.middle").all_text_contents() == ["0", "20", "40", "60", "80"]  # 15, 60 and 80
 
 
 def test_axis_that_a_run_lacks_is_disabled_with_the_reason(write_run, tab, address):
@@ -91,13 +87,50 @@ def test_table_of_runs_shows_judge_cost(write_run, tab, address):
     judged_run(write_run, "unpriced", cost=None)
     write_run("exact")
     tab.goto(f"{address}/#/")
-    tab.get_by_role("button", name="cost so far").click()
-    tab.get_by_role("cell", name="$2.00").wait_for()
-    cells = tab.locator("tbody tr").locator("td:nth-last-child(2)")
-    assert cells.all_inner_texts() == ["–", "40 requests, 4K tokens", "$2.00"]
+    tab.locator("td.cost", has_text="$2.00").wait_for()
+    if tab.viewport_size["width"] > 600:
+        tab.get_by_role("button", name="cost so far").click()
+        assert tab.locator("td.cost").all_inner_texts() == ["–", "40 requests, 4K tokens", "$2.00"]
     tab.goto(f"{address}/#/run/one")
+    tab.get_by_text("All metrics").click()
     tab.get_by_role("img", name="judge/cost over steps").wait_for()
-    assert "judges so far\n$2.00" in tab.locator(".facts").inner_text()
+    assert "judges so far\n$2.00" in tab.locator(".facts").last.inner_text()
+
+
+def test_lines_are_smoothed_and_a_click_enlarges_a_chart(write_run, tab, address):
+    folder: RunFolder = write_run("one", steps=0, of=40)
+    for step in range(1, 41):
+        folder.append_metrics(step, "main", {"reward/mean": step % 2, "missing/share": 0.0, "policy/grad_norm": 0.5})
+    tab.goto(f"{address}/#/run/one")
+    chart = tab.locator("figure", has_text="reward/mean").first
+    chart.locator("path.line.raw").wait_for()
+    assert "mean of 5 steps" in chart.inner_text()
+    tab.get_by_role("slider", name="Smoothing").fill("2")
+    tab.get_by_text("the strong line is the mean of 2 steps").wait_for()
+    heights = {point.split()[1] for point in (chart.locator("path.line").nth(1).get_attribute("d") or "")[1:].split("L")}
+    assert len(heights) == 1, "the mean of two steps is always 0.5"
+    chart.locator("svg").click()
+    assert (tab.get_by_role("dialog", name="reward/mean").locator("svg").bounding_box() or {})["width"] > 900
+    tab.keyboard.press("Escape")
+    assert tab.get_by_role("dialog").count() == 0
+    tab.get_by_text("All metrics").click()
+    tab.get_by_text("0 or unknown at every step: missing/share.").wait_for()
+    assert tab.get_by_role("img", name="policy/grad_norm over steps").count() == 1
+    assert tab.get_by_role("img", name="missing/share").count() == 0
+
+
+def test_axes_of_one_evaluation_and_of_close_values_have_distinct_whole_steps(write_run, tab, address):
+    folder: RunFolder = write_run("one", steps=0, of=3)
+    folder.write_eval(
+        0, "heldout", table={"all": {"n": 9, "reward": 9.8, "overall": 9.8}}, ci95={"all": {"overall": (9.801, 9.803)}}
+    )
+    tab.goto(f"{address}/#/run/one")
+    chart = tab.locator("figure", has_text="held-out overall")
+    chart.wait_for()
+    assert chart.locator(".tick.middle").all_text_contents() == ["0", "1"]
+    heights = chart.locator(".tick.end").all_text_contents()
+    assert len(set(heights)) == len(heights) > 1
+    assert tab.locator("figure", has_text="held-out reward").count() == 0, "the reward is the same column"
 
 
 @pytest.mark.parametrize("tab", [{}, {"color_scheme": "dark"}], indirect=True, ids=["light", "dark"])

@@ -1,14 +1,18 @@
 """The page in a real browser: Debian's Chromium, driven by Playwright, where both are installed."""
 
+import json
+
 import pytest
 from conftest import TOKEN, WIDE_AND_PHONE, fits
+from PIL import Image
 
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
+from retouch.types import Sample, Task
 
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 
 
-def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_run, tab, address):
+def test_benchmark_chart_follows_the_held_out_chart_and_alarms_are_listed(write_run, tab, address):
     folder = write_run("one")
     for step, mean in ((0, 6.0), (4, 3.0)):
         cell = {"mean": mean, "low": mean - 1, "high": mean + 1, "n": 4}
@@ -16,9 +20,8 @@ def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_ru
         folder.write_suite(step, "playground", result, alarm="the suite fell" if step else None)
     tab.goto(f"{address}/#/run/one")
     captions = tab.locator(".charts figure figcaption b")
-    captions.nth(1).wait_for()
-    assert captions.nth(0).inner_text() == "reward/mean"
-    assert captions.nth(1).inner_text() == "benchmark playground"
+    captions.nth(2).wait_for()
+    assert captions.all_inner_texts()[:3] == ["reward/mean", "held-out share", "benchmark playground"]
     assert tab.get_by_role("heading", name="Alarms").count() == 1
     assert "after step 4: the suite fell" in tab.locator("section ul.warning").inner_text()
     table = tab.get_by_role("table").filter(has_text="playground after step 4")
@@ -56,6 +59,61 @@ def test_pages_of_finished_runs_render_and_fit_the_window(write_run, tab, addres
     tab.get_by_label("difference").check()
     tab.get_by_text("step 0: 0").wait_for()
     assert fits(tab)
+
+
+@WIDE_AND_PHONE
+def test_a_failed_run_is_red_with_its_last_message(write_run, tab, address):
+    write_run("one", steps=2, of=9).log().write_text("2026-01-01 00:00:00,000  TooManyMissing: 45% of the samples\n")
+    tab.goto(f"{address}/#/")
+    cell = tab.locator("tbody td[data-label=state]")
+    cell.get_by_text("TooManyMissing: 45% of the samples").wait_for()
+    assert cell.locator(".state.failed").inner_text() == "failed"
+    assert fits(tab)
+    tab.get_by_role("link", name="one", exact=True).click()
+    tab.locator(".warning", has_text="TooManyMissing").wait_for()
+    assert tab.get_by_role("progressbar").count() == 0
+    tab.get_by_role("heading", name="Held-out tasks over training").wait_for()
+    assert [" ".join(each.split()) for each in tab.locator(".task figcaption").all_inner_texts()] == [
+        "source",
+        "before 0.000",
+        "step 2 0.500",
+    ]
+    assert fits(tab)
+
+
+def scored_run(folder: RunFolder, scores):
+    """The scores of held-out tasks at steps 0 and 4, and an image of each."""
+    for step, values in ((0, [0.2] * len(scores)), (4, scores)):
+        tasks = [f"task/{place}" for place in range(len(scores))]
+        record = {"tasks": tasks, "rewards": values, "scores": {"share": values}}
+        folder.evaluation(step).parent.mkdir(exist_ok=True)
+        folder.evaluation(step).write_text(json.dumps(record))
+        pixel = Image.new("RGB", (8, 8), "red")
+        samples = [Sample(Task(task, task, images=(pixel,)), pixel) for task in tasks]
+        rows = zip(samples, values, strict=True)
+        folder.write_samples(
+            step, "heldout",
+            [SampleRecord(sample=each, group=n, slot=0, scores={}, reward=value) for n, (each, value) in enumerate(rows)],
+        )  # fmt: skip
+
+
+def test_a_comparison_begins_with_paired_differences_and_the_tasks_in_their_order(write_run, tab, address):
+    for name, scores in (("one", [0.5] * 9), ("two", [0.5 + place / 20 for place in range(9)])):
+        folder = write_run(name, steps=4, of=9)
+        scored_run(folder, scores)
+    tab.goto(f"{address}/#/compare/one,two")
+    row = tab.get_by_role("row", name="two 9 0.5 0.7 +0.2")
+    row.wait_for()
+    assert row.locator("td.good").inner_text() == "+0.2"
+    order = [text.split("\n")[0] for text in tab.locator(".compared > p").all_inner_texts()]
+    assert order == [f"task/{place}" for place in reversed(range(9))]
+    first = tab.locator(".compared").first
+    assert first.locator("figcaption").all_inner_texts() == ["source", "one: 0.500", "two: 0.900"]
+    assert first.locator("img").evaluate_all("images => images.map((image) => image.getBoundingClientRect().height)") == [200] * 3
+    tab.goto(f"{address}/#/")
+    held_out = tab.locator("tbody td[data-label=held-out]")
+    held_out.get_by_text("0.200 → 0.500").wait_for()
+    assert held_out.locator(".good").count() == 2
 
 
 def test_page_of_a_training_run_updates_without_a_reload(write_run, tab, address):

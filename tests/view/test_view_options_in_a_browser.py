@@ -60,6 +60,7 @@ def test_control_requests_and_their_answers_are_shown(running, tab, address):
     tab.get_by_text("waiting for the end of the step").wait_for()
     answer_request(running, name, request, taken=True, step=3, answer="saved a checkpoint of step 3")
     tab.get_by_role("cell", name="saved a checkpoint of step 3").wait_for()
+    assert tab.get_by_text("The run takes the request").count() == 0, "the list has the answer"
     tab.get_by_label("steps between samples").fill("7")
     tab.get_by_role("button", name="Change").click()
     tab.get_by_role("row", name="samples every 7").wait_for()

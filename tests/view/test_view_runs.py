@@ -21,9 +21,14 @@ from retouch_view.report.page import run_page
 
 def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path):
     write_run("finished")
-    write_run("stopped", steps=2).log().write_text(
-        "2026-01-01 00:00:00,000  ValueError: the reward returned 3 scores for 4 images\n"
-    )
+    words = {
+        "stopped": "stopped after step 2; run the same command to continue",
+        "failed": "KeyError: 'a'\nTraceback (most recent call last):\n  File",
+        "refused": "ValueError: the reward returned 3 scores for 4 images",
+    }
+    for name, last in words.items():
+        text = f"2026-01-01 00:00:00,000  step\n2026-01-01 00:00:00,000  {last}\n"
+        write_run(name, steps=0 if name == "refused" else 2).log().write_text(text)
     write_run("alarm", steps=3).write_alarm({"step": 3, "back_to": None, "alarms": [{"rule": "gap", "text": "a rule's words"}]})
     running = write_run("running", steps=3)
     (tmp_path / "runs" / "not-a-run").mkdir()
@@ -33,16 +38,14 @@ def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tm
     finally:
         owner.close()
     assert {name: run["state"] for name, run in found.items()} == {
-        "alarm": "alarm",
-        "finished": "finished",
-        "running": "running",
-        "stopped": "stopped",
+        **{name: name for name in ("alarm", "finished", "running", "stopped", "failed")},
+        "refused": "failed",
     }
     assert found["finished"]["rewards"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert (found["finished"]["step"], found["finished"]["steps"]) == (4, 4)
     assert (found["running"]["seconds_per_step"], found["running"]["seconds_left"]) == (2.0, 2.0)
     assert found["stopped"]["seconds_left"] is None
-    assert found["stopped"]["reason"] == "ValueError: the reward returned 3 scores for 4 images"
+    assert [found[name]["reason"] for name in words] == [words["stopped"], "KeyError: 'a'", words["refused"]]
     assert found["alarm"]["reason"] == "a rule's words"
     assert found["finished"]["summary"]["gap_closed"] is None
 

@@ -65,6 +65,9 @@ def test_pairs_are_voted_on_with_keys_and_buttons_up_to_the_results(tab, address
     assert {vote.voter for vote in votes.votes} == {"Ann"}
     tab.get_by_role("link", name="See the results").click()
     tab.get_by_role("heading", name="Win rates").wait_for()
+    assert tab.get_by_text("1 row with fewer than 10 votes").count() == 2, "of the win rates, and of judges"
+    assert tab.get_by_text("2 rows with fewer than 10 votes").count() == 1, "of the model"
+    assert not tab.get_by_role("table").first.get_by_text("step 4").is_visible()
     tab.get_by_role("heading", name="Voters").wait_for()
     assert fits(tab)
 

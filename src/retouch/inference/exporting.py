@@ -33,7 +33,6 @@ from retouch.config.section import LIVE
 from retouch.core.intervals import paired_change
 from retouch.data.sources.features import load_restricted
 from retouch.inference.opening import open_policy, read_target
-from retouch.inference.sampling import before_and_after
 from retouch.models.base import COMFYUI_FILE
 from retouch.models.ip_adapter import FILE
 from retouch.models.lora import part_of_pipeline
@@ -46,6 +45,7 @@ from retouch.records.folder import RunFolder, split_label
 from retouch.records.libraries import silence_libraries, versions
 from retouch.run.build import Assembly, PolicyParts
 from retouch.run.hooks import Hook, StepResult
+from retouch.run.recorder import before_and_after
 from retouch.run.step import ScoredRollout
 
 Which = Literal["average", "current"]

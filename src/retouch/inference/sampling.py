@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from retouch.data.images import fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.sources.folder import read_instructions
@@ -20,8 +20,7 @@ from retouch.inference.opening import open_policy, read_target
 from retouch.models.pipeline import ModelWrapper, PipelineModel
 from retouch.policies.decoding import AutoregressiveTrajectory
 from retouch.recipe.recipe import Recipe
-from retouch.records.files import inside, jsonable, write_lines
-from retouch.records.folder import RunFolder
+from retouch.records.files import jsonable, write_lines
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.base import Completions
 from retouch.rewards.base import close
@@ -37,7 +36,6 @@ SampleContext: TypeAlias = Literal["reference"]
 """What an inpainting model sees next to the source image."""
 _MULTIPLE = 16
 _HIGHEST = 4
-_GAP, _TITLE = 4, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,46 +385,3 @@ class SideBySide:
             raise ValueError("the model fills the masked part of an image; it needs a mask")
         if task.mask is not None and not takes.mask:
             raise ValueError("the model reads no mask; remove it")
-
-
-def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int | None = None) -> Image.Image:
-    """Draw the first ``rows`` held-out tasks: source image (if there is one), before and after training; each at most ``side`` px.
-
-    Tiny images are enlarged by a whole factor. ``until``: the latest step to show; None means the latest step with images.
-
-    Raises ValueError if the run has no images yet.
-    """
-    run = RunFolder(folder)
-    steps = [step for step in run.sample_steps() if until is None or step <= until]
-    if not steps:
-        raise ValueError(f"{folder} has no images yet; train first, with samples.every above 0")
-    first, last = (
-        {line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in (steps[0], steps[-1])
-    )
-    lines = [(first[task], last[task]) for task in last if task in first][:rows]
-    table = []
-    for before, after in lines:
-        files = ((steps[0], before["source"]), (steps[0], before["image"]), (steps[-1], after["image"]))
-        table.append([None if name is None else load_image(inside(run.samples(step), name)) for step, name in files])
-    titles = ["source", f"step {steps[0]}", f"step {steps[-1]}"]
-    if all(row[0] is None for row in table):
-        table, titles = [row[1:] for row in table], titles[1:]
-    return _grid(table, titles, side)
-
-
-def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -> Image.Image:
-    pitch = side + _GAP
-    sheet = Image.new("RGB", (pitch * len(titles), _TITLE + pitch * len(table)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for column, title in enumerate(titles):
-        draw.text((column * pitch, 0), title, fill="black")
-    for row, images in enumerate(table):
-        for column, image in enumerate(images):
-            if image is None:
-                continue
-            if (factor := side // max(image.size)) > 1:
-                image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-            else:
-                image.thumbnail((side, side))
-            sheet.paste(image, (column * pitch, _TITLE + row * pitch))
-    return sheet

@@ -9,9 +9,13 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from PIL.Image import Image
 
 from retouch.records import files
 from retouch.records.folder import RunFolder
@@ -51,6 +55,9 @@ class TensorBoard:
         for name, value in _measured(values).items():
             self._writer.add_scalar(name, value, global_step=step)
 
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        self._writer.add_image(title, np.asarray(picture), global_step=step, dataformats="HWC")
+
     def close(self) -> None:
         self._writer.close()
 
@@ -60,6 +67,9 @@ class _AccelerateTracker:
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._tracker.log(_measured(values), step=step)
+
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        self._tracker.log({title: import_module(self._tracker.name).Image(picture)}, step=step)
 
     def close(self) -> None:
         self._tracker.finish()
@@ -119,7 +129,7 @@ class Trackio(_AccelerateTracker):
 
 
 class CompositeTracker:
-    """Forwards metrics and samples to several trackers. A tracker shows tables of samples if it has ``log_samples``."""
+    """Forwards metrics to several trackers, tables to those with ``log_samples``, and pictures to those with ``log_picture``."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -133,6 +143,11 @@ class CompositeTracker:
         for tracker in self._trackers:
             if rows and hasattr(tracker, "log_samples"):
                 tracker.log_samples(title, rows, step)
+
+    def log_picture(self, title: str, picture: Image, step: int) -> None:
+        for tracker in self._trackers:
+            if hasattr(tracker, "log_picture"):
+                tracker.log_picture(title, picture, step)
 
     def close(self) -> None:
         for tracker in self._trackers:

@@ -12,7 +12,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.core.intervals import cluster_numbers, estimate_mean, estimate_share
+from retouch.core.intervals import FEWEST, cluster_numbers, estimate_mean, estimate_share
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.base import Objective
 from retouch.protocols import Renderer
@@ -227,7 +227,7 @@ def build_evaluator(parts: Assembly, judge: BatchScorer) -> Evaluator:
 def score_table(
     evaluated: EvaluationResult, headline: Tensor | None = None
 ) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
-    """Return the column means of each row of the table, and their 95 % confidence intervals if scores of two sources are known.
+    """Return the column means of each row of the table, and their 95 % confidence intervals if scores of 8 sources are known.
 
     The rows of the table are: ``all``; ``headline``, the tasks for which ``headline`` (n,) is True (left out if it is all tasks);
     and ``tag=value`` for each value of the tags with at most ``MOST_TAG_VALUES`` values. "reward" is the combined reward, also if a
@@ -249,7 +249,7 @@ def score_table(
                 means[name][column] = known.mean().item()
             if column in evaluated.shares:
                 share = estimate_share(values[rows].tolist(), sources)
-                interval = (share.low, share.high) if share.clusters > 1 else None
+                interval = (share.low, share.high) if share.clusters >= FEWEST else None
             else:
                 interval = estimate_mean(values[rows].tolist(), sources).interval
             if interval is not None:

@@ -70,7 +70,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
             require_passed(checks)  # layers without a gradient raise an error that does not name them
             raise
         changed = sum(not torch.equal(old, new) for old, new in zip(frozen, _hashes(run), strict=True))
-        return [*checks, Check("frozen", changed == 0, changed, 0, f"{changed} of {len(frozen)} frozen tensors changed")]
+        return [*checks, Check("frozen", changed == 0, changed, 0, f"the step changed {changed} of {len(frozen)} frozen tensors")]
     finally:
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -157,7 +157,8 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
     pairs = zip(before.values(), trained, strict=True)
     changed = torch.tensor([float(not torch.equal(old, local_shard(p).cpu())) for old, p in pairs])
     moved = int(run.ranks.max(changed).sum())
-    yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors changed")
+    others = "" if moved == len(before) else "; the others had no gradient in it, or one below the precision of their weights"
+    yield Check("moved", moved > 0, moved, None, f"the trial step changed {moved} of {len(before)} trained tensors{others}")
     if objective.has_ratio:
         deviation = _max_ratio_deviation(run, minibatch, per_row=per_row)
         text = f"the largest |ratio - 1| after the step is {deviation:.1e}" if deviation > 0 else _UNMOVED

@@ -2,19 +2,25 @@
 
 import logging
 import math
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import PIL.Image
+import PIL.ImageDraw
+import PIL.ImageFont
 import torch
 from PIL.Image import Image
 
+from retouch.data.images import load_image
 from retouch.policies.decoding import AutoregressiveTrajectory
 from retouch.policies.denoising import DenoisingTrajectory
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe.keys import Samples
+from retouch.records.files import inside
 from retouch.records.folder import RunFolder, SampleRecord, SampleSet
 from retouch.renderers.base import LatentRenderer
 from retouch.run.evaluation import EvaluationResult
@@ -63,6 +69,7 @@ class SampleDetails:
 
 
 log = logging.getLogger("retouch")
+_HELDOUT = {"all": "heldout", "headline": "headline"}  # rows of the held-out table, and their names in trackers
 
 
 class Recorder:
@@ -128,7 +135,7 @@ class Recorder:
         self._write(done, "group", records)
 
     def heldout(self, done: int, evaluated: EvaluationResult) -> None:
-        """Store the images of the first held-out tasks."""
+        """Store the images of the first held-out tasks, and show them and the means of all tasks in the trackers."""
         records = [
             SampleRecord(
                 sample=Sample(evaluated.tasks[row], image),
@@ -141,6 +148,11 @@ class Recorder:
             for row, (image, text) in enumerate(zip(evaluated.images, evaluated.texts, strict=True))
         ]
         self._write(done, "heldout", records)
+        tables = [line["table"] for line in self.folder.read_evals() if line["step"] == done]
+        cells = [(row, *cell) for table in tables for row in _HELDOUT for cell in table.get(row, {}).items()]
+        self.tracker.log({f"{_HELDOUT[row]}/{column}": mean for row, column, mean in cells if column != "n"}, done)
+        if records:
+            self.tracker.log_picture("samples/before_and_after", before_and_after(self.folder.root, until=done), done)
 
     def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         self.folder.write_samples(done, kind, records)
@@ -173,3 +185,40 @@ def _shown(line: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _row(scores: Scores, row: int) -> dict[str, float]:
     return {name: column[row].item() for name, column in scores.items()}
+
+
+def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int | None = None) -> PIL.Image.Image:
+    """Draw the first ``rows`` held-out tasks: the prompt, and below it the source image (if there is one), and the images before
+    and after training with their rewards; each at most ``side`` px, tiny ones enlarged by a whole factor.
+    ``until``: the latest step to show; None means the latest step with images. Raises ValueError if the run has no images yet.
+    """
+    run = RunFolder(folder)
+    steps = [step for step in run.sample_steps() if until is None or step <= until]
+    stored = [{line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in steps]
+    if not (stored := [lines for lines in stored if lines]):
+        raise ValueError(f"{folder} has no images yet; train first, with samples.every above 0")
+    ends = stored[:1] + stored[-1:][: len(stored) - 1]
+    tasks = [[each[task] for each in ends] for task in ends[-1] if task in ends[0]][:rows]
+    sources = any(lines[0]["source"] for lines in tasks)
+    pitch, font = side + 6, PIL.ImageFont.load_default(12)
+    width = pitch * (len(ends) + sources)
+    prompts = [textwrap.wrap(lines[0]["instruction"], max(20, width // 6), max_lines=3, placeholder=" ...") for lines in tasks]
+    sheet = PIL.Image.new("RGB", (width, sum(15 * len(prompt) + side + 27 for prompt in prompts)), "white")
+    draw, top = PIL.ImageDraw.Draw(sheet), 0
+    for lines, prompt in zip(tasks, prompts, strict=True):
+        draw.multiline_text((0, top), "\n".join(prompt), fill="black", font=font, spacing=3)
+        top += 15 * len(prompt) + 2
+        cells = [(lines[0], "source", "source")] if sources else []
+        for line in lines:
+            when = f"step {line['step']}" if line["step"] else "before"
+            cells.append((line, "image", when if line["reward"] is None else f"{when}: {line['reward']:.3g}"))
+        for column, (line, name, caption) in enumerate(cells):
+            draw.text((column * pitch, top + side), caption, fill="#555555", font=font)
+            if line[name] is not None:
+                image = load_image(inside(run.samples(line["step"]), line[name]))
+                factor = max(1, side // max(image.size))
+                image = image.resize((image.width * factor, image.height * factor), PIL.Image.Resampling.NEAREST)
+                image.thumbnail((side, side))
+                sheet.paste(image, (column * pitch, top))
+        top += side + 25
+    return sheet

@@ -200,7 +200,9 @@ class TrainingSession:
             if chosen.tokens or chosen.states:
                 details = SampleDetails(self.parts.model, tokens=chosen.tokens, states=chosen.states)
             self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, samples=chosen, details=details)
-            self.hooks = [*self.hooks, wings.load("hook.report")(self.folder, is_main=self.parts.ranks.is_main)]
+            report = wings.load("hook.report")(self.folder, is_main=self.parts.ranks.is_main)
+            stack.callback(report.close)
+            self.hooks = [*self.hooks, report]
             self.measuring = False
             try:
                 yield from self._train(stepper)

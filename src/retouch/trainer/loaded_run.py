@@ -22,7 +22,7 @@ from retouch.data.images import EncodedImage, load_image, load_mask
 from retouch.data.sources.hub import encoded_image
 from retouch.distributed.ranks import scoring_device
 from retouch.inference.opening import Writer, WriterOutput, open_policy
-from retouch.inference.sampling import SampleContext, before_and_after, sample_tasks
+from retouch.inference.sampling import SampleContext, sample_tasks
 from retouch.models.base import DiffusersModel, ImageModel, LanguageModel
 from retouch.models.loaded import LoadedLanguageModel
 from retouch.models.parts import evaluating
@@ -39,6 +39,7 @@ from retouch.records.folder import RunFolder, Summary
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.base import LatentRenderer
 from retouch.run.build import PolicyParts
+from retouch.run.recorder import before_and_after
 from retouch.trainer.arguments import model_section, require_pair
 from retouch.types import Batch, Task
 
@@ -195,7 +196,7 @@ class LoadedRun:
         return _frame([{**row, **given} for row, given in zip(rows, scores, strict=True)])
 
     def samples(self) -> Image:
-        """Held-out images before and after training, one row per task: source (for editors), before, after."""
+        """Held-out images before and after training, with prompts and rewards: source (for editors), before, after."""
         return before_and_after(self.folder)
 
     @cached_property

@@ -20,7 +20,6 @@ from retouch.config.section import live_objects
 from retouch.distributed.ranks import scoring_device
 from retouch.inference.exporting import push_folder, write_export
 from retouch.inference.opening import open_recipe
-from retouch.inference.sampling import before_and_after
 from retouch.models.train import Format
 from retouch.objectives.base import Objective
 from retouch.recipe.document import value_at
@@ -31,6 +30,7 @@ from retouch.rewards.judging import RewardScorer
 from retouch.run.build import Assembly
 from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_tasks, score_table
 from retouch.run.hooks import Hook, StepResult
+from retouch.run.recorder import before_and_after
 from retouch.run.session import open_session
 from retouch.run.step import ScoredRollout
 from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, chosen_lines, describe, is_told
@@ -299,7 +299,7 @@ class Trainer:
             return push_folder(Path(folder), repo, private=private, message=f"{self.recipe.name}, step {self.state.step}")
 
     def samples(self) -> Image:
-        """Held-out images before and after training, one row per task: source (for editors), before, after."""
+        """Held-out images before and after training, with prompts and rewards: source (for editors), before, after."""
         return before_and_after(self.folder)
 
     def _assembled(self) -> Assembly:
@@ -367,7 +367,8 @@ class TrainerState:
 class ScoreTable(dict[str, dict[str, float]]):
     """The table of an evaluation, a dictionary: row ("all", "tag=value") to column to mean; the column ``n`` counts tasks.
 
-    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, if the row has more than one score.
+    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, if the row has scores of 8 or more
+    sources.
     """
 
     def __init__(self, means: Mapping[str, dict[str, float]], intervals: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
@@ -408,8 +409,8 @@ class ProgressBar(Callback):
 
         if self._bar is None:
             self._bar = tqdm(total=trainer.state.steps, initial=step - 1, desc=trainer.recipe.name, disable=not trainer.is_main)
-        shown = {"reward": metrics.get("reward/mean"), "loss": metrics.get("policy/loss")}
-        self._bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items() if value is not None}, refresh=False)
+        name, value = ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", metrics.get("policy/loss"))
+        self._bar.set_postfix({} if value is None else {name: f"{value:.4g}"}, refresh=False)
         self._bar.update()
 
     def close(self) -> None:

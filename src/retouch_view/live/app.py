@@ -29,10 +29,12 @@ from retouch_view.live.requests import FRESH, Gate, NotFoundError, integer, read
 from retouch_view.live.runs import Catalogue, LiveRun, Thumbnails
 from retouch_view.live.trying import TrialWorker, try_routes
 from retouch_view.live.voting import voting_routes
+from retouch_view.report.tables import paired_differences
 
 LIMITS = FrontLimits(max_memory_bytes=2**28)
 POLL_SECONDS = 1.0
 _MOST_SAMPLES = 500
+_MOST_COMPARED = 20
 _KEPT = {"Cache-Control": "private, max-age=60"}
 _MOST_REQUEST_BYTES = 10_000
 _SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts training steps from 0
@@ -103,6 +105,14 @@ def build_app(
         found = await run_in_threadpool(_answers, run.folder, kind, step=step, group=group, slot=slot)
         return _json({"answers": found})
 
+    async def compare(request: Request) -> Response:
+        found = [await run_in_threadpool(catalogue.run, name) for name in request.query_params.getlist("run")[:_MOST_COMPARED]]
+        roots = [run.folder.root for run in found if run is not None]
+        try:
+            return _json(await run_in_threadpool(paired_differences, roots))
+        except ValueError as error:  # the page shows their curves all the same
+            return _json({"error": str(error)})
+
     async def ask_run(request: Request) -> Response:
         run = await run_of(request, catalogue)
         asked = await read_object(request, max_bytes=_MOST_REQUEST_BYTES)
@@ -138,6 +148,7 @@ def build_app(
         Route("/", page),
         Route("/api/features", features),
         Route("/api/runs", runs),
+        Route("/api/compare", compare),
         Route("/api/runs/{name}", run_details),
         Route("/api/runs/{name}/events", events),
         Route("/api/runs/{name}/samples", samples),

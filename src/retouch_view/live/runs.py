@@ -12,7 +12,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,19 +21,21 @@ from PIL import Image
 
 from retouch.records.control import read_requests
 from retouch.records.files import LONGEST_LINE, MOST_BYTES, Shape, checked, inside, open_file, read_record, strict_json
-from retouch.records.folder import ALARM, CHECKS, EVALUATION, METRICS, SAMPLE, SUITE, SUMMARY, RunFolder
+from retouch.records.folder import ALARM, CHECKS, EVALUATION, METRICS, SAMPLE, SUITE, SUMMARY, RunFolder, Summary, split_label
 from retouch.records.ownership import current_owner
 from retouch.rewards.ledger.database import UNREADABLE, JudgeUsage, ledger_files, open_read_only, read_usage
+from retouch_view.report.tables import about, last_words, result_so_far, verdict
 
-State: TypeAlias = Literal["running", "finished", "stopped", "alarm", "waiting", "unreadable"]
+State: TypeAlias = Literal["running", "finished", "stopped", "failed", "alarm", "waiting", "unreadable"]
 _POINTS = 80
 _RECENT_STEPS = 20
-_LOG_BYTES = 4096
 _REQUESTS = 20
 _LEDGER_SECONDS = 2.0
 _MOST_USAGE = 1e15
 _THUMBNAIL_EDGE = 192
 _THUMBNAIL_BYTES = 64 * 2**20
+_FIELDS = frozenset(field.name for field in fields(Summary))
+_FIRST_IMAGE = "heldout-0000-000.png"
 _MARKS = ("recipe.json", "metrics.jsonl", "owner.json", "train.log")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}\.png", re.ASCII)
 
@@ -149,14 +152,26 @@ class LiveRun:
         try:
             return self._row()
         except (OSError, ValueError) as error:
-            empty = dict.fromkeys(("steps", "phase", "reward", "seconds_per_step", "seconds_left", "judges", "changed", "summary"))
+            empty = dict.fromkeys(
+                ("steps", "phase", "reward", "seconds_per_step", "seconds_left", "judges", "changed", "summary", "verdict", "image")
+            )
             name, reason = self.folder.root.name, str(error)
-            return {**empty, "name": name, "state": "unreadable", "reason": reason, "faults": [reason], "step": 0, "rewards": []}
+            return {
+                **empty,
+                "about": {},
+                "name": name,
+                "state": "unreadable",
+                "reason": reason,
+                "faults": [reason],
+                "step": 0,
+                "rewards": [],
+            }
 
     def _row(self) -> dict[str, Any]:
         with self._lock:
             if any([self._metrics.update(), self._timings.update()]):
                 self._generation += 1
+            self._evals.update()
             recipe, problem = self._recipe()
             lines, summary = self._metrics.lines, self._document("summary.json", SUMMARY)
             step, steps = lines[-1]["step"] if lines else 0, _total_steps(recipe, summary)
@@ -183,8 +198,33 @@ class LiveRun:
                 "judges": {**asdict(used), "cost": used.known_cost} if used.requests else None,  # cost: dollars, None if unknown
                 "changed": _changed(self.folder),
                 "summary": summary,
+                "about": about(recipe, (summary or {}).get("cost", {})),
+                "verdict": self._verdict(recipe, summary),
+                "image": self._newest_image(),
                 "faults": self._faults(),
             }
+
+    def _verdict(self, recipe: Mapping[str, Any], summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return the result of the run, or of its evaluations so far, in words, with the means and what they are of."""
+        if summary is not None:
+            found = Summary.from_json({name: value for name, value in summary.items() if name in _FIELDS})
+        else:
+            last, section = (self._evals.lines[-1]["step"] if self._evals.lines else 0), recipe.get("eval")
+            split = split_label(section.get("split", "test") if isinstance(section, Mapping) else "test")
+            path = self.folder.evaluation(last)
+            found = self._read(path, lambda: result_so_far(self.folder, self._evals.lines, split))[0]
+        if found is None:
+            return None
+        where = {"before": found.before, "after": found.after, "column": found.column, "on": found.on}
+        return {**where, **asdict(verdict(found, so_far=summary is None))}
+
+    def _newest_image(self) -> tuple[int, str] | None:
+        """Return the step and the file of the first held-out image of the newest step that has it."""
+        for step in reversed(self.folder.sample_steps()):
+            path = self.folder.samples(step) / _FIRST_IMAGE
+            if path.is_file():
+                return None if self._read(path, partial(_require_image, path))[1] else (step, _FIRST_IMAGE)
+        return None
 
     def details(self) -> dict[str, Any]:
         """Return the content of the run's page: its row, recipe, checks, evaluations, benchmarks, alarm, and all metrics."""
@@ -203,7 +243,6 @@ class LiveRun:
 
     def _results(self) -> dict[str, Any]:
         """Return what a run writes only at some steps: evaluations, suites, steps with samples, and control requests."""
-        self._evals.update()
         self._suites.update()
         requests = [asdict(request) for request in read_requests(self.folder).values()][-_REQUESTS:]
         return {
@@ -283,18 +322,8 @@ class LiveRun:
         summary = self._document("summary.json", SUMMARY)  # of fewer steps if `steps` was raised
         if steps is not None and step >= steps and summary is not None and summary["steps"] >= step:
             return "finished", None
-        return ("stopped" if step else "waiting"), self._last_words()
-
-    def _last_words(self) -> str | None:
-        """Return the last line of the log without its time; for a failed run, this is the error."""
-        try:
-            with open_file(self.folder.log()) as log:
-                log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
-                lines = log.read().decode(errors="replace").split("\n")
-        except OSError:
-            return None
-        texts = [line.partition("  ")[2].strip() or line.strip() for line in lines]
-        return next((text for text in reversed(texts) if text), None)
+        words, failed = self._read(self.folder.root / "train.log", partial(last_words, self.folder))[0] or (None, False)
+        return ("failed" if failed else "stopped" if step else "waiting"), words
 
 
 def _total_steps(recipe: Mapping[str, Any], summary: Mapping[str, Any] | None) -> int | None:
@@ -328,6 +357,14 @@ def _changed(folder: RunFolder) -> float | None:
         except OSError:
             continue
     return None
+
+
+def _require_image(path: Path) -> None:
+    try:
+        with open_file(path) as file, Image.open(file) as opened:
+            opened.verify()
+    except UNREADABLE:
+        raise ValueError(f"{path} is not an image") from None
 
 
 class Catalogue:

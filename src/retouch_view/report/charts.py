@@ -22,12 +22,11 @@ SIGNALS = {
     "policy/clip_fraction": "fraction of actions whose ratio was clipped",
     "policy/approx_kl": "how far each step moves the policy",
     "policy/kl": "KL divergence from the reference",
-    "policy/loss": "the training loss; for policy gradients its sign and size mean little",
-    "policy/grad_norm": "gradient norm before clipping",
     "group/zero_std_fraction": "fraction of groups whose rewards are all equal, so that they give no gradient",
     "reward/missing_fraction": "fraction of samples without a reward, because the judge failed",
     "reward/fault_fraction": "fraction of unusable outputs of the policy",
 }
+NOTES = {"policy/loss": "the training loss", "policy/grad_norm": "gradient norm before clipping"}
 # The metrics that are watched for reward hacking, with an explanation of each.
 WATCHED = {
     "watch/proxy": "the training reward on the watched held-out tasks",
@@ -45,7 +44,7 @@ WATCHED = {
 }
 ALARM = "watch/alarm/"
 HEADLINE_ROW = "headline"  # row of the held-out table with the tasks of the summary; absent if the summary is about all tasks
-AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/ci95", "reward/missing_fraction")
+AGGREGATES = ("reward/std", "reward/count", "reward/ci95", "reward/missing_fraction")
 NOT_METRICS = ("step", "phase")
 
 
@@ -221,8 +220,7 @@ def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
 
 
 def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Average consecutive points, so that at most ``most`` points remain. The band of a mean of m independent points with
-    half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the mean."""
+    """Average consecutive points, so that at most ``most`` points remain. Points without a value do not enter the mean."""
     return [_mean(part) for part in _parts(points, most)]
 
 
@@ -231,7 +229,7 @@ def average_with_envelope(points: Sequence[Point], most: int = MOST_POINTS) -> l
     thinned = []
     for part in _parts(points, most):
         values = [point.y for point in part if math.isfinite(point.y)]
-        mean = _mean([Point(point.x, point.y) for point in part])
+        mean = _mean(part)
         thinned.append(mean._replace(low=min(values), high=max(values)) if len(values) > 1 else mean)
     return thinned
 
@@ -273,9 +271,7 @@ def _mean(part: Sequence[Point]) -> Point:
     known = [point for point in part if math.isfinite(point.y)]
     if not known:
         return Point(x, math.nan)
-    y = math.fsum(point.y for point in known) / len(known)
-    half = math.sqrt(math.fsum((point.high - point.low) ** 2 for point in known)) / 2 / len(known)
-    return Point(x, y, y - half, y + half)
+    return Point(x, math.fsum(point.y for point in known) / len(known))
 
 
 def _parts(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
@@ -295,21 +291,12 @@ def heldout_points(evals: Sequence[Mapping[str, Any]], *, column: str) -> list[P
     return points
 
 
-def reward_points(metrics: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The mean reward of each step's samples, with its 95 % interval. Older runs have no intervals."""
-    points = []
-    for line in metrics:
-        mean, half = (number(line.get(f"reward/{name}")) for name in ("mean", "ci95"))
-        points.append(Point(line["step"], mean, mean - half, mean + half))
-    return points
-
-
 def reward_section(
     metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, split: str
 ) -> Html | None:
     """Draw the training reward and the evaluations, in one chart if their scales match, otherwise in two; None without values.
     ``split``: how to call the evaluation tasks, for example "held-out"."""
-    raw = reward_points(metrics)
+    raw = [Point(line["step"], number(line.get("reward/mean"))) for line in metrics]
     column = headline_column(evals, summary)
     heldout = heldout_points(evals, column=column) if column else []
     has_reward = any(math.isfinite(point.y) for point in raw)
@@ -327,10 +314,13 @@ def reward_section(
         thin = average_points(raw)
         smooth = running_mean(thin, _width(thin))
         training = [Line("training reward", "train", thin), Line("running mean", "train smooth", smooth, read=False)]
-        legend.append(("train", "training reward: mean of each step's samples, band 95 %, groups as clusters"))
+        legend.append(("train", "training reward: mean of each step's samples"))
         if any(math.isfinite(point.y) for point in smooth):
             legend.append(("train smooth", f"mean of the last {_width(raw)} steps"))
-    legend += [("held", f"{line.name}: without exploration noise, bars 95 %") for line in marks]
+    if marks:
+        last = [line for line in evals if line["split"] == evals[0]["split"]][-1]["table"]
+        row = last.get(HEADLINE_ROW, last.get("all", {}))
+        legend.append(("held", f"{marks[0].name} of {row.get('n', '?')} tasks: without exploration noise, bars 95 %"))
     # Levels are drawn only if the summary and the points are about the same tasks.
     if summary and heldout and column == summary.column and math.isclose(heldout[0].y, summary.before, rel_tol=1e-4):
         levels = [] if summary.ceiling is None else [Level("ceiling", summary.ceiling)]
@@ -366,13 +356,17 @@ def metric_names(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for line in metrics for name in line if name not in NOT_METRICS))
 
 
-def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], list[Html]]:
-    """Return two lists of small charts: the signals and reward columns, and all other metrics."""
-    names = metric_names(metrics)
+def signal_charts(metrics: Sequence[Mapping[str, Any]], *, without: Sequence[str] = ()) -> tuple[list[Html], list[Html], list[str]]:
+    """Return two lists of small charts: the signals and reward columns, and all other metrics; and the names of the metrics that
+    are 0 at every step, which have no chart. A column that always equals the mean reward has none either."""
+    same = {"reward/mean", *without}
+    names = [name for name in metric_names(metrics) if name not in same and not name.startswith("watch/")]
+    names = [name for name in names if any(line.get(name) != line.get("reward/mean") for line in metrics)]
+    zero = [name for name in names if not any(line.get(name) != 0 for line in metrics if name in line)]
+    names = [name for name in names if name not in zero]
     first = [name for name in SIGNALS if name in names]
     first += [name for name in names if name.startswith("reward/") and name not in (*SIGNALS, *AGGREGATES)]
-    rest = [name for name in names if name not in first and name not in AGGREGATES and not name.startswith("watch/")]
-    return [_small(metrics, name) for name in first], [_small(metrics, name) for name in rest]
+    return [_small(metrics, name) for name in first], [_small(metrics, name) for name in names if name not in first], zero
 
 
 def watch_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
@@ -394,15 +388,18 @@ def alarms(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
     points = [Point(line["step"], number(line.get(name))) for line in metrics]
     known = [point for point in points if math.isfinite(point.y)]
-    line = Line(name.rpartition("/")[2], "plain", average_with_envelope(points, 160))
+    short, thin = name.rpartition("/")[2], average_with_envelope(points, 160)
+    smooth = running_mean(thin, _width(thin))
+    smoothed = any(math.isfinite(point.y) for point in smooth)
+    lines = [Line(short, "plain faint" if smoothed else "plain", thin), Line("running mean", "plain smooth", smooth, read=False)]
     latest = format_number(known[-1].y) if known else "no value yet"
-    note = (SIGNALS | WATCHED).get(name)
+    note = (SIGNALS | WATCHED | NOTES).get(name)
     words = (
         tag("span", name, class_="name"),
         tag("span", latest, class_="latest"),
         tag("span", note, class_="note") if note else None,
     )
-    return tag("figure", tag("figcaption", *words), draw(name, [line], int(metrics[-1]["step"])), class_="small")
+    return tag("figure", tag("figcaption", *words), draw(name, lines, int(metrics[-1]["step"])), class_="small")
 
 
 def time_bars(timings: Sequence[Mapping[str, Any]]) -> Html | None:

@@ -23,7 +23,19 @@ for (const area of document.querySelectorAll(".area")) {
     hair.hidden = note.hidden = true;
   });
 }
-// Orders of the pictures before and after.
+// A click on a small chart makes it as wide as the page, and another one small again.
+for (const chart of document.querySelectorAll(".small")) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "larger";
+  const toggle = () => {
+    button.textContent = chart.classList.toggle("wide") ? "smaller" : "larger";
+  };
+  button.addEventListener("click", toggle);
+  chart.querySelector(".area").addEventListener("click", toggle);
+  chart.querySelector("figcaption").append(button);
+}
+// Orders of the held-out tasks.
 for (const cards of document.querySelectorAll(".cards[data-sortable]")) {
   const bar = document.createElement("div");
   bar.className = "orders";

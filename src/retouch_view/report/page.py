@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -12,41 +13,40 @@ from typing import Any
 
 from retouch.records.files import write_atomic
 from retouch.records.folder import RunFolder, Summary, split_label
-from retouch.run.hooks import Hook, StepResult
+from retouch.records.ownership import NotOwner, current_owner
+from retouch.run.hooks import AlarmStop, Hook, StepResult
 from retouch.run.step import ScoredRollout
 from retouch_view.report import charts, tables
 from retouch_view.report.markup import (
     Html,
-    decimals_for,
     format_duration,
-    format_percent,
     format_score,
-    format_signed,
     join,
     scrolled,
     tag,
 )
 
 log = logging.getLogger("retouch")
-_MOST_TASKS = 20  # more tasks are advised only if at most this many times as many would be enough
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, *, ended: str | None = None) -> Path:
     """Write ``report.html`` into a run's folder and return its path. The same folder gives the same bytes. A section that has no
-    data yet says so. Raises ValueError if ``run`` is not the folder of a run."""
+    data yet says so. ``ended``: of an unfinished run, the error that ends its process, or "" if it stops on request; None: the
+    files say it. Raises ValueError if ``run`` is not the folder of a run."""
     folder = RunFolder(run)
-    write_atomic(folder.report, run_page(run).encode())
+    write_atomic(folder.report, run_page(run, ended=ended).encode())
     return folder.report
 
 
-def run_page(run: Path) -> str:
-    """Return the report as HTML. Raises ValueError as ``write_report`` does."""
+def run_page(run: Path, *, ended: str | None = None) -> str:
+    """Return the report as HTML. Arguments and errors are those of ``write_report``."""
     folder = RunFolder(run)
     record = folder.read_recipe()
     recipe, versions = record["recipe"], record["versions"]
     metrics, evals, timings, summary = folder.read_metrics(), folder.read_evals(), folder.read_timings(), folder.read_summary()
     column = tables.headline_column(evals, summary)
     split = split_label(recipe.get("eval", {}).get("split", "test"))
+    shown = summary or tables.result_so_far(folder, evals, split)
     checks, groups = folder.read_preflight(), tables.groups(folder)
     passed = sum(bool(check["ok"]) for check in checks)
     more = [tag("details", tag("summary", f"The same at step {step}"), strip) for step, strip in groups[1:]]
@@ -55,10 +55,14 @@ def run_page(run: Path) -> str:
         _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
         *_suites(folder.read_suites()),
         *([_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []),
+        _section(
+            f"{split.capitalize()} tasks over training",
+            _one(tables.tasks_over_training(folder, column=column)),
+            f"No images of {split} tasks yet.",
+        ),
         _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
-        _section("Before and after", _one(tables.before_after(folder, column=column)), f"No images of {split} tasks yet."),
         _section("Training groups", [*(strip for _, strip in groups[:1]), *more], "No images of training samples yet."),
-        _section("Signals", _signals(metrics), "No metrics apart from the reward yet."),
+        _section("Metrics", _signals(metrics, recipe), "No metrics apart from the reward yet."),
         _section("Time", _one(charts.time_bars(timings)), "No timings yet."),
         _section(
             "Checks before the first step",
@@ -88,7 +92,9 @@ def run_page(run: Path) -> str:
         "header",
         tag("p", "Retouch · run report", class_="kicker"),
         tag("h1", title),
-        verdict(summary, last_step=last_step, steps=steps if isinstance(steps, int) else None),
+        _facts(list(tables.about(recipe, summary.cost if summary else {}).items()), "facts about"),
+        progress(folder, ended, last_step, steps) if summary is None and stopped is None else None,
+        result(shown, so_far=summary is None) if shown else None,
         gap_bar(summary) if summary else None,
         stopped,
         tag("p", tag("strong", "Judges without a usable answer: "), unusable, ".", class_="warning") if unusable else None,
@@ -132,13 +138,13 @@ def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None, split: str)
     return [*found, tag("p", note, class_="quiet")] if found else []
 
 
-def _signals(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
-    shown, others = charts.signal_charts(metrics)
+def _signals(metrics: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any]) -> list[Html]:
+    shown, others, zero = charts.signal_charts(metrics, without=["policy/loss"] if tables.loss_says_nothing(recipe) else [])
     parts = [tag("div", shown, class_="smalls")] if shown else []
     if others:
         title = f"All other metrics ({len(others)})"
         parts.append(tag("details", tag("summary", title), tag("div", others, class_="smalls")))
-    return parts
+    return [*parts, tag("p", f"0 at every step: {', '.join(zero)}.", class_="quiet")] if zero else parts
 
 
 def _watched(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
@@ -190,57 +196,26 @@ def _with_interval(cell: Mapping[str, Any] | None) -> str:
     return f"{cell['mean']:.2f}{between}"
 
 
-def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Html:
-    """Return a sentence about the result, and one with the numbers to compare it with; or the progress of an unfinished run."""
-    if summary is None:
-        if last_step == 0:
-            return tag("p", "This run has just started: no training step is done yet.", class_="verdict")
-        of = f" of {steps}" if steps else ""
-        return tag("p", f"This run is in progress: step {last_step}{of}. The result appears when it ends.", class_="verdict")
-    decimals, interval, direction = _decimals(summary), _interval(summary), _direction(summary)
-    change = f"from {format_score(summary.before, decimals)} to {format_score(summary.after, decimals)}"
-    where = f"On {summary.on}, {summary.column}"
-    if interval is None:
-        outcome = [f"{where} changed ", tag("strong", change), "."]
-    elif direction == "flat":
-        outcome = [f"{where} changed ", tag("strong", change), ", which is not statistically significant."]
-    else:
-        outcome = [f"{where} {'rose' if summary.gain > 0 else 'fell'} ", tag("strong", change, class_=direction), "."]
-    words = f"A change of {format_signed(summary.gain, decimals)}"
-    if interval is not None:
-        words += f" (95 % confidence interval {format_signed(interval[0], decimals)} to {format_signed(interval[1], decimals)})"
-    if summary.gap_closed is not None and summary.gap_closed > 0:
-        words += f", {format_percent(summary.gap_closed)} of the gap to the ceiling of {format_score(summary.ceiling, decimals)}"
-    words += "."
-    known, needed = summary.independent_tasks, summary.needed_tasks
-    if interval is not None and direction == "flat" and known and needed and needed <= _MOST_TASKS * known:
-        words += (
-            f" A change of this size would be significant with about {needed} independent tasks (here: {known}; tasks with the "
-            "same source image count once). Hold out more tasks with data.held_out or eval.tasks."
-        )
-    if summary.best_of_k is not None:
-        many = "several" if summary.k is None else str(summary.k)
-        best = format_score(summary.best_of_k, decimals)
-        words += f" For comparison, the best of {many} samples of the base policy scores {best}."
-    return tag("div", tag("p", outcome, class_="verdict"), tag("p", words, class_="context"))
+def progress(folder: RunFolder, ended: str | None, step: int, steps: object) -> Html:
+    """Return a sentence about a run that is not finished. ``ended``: as for ``write_report``."""
+    if ended is None and current_owner(folder.root) is None:
+        words, failed = tables.last_words(folder)
+        ended = f"{words}" if failed else ""
+    of = f"{step} of {steps}" if isinstance(steps, int) else str(step)
+    if ended:
+        return tag("p", tag("strong", "Failed", class_="bad"), f" after step {of}: ", ended, class_="state")
+    if step == 0:
+        return tag("p", "This run has just started: no training step is done yet.", class_="state")
+    if ended is not None:
+        return tag("p", tag("strong", "Stopped"), f" after step {of}. The same command continues it.", class_="state")
+    return tag("p", f"This run is in progress: step {of}.", class_="state")
 
 
-def _decimals(summary: Summary) -> int:
-    return decimals_for((summary.before, summary.after, summary.ceiling))
-
-
-def _interval(summary: Summary) -> tuple[float, float] | None:
-    """The confidence interval of the gain; None if it has no width (a single task, for example)."""
-    ends = summary.gain_ci95
-    return ends if ends is not None and ends[0] < ends[1] else None
-
-
-def _direction(summary: Summary) -> str:
-    """ "good" or "bad"; "flat" if the confidence interval of the gain contains 0."""
-    low, high = _interval(summary) or (summary.gain, summary.gain)
-    if low <= 0 <= high:
-        return "flat"
-    return "good" if summary.is_better(low, 0.0) else "bad"
+def result(summary: Summary, *, so_far: bool) -> Html:
+    """Return a sentence about the result, and one with the numbers to compare it with."""
+    found = tables.verdict(summary, so_far=so_far)
+    sentence = [found.lead, tag("strong", found.change, class_=None if found.direction == "flat" else found.direction), "."]
+    return tag("div", tag("p", sentence, class_="verdict"), tag("p", found.context, class_="context"))
 
 
 def gap_bar(summary: Summary) -> Html | None:
@@ -257,14 +232,14 @@ def gap_bar(summary: Summary) -> Html | None:
     def label(name: str, value: float) -> Html:
         # Shifting a label by the same fraction of the label's width keeps it within the bar.
         style = f"left:{position(value):.2f}%;transform:translateX(-{position(value):.2f}%)"
-        return tag("span", f"{name} ", tag("b", format_score(value, _decimals(summary))), style=style)
+        return tag("span", f"{name} ", tag("b", format_score(value, tables.decimals_of(summary))), style=style)
 
     def stretch(ends: tuple[float, float], style: str) -> Html:
         left, right = sorted(position(end) for end in ends)
         return tag("span", class_=style, style=f"left:{left:.2f}%;width:{right - left:.2f}%")
 
-    rail = [stretch((summary.before, summary.after), f"gained {_direction(summary)}")]
-    if (interval := _interval(summary)) is not None:
+    rail = [stretch((summary.before, summary.after), f"gained {tables.direction_of(summary)}")]
+    if (interval := tables.interval_of(summary)) is not None:
         rail.append(stretch((summary.before + interval[0], summary.before + interval[1]), "whisker"))
     rows = [tag("div", label("before", summary.before), label("ceiling", summary.ceiling), class_="labels")]
     if summary.best_of_k is not None:
@@ -280,13 +255,13 @@ def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost:
 
     steps = recipe.get("steps")
     rows = [("steps", f"{last_step} of {steps}" if isinstance(steps, int) and steps != last_step else str(last_step))]
-    for name in ("tasks_per_step", "group_size", "learning_rate", "seed", "device"):
+    for name in ("tasks_per_step", "group_size", "learning_rate", "seed"):
         value = recipe.get(name)
         if name not in cost and isinstance(value, str | int | float):
             rows.append((name.replace("_", " "), plain(value)))
     if seconds > 0:
         rows.append(("time in steps", format_duration(seconds)))
-    return rows + [(name, plain(value)) for name, value in cost.items()]
+    return rows + [(name, plain(value)) for name, value in cost.items() if name != "device"]
 
 
 def _facts(rows: Sequence[tuple[str, str]], style: str) -> Html:
@@ -307,16 +282,20 @@ class ReportHook(Hook):
             self._write(step.step)
 
     def ended(self, step: int, *, finished: bool) -> None:
-        if step != self._written:
-            self._write(step)
+        self._write(step, ended=None if finished else "")
 
-    def _write(self, step: int) -> None:
-        if not self._is_main:
+    def close(self) -> None:
+        error = sys.exception()
+        if isinstance(error, Exception) and not isinstance(error, AlarmStop | NotOwner | OSError):
+            self._write(-1, ended=f"{type(error).__name__}: {error}")
+
+    def _write(self, step: int, *, ended: str | None = None) -> None:
+        if not self._is_main or (step == self._written and ended is None):
             return
         self._written = step
         self._folder.require_owner()
         try:
-            log.info("report: %s", write_report(self._folder.root))
+            log.info("report: %s", write_report(self._folder.root, ended=ended))
         except ValueError as error:  # others can damage the files that it shows; this must not stop the run
             log.warning("no report was written: %s", error)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ from statistics import mean
 from typing import Any
 
 from retouch.core.answers import answer_in
-from retouch.core.intervals import paired_change
+from retouch.core.intervals import FEWEST, paired_change
 from retouch.recipe.derived_facts import leaves
+from retouch.records.files import open_file
 from retouch.records.folder import RunFolder, Summary
 from retouch.rewards.ledger.database import open_read_only
 from retouch_judge.questions import quoted_fault
@@ -37,10 +39,14 @@ from retouch_view.report.markup import (
     tag,
 )
 
+_LOG_BYTES = 2**15
+_RECORD = re.compile(r"^\d{4}-\d\d-\d\d [\d:]{8},\d{3}  ", re.ASCII | re.MULTILINE)  # how each message of the log begins
+_ERROR = re.compile(r"(?!KeyboardInterrupt\b)[A-Z]\w+: ")
 MOST_TASKS = 24
 MOST_GROUPS = 8
 MOST_MEMBERS = 24
 MOST_ROWS = 12  # rows of one tag; a longer table is collapsed
+_MOST_TIMES = 20  # more tasks are advised only if at most this many times as many would be enough
 FEWEST_TASKS = 20  # a decline is reported only for rows with at least this many tasks
 
 
@@ -54,6 +60,139 @@ def headline_column(evals: Sequence[Mapping[str, Any]], summary: Summary | None)
     columns = [column for line in evals for column in columns_of(line)]
     preferred = ([summary.column] if summary else []) + ["reward", "overall", *columns]
     return next((column for column in preferred if column in columns), None)
+
+
+def about(recipe: Mapping[str, Any], cost: Mapping[str, Any]) -> dict[str, str]:
+    """What a run trains, in the words of its recorded recipe; what it does not say is left out. ``cost``: that of its summary,
+    which knows the device."""
+    policy, reward = (_section(recipe, name) for name in ("policy", "reward"))
+    parts = _section(reward, "rewards") or {"reward": reward}
+    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)] or [{}]
+    algorithms = [_section(phase, "objective") or _section(recipe, "objective") for phase in phases]
+    how = {"full": "all weights", "lora": "LoRA"}.get(_kind(_section(policy, "train")), _kind(_section(policy, "train")))
+    found = {
+        "model": ", ".join(filter(None, (_kind(_section(policy, "model")), how))),
+        "algorithm": " then ".join(dict.fromkeys(filter(None, (_kind(each) for each in algorithms)))),
+        "reward": " + ".join(filter(None, (_kind(part) for part in parts.values() if isinstance(part, Mapping)))),
+        "data": _kind(_section(recipe, "data")),
+        "device": str(cost.get("device") or recipe.get("device") or ""),
+    }
+    return {name: words for name, words in found.items() if words}
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = recipe.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _kind(section: Mapping[str, Any]) -> str:
+    """The name of a part: the end of its path or class, otherwise its kind, with the surrogate of a policy gradient."""
+    named = next((str(section[key]) for key in ("path", "class") if section.get(key)), str(section.get("kind") or ""))
+    name = named.rstrip("/").rpartition("/")[2].rpartition(":")[2].replace("_", " ")
+    return f"{name} ({section['surrogate']})" if section.get("surrogate") else name
+
+
+def last_words(folder: RunFolder) -> tuple[str | None, bool]:
+    """Return the last message of the log, without a traceback (None without a log), and whether it is the error that ended the run.
+    ``retouch.run.folder`` writes an error as "NAME: text"."""
+    try:
+        with open_file(folder.log()) as log:
+            log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return None, False
+    message = _RECORD.split(text)[-1].partition("\nTraceback (most recent")[0].strip()
+    return message or None, _ERROR.match(message) is not None
+
+
+def loss_says_nothing(recipe: Mapping[str, Any]) -> bool:
+    """Whether the loss of all phases is that of a policy gradient, whose value does not show learning."""
+    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)] or [{}]
+    objectives = [_section(phase, "objective") or _section(recipe, "objective") for phase in phases]
+    return all(each.get("kind") == "policy_gradient" for each in objectives)
+
+
+def result_so_far(folder: RunFolder, evals: Sequence[Mapping[str, Any]], split: str) -> Summary | None:
+    """What the summary will say, from the first and the last evaluation of a run that has none yet, over all tasks; None if there
+    are not two evaluations with stored scores."""
+    known = [line for line in evals if line["split"] == "heldout"]
+    column = headline_column(known, None)
+    if len(known) < 2 or column is None:
+        return None
+    before, after = (folder.read_scores(line["step"]).get(column, {}) for line in (known[0], known[-1]))
+    gain = paired_change(before, after, folder.read_sources(known[-1]["step"]))
+    if not gain.count:
+        return None
+    both = before.keys() & after.keys()
+    return Summary(
+        column=column,
+        on=f"{gain.count} {split} task{'s' * (gain.count != 1)}",
+        before=mean(before[task] for task in both),
+        after=mean(after[task] for task in both),
+        steps=known[-1]["step"],
+        gain_ci95=gain.interval,
+        independent_tasks=gain.clusters,
+        needed_tasks=gain.clusters_for_significance,
+        lower_is_better=column in known[-1].get("lower_is_better", ()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A sentence about a result: ``lead``, then ``change`` and a full stop. ``context``: the numbers to compare it with.
+    ``direction``: "good" or "bad" if the interval of the change excludes 0, otherwise "flat"."""
+
+    lead: str
+    change: str
+    direction: str
+    context: str
+
+
+def verdict(summary: Summary, *, so_far: bool) -> Verdict:
+    """Say what a summary means. A change without an interval, or whose interval contains 0, is no gain and no loss."""
+    decimals, interval, direction = decimals_of(summary), interval_of(summary), direction_of(summary)
+    change = f"from {format_score(summary.before, decimals)} to {format_score(summary.after, decimals)}"
+    verb = "changed" if direction == "flat" else "rose" if summary.gain > 0 else "fell"
+    if interval is not None and direction == "flat":
+        change += ", which is not statistically significant"
+    words = f"A change of {format_signed(summary.gain, decimals)}"
+    if interval is not None:
+        words += f" (95 % confidence interval {format_signed(interval[0], decimals)} to {format_signed(interval[1], decimals)})"
+    if summary.gap_closed is not None and summary.gap_closed > 0:
+        words += f", {format_percent(summary.gap_closed)} of the gap to the ceiling of {format_score(summary.ceiling, decimals)}"
+    words += "."
+    known, needed = summary.independent_tasks, summary.needed_tasks
+    if interval is None and known is not None:
+        words += f" Fewer than {FEWEST} independent tasks (here: {known}) cannot tell a change from chance. Hold out more tasks."
+    elif interval is not None and direction == "flat" and known and needed and needed <= _MOST_TIMES * known:
+        words += (
+            f" A change of this size would be significant with about {needed} independent tasks (here: {known}; tasks with the "
+            "same source image count once). Hold out more tasks with data.held_out or eval.tasks."
+        )
+    if summary.best_of_k is not None:
+        many = "several" if summary.k is None else str(summary.k)
+        best = format_score(summary.best_of_k, decimals)
+        words += f" For comparison, the best of {many} samples of the base policy scores {best}."
+    on = "So far, on" if so_far else "On"
+    return Verdict(f"{on} {summary.on}, {summary.column} {verb} ", change, direction, words)
+
+
+def decimals_of(summary: Summary) -> int:
+    return decimals_for((summary.before, summary.after, summary.ceiling))
+
+
+def interval_of(summary: Summary) -> tuple[float, float] | None:
+    """The confidence interval of the gain; None if it has no width."""
+    ends = summary.gain_ci95
+    return ends if ends is not None and ends[0] < ends[1] else None
+
+
+def direction_of(summary: Summary) -> str:
+    """ "good" or "bad" if the interval of the gain excludes 0, otherwise "flat"."""
+    low, high = interval_of(summary) or (0.0, 0.0)
+    if low <= 0 <= high:
+        return "flat"
+    return "good" if summary.is_better(low, 0.0) else "bad"
 
 
 def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
@@ -134,7 +273,7 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
         for column in columns_of(after):
             cell = compare_cell(before, after, row=row, column=column)
             if cell.apart and cell.direction == "bad":
-                where = "" if row == "all" else f" ({row.replace('=', ' ', 1)})"
+                where = "" if row == "all" else f" ({_row_name(row).replace('=', ' ', 1)})"
                 before_and_after = (format_score(value, cell.decimals) for value in (cell.before, cell.after))
                 found.append(f"{column}{where} {' to '.join(before_and_after)}")
     return found
@@ -148,6 +287,10 @@ def unusable_answers(run: Path) -> str:
             calls += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
             failed += connection.execute("SELECT at, fault, substr(text, 1, 1000) FROM answers WHERE scores IS NULL").fetchall()
     return f"{len(failed)} of {calls} calls, the latest with {quoted_fault([max(failed)[1:]])}" if failed else ""
+
+
+def _row_name(row: str) -> str:
+    return {"all": "all tasks", "headline": "headline tasks"}.get(row, row)
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
@@ -179,7 +322,7 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
         for row in rows:
             count = after["table"][row].get("n")
             cells = [_cell(compare_cell(before, after, row=row, column=column), single=before is after) for column in columns]
-            title = tag("th", row.split("=", 1)[1] if "=" in row else row, scope="row")
+            title = tag("th", row.split("=", 1)[1] if "=" in row else _row_name(row), scope="row")
             yield tag("tr", title, tag("td", MISSING if count is None else str(count), class_="count"), cells)
 
     width = str(len(columns) + 2)
@@ -239,23 +382,23 @@ def _amount(value: Any) -> str:
     return format_number(value) if isinstance(value, int | float) else str(value)
 
 
-def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
-    """Show the held-out tasks at the first and at the last step with images; None if there are no images."""
-    steps = [step for step in folder.sample_steps() if _of(folder, step, "heldout")]
+def tasks_over_training(folder: RunFolder, *, column: str | None) -> Html | None:
+    """Show the held-out tasks at the first, the middle and the last step with images; None if there are no images."""
+    stored = {step: {line["task"]: line for line in _of(folder, step, "heldout")} for step in folder.sample_steps()}
+    steps = [step for step in stored if stored[step]]
     if not steps:
         return None
-    first, last = steps[0], steps[-1]
-    after = {line["task"]: line for line in _of(folder, last, "heldout")}
-    lines = [line for line in _of(folder, first, "heldout") if line["task"] in after]
-    pairs = [(line, after[line["task"]]) for line in lines[:MOST_TASKS]]
-    decimals = decimals_for(_value(line, column) for pair in pairs for line in pair)
-    same: dict[str, Any] = {"moved": first != last, "column": column, "decimals": decimals, "rewrites": _rewrites_prompts(folder)}
-    cards = [_card(folder, *pair, index=index, **same) for index, pair in enumerate(pairs)]
-    steps_shown = f"Before: step {first}; after: step {last}" if first != last else f"Step {first}; there are no later images yet"
-    words = f"The same tasks with the same seeds at every evaluation. {steps_shown}."
+    chosen = list(dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])))
+    lines = [line for task, line in stored[chosen[0]].items() if task in stored[chosen[-1]]]
+    tasks = [[stored[step][line["task"]] for step in chosen if line["task"] in stored[step]] for line in lines[:MOST_TASKS]]
+    decimals = decimals_for(_value(line, column) for task in tasks for line in task)
+    same: dict[str, Any] = {"column": column, "decimals": decimals, "rewrites": _rewrites_prompts(folder)}
+    cards = [_card(folder, task, index=index, **same) for index, task in enumerate(tasks)]
+    words = "The same tasks with the same seeds at every evaluation, with the reward of each image."
+    words += f" There are only images of step {steps[0]} yet." if len(steps) == 1 else ""
     if len(cards) < len(lines):
         words += f" The first {len(cards)} of {len(lines)}."
-    return tag("div", tag("p", words, class_="quiet"), tag("div", cards, class_="cards", data_sortable=first != last))
+    return tag("div", tag("p", words, class_="quiet"), tag("div", cards, class_="cards", data_sortable=len(chosen) > 1))
 
 
 def _of(folder: RunFolder, step: int, kind: str) -> list[dict[str, Any]]:
@@ -275,34 +418,29 @@ def _value(line: Mapping[str, Any], column: str | None) -> float:
 
 
 def _card(
-    folder: RunFolder,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    *,
-    index: int,
-    moved: bool,
-    column: str | None,
-    decimals: int,
-    rewrites: bool,
+    folder: RunFolder, lines: Sequence[Mapping[str, Any]], *, index: int, column: str | None, decimals: int, rewrites: bool
 ) -> Html:
-    """A held-out task before and after training. ``moved``: the two lines are of different steps."""
-    gain = _value(after, column) - _value(before, column)
-    pictures = [shown("source", _path(folder, before, "source"), None)] if before["source"] else []
-    pictures.append(shown("before", _path(folder, before, "image"), _scores(before, column, decimals)))
-    if moved:
-        pictures.append(shown("after", _path(folder, after, "image"), _scores(after, column, decimals), style="after"))
-    if before["target"]:
-        pictures.append(shown("target", _path(folder, before, "target"), None))
-    tags = [tag("span", f"{name} {value}", class_="tag") for name, value in before["tags"].items()]
+    """A held-out task with its lines at several steps."""
+    first, last = lines[0], lines[-1]
+    gain = _value(last, column) - _value(first, column)
+    moved = len(lines) > 1
+    names = [f"step {line['step']}" if line["step"] else "before" for line in lines]
+    pictures = [shown("source", _path(folder, first, "source"), None)] if first["source"] else []
+    for name, line in zip(names, lines, strict=True):
+        style = "after" if moved and line is last else ""
+        pictures.append(shown(name, _path(folder, line, "image"), _scores(line, column, decimals), style=style))
+    if first["target"]:
+        pictures.append(shown("target", _path(folder, first, "target"), None))
+    tags = [tag("span", f"{name} {value}", class_="tag") for name, value in first["tags"].items()]
     change = None
     if moved and math.isfinite(gain):
-        change = tag("span", format_signed(gain, decimals), class_=f"change {_direction(gain)}")
+        change = tag("span", format_signed(gain, decimals), class_="change")  # of one task: no colour says that it is a gain
+    ends = dict(zip([names[0], names[-1]], [first, last], strict=True))
     return tag(
         "article",
-        _instruction(before),
+        _instruction(first),
         tag("div", pictures, class_="row"),
-        _completion(before, label="before", rewrites=rewrites),
-        _completion(after, label="after", rewrites=rewrites) if moved else None,
+        (_completion(line, label=name, rewrites=rewrites) or "" for name, line in ends.items()),
         tag("p", change, tags, class_="tags"),
         class_="card",
         data_place=index,
@@ -440,6 +578,7 @@ class _Run:
     before: Mapping[str, float]
     after: Mapping[str, float]
     sources: Mapping[str, str]
+    lower: bool
     gap_closed: float | None
     seconds: float
 
@@ -448,10 +587,37 @@ def comparison(folders: Sequence[Path]) -> str:
     """Compare two or more runs, as text; each is compared to the first one.
 
     The score is the column that the first run reports, on all held-out tasks. A difference is the mean over the tasks that both
-    runs evaluated, with a paired 95 % interval (``core.intervals``).
-
-    Raises ValueError for fewer than two runs, for the same run twice, and for a run without an evaluation or without this column.
+    runs evaluated, with a paired 95 % interval (``core.intervals``). Raises ValueError as ``_read_all`` does.
     """
+    return "\n".join(_compared(_read_all(folders)))
+
+
+def paired_differences(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return the same as data: ``column``, and for each run after the first ``n`` tasks, ``before`` and ``after``: the means of the
+    first and of this run on them, the mean ``difference`` and its ``interval``, and the ``direction`` as in ``Verdict``."""
+    first, *others = _read_all(folders)
+    rows = []
+    for run in others:
+        found = paired_change(first.after, run.after, run.sources)
+        both = first.after.keys() & run.after.keys()
+        before, after = (mean(scores[task] for task in both) if both else math.nan for scores in (first.after, run.after))
+        summary = Summary(
+            column=first.column,
+            on="",
+            before=before,
+            after=after,
+            steps=run.step,
+            gain_ci95=found.interval,
+            lower_is_better=run.lower,
+        )
+        means = {"n": found.count, "before": before, "after": after, "difference": found.mean, "interval": found.interval}
+        rows.append({"run": run.name, **means, "direction": direction_of(summary)})
+    return {"column": first.column, "first": first.name, "rows": rows}
+
+
+def _read_all(folders: Sequence[Path]) -> list[_Run]:
+    """Read runs. Raises ValueError for fewer than two runs, for the same run twice, and for a run without an evaluation or without
+    the column that the first one reports."""
     if len(folders) < 2:
         raise ValueError("retouch compare RUN RUN...: give at least two runs")
     absolute = [folder.resolve() for folder in folders]
@@ -462,8 +628,7 @@ def comparison(folders: Sequence[Path]) -> str:
     # Runs of the same name are named by their folders.
     names = [path.name if counts[path.name] == 1 else str(folder) for path, folder in zip(absolute, folders, strict=True)]
     first = _read(folders[0], names[0])
-    runs = [first, *(_read(folder, name, first.column) for folder, name in zip(folders[1:], names[1:], strict=True))]
-    return "\n".join(_compared(runs))
+    return [first, *(_read(folder, name, first.column) for folder, name in zip(folders[1:], names[1:], strict=True))]
 
 
 def _read(root: Path, name: str, column: str | None = None) -> _Run:
@@ -486,6 +651,7 @@ def _read(root: Path, name: str, column: str | None = None) -> _Run:
         before=before[chosen],
         after=after[chosen],
         sources=folder.read_sources(known[-1]["step"]),
+        lower=chosen in known[-1].get("lower_is_better", ()),
         gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
         seconds=seconds_spent(folder.read_timings()),
     )

@@ -1,24 +1,33 @@
 // Line charts as SVG. A series is { name, points: [[x, y, low, high], ...] }. y may be null; low and high, the ends of a band, may be
 // null or left out.
 
-import { h, number } from "./dom.js";
+import { fill, h, number } from "./dom.js";
 import { exportButtons } from "./export.js";
 
-const WIDTH = 340;
-const HEIGHT = 170;
+const SIZES = { phone: [190, 140, 2], small: [340, 170, 3], lead: [560, 250, 5], large: [960, 420, 6] }; // width, height, about how many ticks
 const LEFT = 46;
 const RIGHT = 14;
 const BOTTOM = 22;
 const TOP = 8;
 const MOST_POINTS = 400;
+const COUNTED = new Set(["steps", "images made", "requests to judges"]); // axes of whole numbers
 
-/** Round numbers in a range. */
-export function ticks(low, high, about = 4) {
+/** Round numbers in a range, whose spacing is 1, 2 or 5 times a power of ten. whole: at least 1. */
+export function ticks(low, high, about = 4, whole = false) {
   const power = 10 ** Math.floor(Math.log10((high - low) / about));
-  const gap = [1, 2, 5, 10].map((factor) => factor * power).find((each) => (high - low) / each <= about) ?? 10 * power;
+  let gap = [1, 2, 5, 10].map((factor) => factor * power).find((each) => (high - low) / each <= about) ?? 10 * power;
+  if (whole) gap = Math.max(1, gap);
   const found = [];
   for (let tick = Math.ceil(low / gap - 1e-9); tick * gap <= high + 1e-9 * gap; tick += 1) found.push(tick * gap);
-  return found;
+  return { gap, found };
+}
+
+/** The label of a tick, with as many decimals as distinguish ticks that are a gap apart. */
+function tickLabel(tick, gap) {
+  if (Math.abs(tick) < 1e-9 * gap) return "0";
+  const size = Math.max(Math.abs(tick), gap);
+  if (size >= 1e5 || size < 1e-3) return number(tick);
+  return tick.toFixed(Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)));
 }
 
 /** Means of consecutive points, so that at most MOST_POINTS remain. */
@@ -28,17 +37,22 @@ export function thin(points) {
   const found = [];
   for (let start = 0; start < points.length; start += size) {
     const part = points.slice(start, start + size).filter(([, y]) => y !== null);
-    if (part.length) found.push(mean(part));
+    if (part.length) found.push([0, 1].map((axis) => part.reduce((sum, point) => sum + point[axis], 0) / part.length));
   }
   return found;
 }
 
-/** The band of a mean of m independent points with half-widths h is sqrt(sum h^2) / m, as in report.html. */
-function mean(part) {
-  const [x, y] = [0, 1].map((axis) => part.reduce((sum, point) => sum + point[axis], 0) / part.length);
-  if (!part.every(hasBand)) return [x, y, null, null];
-  const half = Math.sqrt(part.reduce((sum, [, , low, high]) => sum + ((high - low) / 2) ** 2, 0)) / part.length;
-  return [x, y, y - half, y + half];
+/** The mean of the last points up to each point, from the first point that has so many; as in report.html. */
+export function smoothed(points, width) {
+  let [sum, count] = [0, 0];
+  const add = (value, sign) => {
+    if (typeof value === "number") [sum, count] = [sum + sign * value, count + sign];
+  };
+  return points.map(([x, y], index) => {
+    add(y, 1);
+    if (index >= width) add(points[index - width][1], -1);
+    return [x, index + 1 >= width && count > 0 ? sum / count : null];
+  });
 }
 
 function hasBand([, y, low, high]) {
@@ -61,14 +75,14 @@ function range(values) {
   let low = Math.min(...values);
   let high = Math.max(...values);
   if (high === 0 && low === 0) return [0, 1];
-  const room = (high > low ? high - low : Math.abs(high)) * 0.05;
+  const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.1;
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 
 function line(points, x, y) {
   let drawing = false;
   return points.map(([at, value]) => {
-    if (value === null) {
+    if (typeof value !== "number") {
       drawing = false;
       return "";
     }
@@ -78,47 +92,70 @@ function line(points, x, y) {
   }).join("");
 }
 
-/** A chart with a caption. options: { caption, help, axis, marks: [[x, text], ...], dots } */
-export function chart(series, options) {
-  const thinned = series.map(({ name, points }) => ({ name, points: thin(points) }));
-  const known = thinned.flatMap(({ points }) => points.filter(([, value]) => value !== null));
+/** A chart with a caption, which a click enlarges. options: { caption, help, axis, end: of the axis, marks: [[x, text], ...], dots,
+ * smooth: the number of points in the running mean } */
+export function chart(series, options, wanted = "small") {
+  const narrow = window.matchMedia("(max-width: 600px)").matches;
+  const size = narrow ? { small: "phone", lead: "small", large: "small" }[wanted] : wanted;
+  const [width, height, about] = SIZES[size];
   const head = h("figcaption", {}, h("b", {}, h("bdi", {}, options.caption)), options.help && h("small", {}, options.help));
+  const thinned = series.map(({ name, points }) => ({ name, points: thin(points) }));
+  const known = thinned.flatMap(({ points }) => points.filter(([, value]) => typeof value === "number"));
   if (!known.length) return h("figure", { class: "chart" }, head, h("p", { class: "quiet" }, "No value yet."));
-  const [first, last] = [Math.min, Math.max].map((end) => end(...known.map(([at]) => at)));
-  const [left, right] = last > first ? [first, last] : [first - 1, last + 1];
+  const whole = COUNTED.has(options.axis);
+  const right = Math.max(...known.map(([at]) => at), options.end ?? 0, whole ? 1 : 1e-9);
   const [low, high] = range(known.flatMap((point) => (hasBand(point) ? point.slice(1) : [point[1]])));
-  const x = (value) => LEFT + ((value - left) / (right - left)) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
-  const grid = ticks(low, high).flatMap((tick) => [
-    h("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick), class: "grid" }),
-    h("text", { x: LEFT - 5, y: y(tick) + 3.5, class: "tick end" }, number(tick)),
+  const x = (value) => LEFT + (value / right) * (width - LEFT - RIGHT);
+  const y = (value) => height - BOTTOM - ((value - low) / (high - low)) * (height - BOTTOM - TOP);
+  const across = ticks(low, high, about + 1);
+  const grid = across.found.flatMap((tick) => [
+    h("line", { x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick), class: "grid" }),
+    h("text", { x: LEFT - 5, y: y(tick) + 3.5, class: "tick end" }, tickLabel(tick, across.gap)),
   ]);
-  const bottom = ticks(left, right).map((tick) => h("text", { x: x(tick), y: HEIGHT - 6, class: "tick middle" }, number(tick)));
-  const marks = (options.marks ?? []).filter(([at]) => at >= left && at <= right).map(([at, words]) =>
-    h("g", { class: "mark" }, h("line", { x1: x(at), x2: x(at), y1: TOP, y2: HEIGHT - BOTTOM }), svgTitle(words)));
+  const along = ticks(0, right, about + 1, whole);
+  const bottom = along.found.map((tick) => h("text", { x: x(tick), y: height - 6, class: "tick middle" }, tickLabel(tick, along.gap)));
+  const marks = (options.marks ?? []).filter(([at]) => at <= right).map(([at, words]) =>
+    h("g", { class: "mark" }, h("line", { x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }), svgTitle(words)));
   const bands = thinned.map(({ points }, index) => [band(points, x, y), index]).filter(([d]) => d)
     .map(([d, index]) => h("path", { d, class: `band series-${index % 6}` }));
-  const lines = thinned.flatMap(({ name, points }, index) => [
-    h("path", { d: line(points, x, y), class: `line series-${index % 6}` }, svgTitle(name)),
-    ...(options.dots || points.length === 1 ? points : []).filter(([, value]) => value !== null).map(([at, value]) =>
-      h("circle", { cx: x(at), cy: y(value), r: 2.5, class: `dot series-${index % 6}` }, svgTitle(`${name}: ${number(value)} at ${number(at)}`))),
-  ]);
-  const latest = series.map(({ name, points }) => `${name} ${number(points.findLast(([, value]) => value !== null)?.[1])}`).join(", ");
+  const lines = thinned.flatMap(({ name, points }, index) => {
+    const runs = Math.max(1, Math.round(((options.smooth ?? 1) * points.length) / Math.max(1, series[index].points.length)));
+    const mean = runs > 1 && points.length > runs ? line(smoothed(points, runs), x, y) : "";
+    return [
+      h("path", { d: line(points, x, y), class: `line series-${index % 6} ${mean ? "raw" : ""}` }, svgTitle(name)),
+      mean && h("path", { d: mean, class: `line series-${index % 6}` }, svgTitle(`${name}, mean of ${options.smooth} steps`)),
+      ...(options.dots || points.length === 1 ? points : []).filter(([, value]) => typeof value === "number").map(([at, value]) =>
+        h("circle", { cx: x(at), cy: y(value), r: 2.5, class: `dot series-${index % 6}` }, svgTitle(`${name}: ${number(value)} at ${number(at)}`))),
+      ...(points.filter(hasBand).length === 1 ? points.filter(hasBand) : []).map(([at, , from, to]) =>
+        h("line", { x1: x(at), x2: x(at), y1: y(from), y2: y(to), class: `line series-${index % 6}` })),
+    ];
+  });
+  const latest = series.map(({ name, points }) => `${name} ${number(points.findLast(([, value]) => typeof value === "number")?.[1])}`).join(", ");
   const readout = h("output", { class: `readout quiet ${series.length > 1 ? "several" : ""}` });
   const drawing = h("svg", {
-    viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${options.caption} over ${options.axis}; last: ${latest}`,
+    viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${options.caption} over ${options.axis}; last: ${latest}`,
+    onclick: wanted === "large" ? null : () => enlarge(series, options),
     onpointermove: (event) => {
       const box = drawing.getBoundingClientRect();
-      const at = left + ((((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (right - left);
+      const at = ((((event.clientX - box.left) / box.width) * width - LEFT) / (width - LEFT - RIGHT)) * right;
       const nearest = thinned.map(({ name, points }) => [name, points.reduce((best, point) =>
-        point[1] !== null && (best === null || Math.abs(point[0] - at) < Math.abs(best[0] - at)) ? point : best, null)]);
+        typeof point[1] === "number" && (best === null || Math.abs(point[0] - at) < Math.abs(best[0] - at)) ? point : best, null)]);
       readout.textContent = nearest.filter(([, point]) => point).map(([name, point]) =>
         `${series.length > 1 ? `${name} ` : ""}${number(point[1])}${hasBand(point) ? ` (${number(point[2])} to ${number(point[3])})` : ""} at ${number(point[0])}`).join(" · ");
     },
     onpointerleave: () => { readout.textContent = ""; },
   }, grid, bottom, marks, bands, lines);
-  head.prepend(exportButtons(drawing, { caption: options.caption, axis: options.axis, names: series.length > 1 ? series.map(({ name }) => name) : [] }));
+  const larger = wanted === "large" ? null : h("button", { type: "button", title: "enlarge this chart", onclick: () => enlarge(series, options) }, "larger");
+  head.prepend(exportButtons(drawing, { caption: options.caption, axis: options.axis, names: series.length > 1 ? series.map(({ name }) => name) : [] }, larger));
   return h("figure", { class: "chart" }, head, drawing, readout, series.length > 1 && legend(series.map(({ name }) => name)));
+}
+
+function enlarge(series, options) {
+  const dialog = h("dialog", { class: "enlarged", "aria-label": options.caption, onclose: () => dialog.remove(),
+    onclick: (event) => { if (event.target === dialog) dialog.close(); } });
+  fill(dialog, h("form", { method: "dialog" }, h("button", { class: "close", "aria-label": "close" }, "×")), chart(series, options, "large"));
+  document.getElementById("main").append(dialog);
+  dialog.showModal();
 }
 
 function svgTitle(words) {
@@ -135,8 +172,9 @@ export function legend(names) {
 export function sparkline(values) {
   const points = values.map((value, index) => [index, value]);
   const known = values.filter((value) => value !== null);
-  if (known.length < 2) return h("span", { class: "quiet" }, "–");
+  if (known.length < 2) return null;
   const [low, high] = range(known);
-  const d = line(points, (at) => 1 + (at / (values.length - 1)) * 98, (value) => 21 - ((value - low) / (high - low)) * 20);
+  const mean = smoothed(points, Math.max(2, Math.floor(values.length / 10)));
+  const d = line(mean, (at) => 1 + (at / (values.length - 1)) * 98, (value) => 21 - ((value - low) / (high - low)) * 20);
   return h("svg", { viewBox: "0 0 100 22", class: "spark", "aria-hidden": "true" }, h("path", { d, class: "line series-0" }));
 }

@@ -6,9 +6,12 @@ import { h, path, send, text } from "./dom.js";
 export function controls(run) {
   const status = h("p", { class: "quiet", role: "status" });
   const every = h("input", { type: "number", min: 0, max: 1000000, value: run.recipe.samples?.every ?? 25, "aria-label": "steps between samples" });
+  let before = null; // the newest request when the last one was made, as text
+  const newest = (current) => JSON.stringify(current.requests?.slice(-1).map((each) => [each.at, each.action, each.value]) ?? []);
   const ask = async (action, value = null) => {
     status.textContent = "Sending.";
     try {
+      before = newest(run);
       await send(`/api/runs/${path(run.name)}/control`, { action, value });
       status.textContent = "The run takes the request at the end of its current step.";
     } catch (error) {
@@ -23,7 +26,11 @@ export function controls(run) {
       button("Stop after this step", () => window.confirm("Stop the run after this step? It can be resumed with the same command.") && ask("stop")),
       h("span", { class: "pair" }, h("label", {}, "Store samples every ", every, " steps "), button("Change", () => ask("samples", every.valueAsNumber)))),
     status);
-  return { element, show: (current) => { element.hidden = current.state !== "running"; } };
+  const show = (current) => {
+    element.hidden = current.state !== "running";
+    if (before !== null && newest(current) !== before && current.requests.at(-1).taken !== null) [before, status.textContent] = [null, ""]; // the list has the answer
+  };
+  return { element, show };
 }
 
 /** The requests that were made, the newest first. */

@@ -1,17 +1,42 @@
-// The curves of runs: points [step, value, low, high], where low and high are a 95 % interval or null; and the axes of a comparison.
+// The curves of runs: points [step, value, low, high], where low and high are a 95 % interval, null or left out; and the axes of a
+// comparison.
 
-/** The mean reward of each step's samples with its 95 % interval, as in report.html. Older runs have no intervals. */
+/** The mean reward of each step's samples. */
 export function rewardPoints(run) {
-  return run.metrics.filter((line) => "reward/mean" in line).map((line) => {
-    const [mean, half] = ["mean", "ci95"].map((name) => line[`reward/${name}`] ?? null);
-    if (mean === null || half === null) return [line.step, mean, null, null];
-    return [line.step, mean, mean - half, mean + half];
-  });
+  return run.metrics.filter((line) => "reward/mean" in line).map((line) => [line.step, line["reward/mean"]]);
 }
 
-/** The mean of a column over the tasks of each evaluation. */
+/** The mean of a column over the tasks of each evaluation: over the headline tasks, if they are not all tasks. */
 export function evaluationPoints(run, column) {
-  return run.evals.map((line) => [line.step, line.table?.all?.[column] ?? null, ...(line.ci95?.all?.[column] ?? [null, null])]);
+  const row = evaluatedRow(run);
+  return run.evals.map((line) => [line.step, line.table?.[row]?.[column] ?? null, ...(line.ci95?.[row]?.[column] ?? [null, null])]);
+}
+
+export function evaluatedRow(run) {
+  return run.evals.length > 0 && run.evals.every((line) => line.table?.headline) ? "headline" : "all";
+}
+
+/** What the means of evaluations are of, in words. */
+export function evaluatedTasks(run, column) {
+  const count = run.evals.at(-1)?.table?.[evaluatedRow(run)]?.n ?? 0;
+  const few = evaluationPoints(run, column).every(([, , low]) => low === null);
+  return `mean over ${count} task${count === 1 ? "" : "s"}${evaluatedRow(run) === "headline" ? ` of ${headline(run)}` : ""}, ${
+    few ? "too few for an interval" : "with 95 % intervals"}`;
+}
+
+/** What the headline tasks of a run have in common: "complexity 2 or 3". */
+export function headline(run) {
+  const tags = Object.entries(run.recipe.eval?.headline ?? {}).map(([tag, values]) => `${tag} ${[values].flat().join(" or ")}`);
+  return tags.join(" and ") || "the headline";
+}
+
+/** The columns of the evaluations, that of the verdict first. The combined reward is left out if it equals another column. */
+export function evaluationColumns(run) {
+  const rows = run.evals.flatMap((line) => Object.values(line.table ?? {}));
+  const found = [...new Set(rows.flatMap(Object.keys))].filter((name) => name !== "n");
+  const same = found.some((name) => name !== "reward" && rows.every((row) => row[name] === row.reward));
+  const first = run.verdict?.column;
+  return found.filter((name) => !(same && name === "reward")).sort((one, two) => (two === first) - (one === first));
 }
 
 /** Points at other places: ``place`` gives the place of a step, or null where it is not known. */

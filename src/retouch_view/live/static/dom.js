@@ -51,6 +51,11 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(Math.max(digits, size >= 100 ? 4 : digits))));
 }
 
+/** A score, with as many decimals as report.html. */
+export function score(value) {
+  return typeof value === "number" && Number.isFinite(value) ? value.toFixed(Math.abs(value) > 1 ? 2 : 3) : "–";
+}
+
 export function duration(seconds) {
   if (typeof seconds !== "number" || !Number.isFinite(seconds)) return "–";
   const minutes = Math.round(seconds / 60);
@@ -92,8 +97,20 @@ export function download(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
+/** A thumbnail with a reserved size, so that nothing moves when it arrives. */
+export function thumbnail(name, step, file, alt, size = 96) {
+  return h("img", { src: `/thumbnails/${path(name, step, file)}`, alt, width: size, height: size, loading: "lazy", decoding: "async" });
+}
+
+/** The result of a run in words, with its numbers: green or red only if the interval of the change excludes 0. */
+export function verdict(run) {
+  const found = run.verdict;
+  return found && h("div", {}, h("p", { class: "verdict" }, text(found.lead), " ", h("strong", { class: found.direction }, found.change), "."),
+    h("p", { class: "quiet" }, found.context));
+}
+
 const STATES = {
-  running: "running", finished: "finished", stopped: "stopped", alarm: "stopped by a rule",
+  running: "running", finished: "finished", stopped: "stopped", failed: "failed", alarm: "stopped by a rule",
   waiting: "no step yet", unreadable: "unreadable",
 };
 

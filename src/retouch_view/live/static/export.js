@@ -8,11 +8,11 @@ const MOST_LETTERS = 60;
 const STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "stroke-linejoin", "font-size", "text-anchor"];
 const FONT = "Helvetica, Arial, sans-serif";
 
-/** The buttons. about: { caption, axis, names }; names: of the series, none for a single one. */
-export function exportButtons(drawing, about) {
+/** The buttons. about: { caption, axis, names }; names: of the series, none for a single one. more: another button. */
+export function exportButtons(drawing, about, more = null) {
   const name = about.caption.replace(/[^\p{L}\p{N}._-]+/gu, "-").slice(0, 80) || "chart";
   const button = (kind, listener) => h("button", { type: "button", title: `save this chart as ${kind}`, onclick: listener }, kind);
-  return h("span", { class: "export" },
+  return h("span", { class: "export" }, more,
     button("SVG", () => download(new Blob([new XMLSerializer().serializeToString(paper(drawing, about))], { type: "image/svg+xml" }), `${name}.svg`)),
     button("PNG", () => painted(paper(drawing, about)).toBlob((blob) => download(blob, `${name}.png`))));
 }

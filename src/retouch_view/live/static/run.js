@@ -1,13 +1,12 @@
-// One run: live curves, evaluations, benchmarks, checks, alarms, recipe.
+// One run: what it trains, its result so far, live curves, held-out tasks over training, evaluations, benchmarks, alarms, recipe.
 
-import { duration, features, fill, h, load, number, path, spent, state, text } from "./dom.js";
+import { duration, features, fill, h, load, number, path, score, spent, state, text, thumbnail, verdict } from "./dom.js";
 import { chart } from "./charts.js";
 import { controls, requests } from "./control.js";
-import { evaluationPoints, rewardPoints } from "./curves.js";
+import { evaluatedTasks, evaluationColumns, evaluationPoints, headline, rewardPoints } from "./curves.js";
 
-const FIRST = ["reward/mean", "reward/std", "group/zero_std_fraction", "policy/loss", "policy/grad_norm", "policy/clip_fraction"];
 const HELP = {
-  "reward/mean": "mean over the step's samples, with its 95 % interval",
+  "reward/mean": "mean over the step's samples",
   "reward/ci95": "half of the width of the mean's 95 % interval; groups are clusters",
   "reward/std": "spread over the step's samples",
   "group/zero_std_fraction": "groups whose samples all scored the same: they teach nothing",
@@ -22,21 +21,30 @@ const HELP = {
 };
 
 const ALARM = "watch/alarm/";
+const TASKS = 8;
 
 export async function runPage(main, signal, name) {
   const run = await load(`/api/runs/${path(name)}`);
   if (signal.aborted) return;
   const head = h("div");
-  const charts = h("div", { class: "charts" });
-  const more = h("details", {}, h("summary", {}, "All metrics"), h("div", { class: "charts" }));
+  const charts = h("div", { class: "charts lead" });
+  const strip = h("section");
+  const metrics = h("div", { class: "charts" });
   const times = h("div", { class: "charts" });
+  const zero = h("p", { class: "quiet" });
+  const more = h("details", {}, h("summary", {}, "All metrics"), metrics, zero, h("h3", {}, "Time, memory and judges"), times);
   const results = h("div");
   const allowed = await features();
   const control = allowed.control ? controls(run) : null;
   if (signal.aborted) return;
   const asked = h("div");
-  fill(main, head, alarm(run), control?.element, charts, results, asked, more, h("section", {}, h("h2", {}, "Time, memory and judges"), times),
-    checks(run), recipe(run));
+  let smooth = Math.max(5, Math.floor(run.metrics.length / 20));
+  const width = h("output", {}, `${smooth} steps`);
+  const slider = h("label", {}, "Smoothing ", h("input", {
+    type: "range", min: 1, max: Math.max(20, Math.floor(run.metrics.length / 4)), value: smooth,
+    oninput: (event) => { smooth = event.target.valueAsNumber; width.textContent = smooth === 1 ? "none" : `${smooth} steps`; requestAnimationFrame(draw); },
+  }), " ", width);
+  fill(main, head, alarm(run), control?.element, h("div", { class: "tools smoothing" }, slider), charts, strip, results, asked, more, checks(run), recipe(run));
 
   function draw() {
     fill(head, header(run, allowed));
@@ -44,20 +52,60 @@ export async function runPage(main, signal, name) {
     if (main.querySelector(".export :focus-visible")) return; // a new chart would take the keyboard's place away
     fill(results, alarms(run), benchmarks(run), evaluations(run));
     fill(asked, requests(run));
-    const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/")).sort();
+    const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/") && isShown(run, key)).sort();
     const marks = raised(run);
-    const points = (key, lines) => (key === "reward/mean" ? rewardPoints(run) : lines.filter((line) => key in line).map((line) => [line.step, line[key]]));
-    const draws = (keys, lines) => keys.map((key) => chart([{ name: key, points: points(key, lines) }], { caption: key, help: HELP[key], axis: "steps", marks }));
-    const [reward, ...others] = draws(FIRST.filter((key) => names.includes(key)), run.metrics);
-    fill(charts, reward, ...suiteCharts(run, marks), ...others);
-    if (more.open) fill(more.lastChild, ...draws(names.filter((key) => !FIRST.includes(key) && !key.startsWith("suite/")), run.metrics));
-    const taken = [...new Set(run.timings.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/"));
-    fill(times, ...["time/", "memory/", "judge/"].flatMap((kind) => draws(taken.filter((key) => key.startsWith(kind)).sort(), run.timings)));
-    if (!run.metrics.length) fill(charts, h("p", { class: "quiet" }, run.reason ?? "The run has made no step yet."));
+    const options = { axis: "steps", marks, smooth, end: run.step };
+    const draws = (keys, lines) => keys.map((key) => chart([{ name: key, points: lines.filter((line) => key in line).map((line) => [line.step, line[key]]) }],
+      { ...options, caption: key, help: HELP[key] }));
+    if (!run.metrics.length && !run.evals.length) fill(charts, h("p", { class: "quiet" }, "The run has made no step yet."));
+    else {
+      const reward = rewardPoints(run);
+      fill(charts, reward.length > 0 && chart([{ name: "reward/mean", points: reward }], { ...options, caption: "reward/mean", help: `${HELP["reward/mean"]}; the strong line is the mean of ${smooth} steps` }, "lead"),
+        evaluationColumns(run).slice(0, 1).map((column) => heldout(run, column, marks, "lead")), suiteCharts(run, marks));
+    }
+    if (more.open) {
+      const never = names.filter((key) => run.metrics.every((line) => !line[key]));
+      fill(metrics, draws(names.filter((key) => key !== "reward/mean" && !never.includes(key) && !key.startsWith("suite/")), run.metrics));
+      zero.textContent = never.length ? `0 or unknown at every step: ${never.join(", ")}.` : "";
+      const taken = [...new Set(run.timings.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/"));
+      fill(times, ["time/", "memory/", "judge/"].flatMap((kind) => draws(taken.filter((key) => key.startsWith(kind)).sort(), run.timings)));
+    }
+    tasks(run, strip, signal);
   }
   more.addEventListener("toggle", draw);
   draw();
   follow(run, signal, draw);
+}
+
+/** The loss of a policy gradient says nothing, and a column that always equals the reward is drawn already. */
+function isShown(run, key) {
+  const phases = run.recipe.phases ?? [{}];
+  if (key === "policy/loss") return phases.some((phase) => (phase.objective ?? run.recipe.objective)?.kind !== "policy_gradient");
+  return key === "reward/mean" || run.metrics.some((line) => line[key] !== line["reward/mean"]);
+}
+
+function heldout(run, column, marks, size) {
+  return chart([{ name: column, points: evaluationPoints(run, column) }],
+    { caption: `held-out ${column}`, help: size === "lead" && evaluatedTasks(run, column), axis: "steps", dots: true, marks, end: run.step }, size);
+}
+
+/** The first held-out tasks, with their images at up to four evaluations; drawn again only when there are new images. */
+async function tasks(run, strip, signal) {
+  const all = run.sample_steps;
+  const steps = [...new Set([0, 1 / 3, 2 / 3, 1].map((share) => all[Math.round(share * (all.length - 1))]))].filter((step) => step !== undefined);
+  if (!steps.length || strip.dataset.steps === String(steps)) return;
+  strip.dataset.steps = String(steps);
+  const query = { set: "heldout", limit: TASKS };
+  const found = await Promise.all(steps.map((step) => load(`/api/runs/${path(run.name)}/samples?${new URLSearchParams({ ...query, step })}`)));
+  const lines = found.map(({ samples }) => new Map(samples.map((line) => [line.task, line])));
+  const first = lines.find((each) => each.size) ?? new Map();
+  if (signal.aborted || !first.size) return;
+  const shown = (file, step, ...words) => h("figure", {}, thumbnail(run.name, step, file, words[0]), h("figcaption", {}, words[0], words[1] && [h("br"), h("b", {}, words[1])]));
+  const article = (line) => h("article", { class: "task" }, h("p", {}, text(line.instruction)), h("div", { class: "strip" },
+    line.source && shown(line.source, line.step, "source"),
+    lines.map((each, index) => [steps[index], each.get(line.task)]).filter(([, made]) => made?.image)
+      .map(([step, made]) => shown(made.image, step, step === 0 ? "before" : `step ${step}`, score(made.reward)))));
+  fill(strip, h("h2", {}, "Held-out tasks over training"), h("div", { class: "tasks" }, [...first.values()].map(article)));
 }
 
 /** Appends the lines that the trainer writes, as they come. */
@@ -88,19 +136,22 @@ function isNews(run, found) {
 function header(run, allowed) {
   const facts = [
     ["step", run.steps === null ? run.step : `${run.step} of ${run.steps}`],
-    ["phase", run.phase ?? "–"],
+    ...(run.phase && run.phase !== "main" ? [["phase", run.phase]] : []),
     ["reward", number(run.reward)],
     ["per step", run.seconds_per_step === null ? "–" : `${number(run.seconds_per_step)} s`],
-    ["time left", duration(run.seconds_left)],
+    ...(run.state === "running" ? [["time left", duration(run.seconds_left)]] : []),
     ...(run.judges ? [["judges so far", spent(run.judges)]] : []),
   ];
+  const list = (rows) => h("dl", { class: "facts" }, rows.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, text(value)))));
   const faults = run.faults.filter((each) => each !== run.reason);
   return h("div", {},
     h("h1", {}, text(run.name), " ", state(run)),
-    run.reason && h("p", { class: "reason" }, text(run.reason)),
+    list(Object.entries(run.about)),
+    run.reason && h("p", { class: run.state === "failed" ? "reason warning" : "reason" }, text(run.reason)),
     faults.length > 0 && h("p", { class: "warning" }, "Damage in its files: ", text(faults.join("; ")), "."),
-    run.steps ? h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }) : null,
-    h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
+    verdict(run),
+    run.state === "running" && run.steps ? h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }) : null,
+    list(facts),
     h("p", { class: "tools" },
       run.sample_steps.length > 0 && h("a", { class: "button", href: `#/samples/${path(run.name)}` }, "Samples"),
       allowed.vote !== undefined && h("a", { class: "button", href: `#/votes/${path(run.name)}` }, "Votes"),
@@ -140,7 +191,7 @@ function suiteCharts(run, marks) {
     const lines = run.suites.filter((line) => line.suite === name);
     const cells = lines.map((line) => [line.step, line.table.all?.[line.headline]]);
     return chart([{ name, points: cells.map(([step, cell]) => [step, cell?.mean ?? null, cell?.low, cell?.high]) }],
-      { caption: `benchmark ${name}`, help: lines.at(-1).headline, axis: "steps", marks, dots: true });
+      { caption: `benchmark ${name}`, help: lines.at(-1).headline, axis: "steps", marks, dots: true, end: run.step }, "lead");
   });
 }
 
@@ -163,16 +214,16 @@ function benchmarks(run) {
 
 function evaluations(run) {
   if (!run.evals.length) return null;
-  const columns = [...new Set(run.evals.flatMap((line) => Object.keys(line.table?.all ?? {})))].filter((name) => name !== "n");
+  const columns = evaluationColumns(run);
   const last = run.evals.at(-1);
-  const drawn = columns.slice(0, 6).map((column) => chart(
-    [{ name: column, points: evaluationPoints(run, column) }],
-    { caption: column, axis: "steps", dots: true }));
-  const rows = Object.entries(last.table ?? {}).map(([label, row]) => h("tr", {}, h("th", { scope: "row" }, text(label)), h("td", {}, row.n ?? "–"),
+  const rows = Object.entries(last.table ?? {}).map(([label, row]) => h("tr", {},
+    h("th", { scope: "row" }, text({ all: "all tasks", headline: headline(run) }[label] ?? label.replace("=", " "))), h("td", {}, row.n ?? "–"),
     columns.map((column) => h("td", { title: interval(last.ci95?.[label]?.[column]) }, number(row[column])))));
-  return h("section", {}, h("h2", {}, `Evaluation on ${last.split === "train" ? "trained-on" : "held-out"} tasks`), h("div", { class: "charts" }, drawn),
-    h("div", { class: "scroll" }, h("table", {}, h("caption", {}, `After step ${last.step}`),
-      h("thead", {}, h("tr", {}, ["", "n", ...columns].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))));
+  return h("section", {}, h("h2", {}, `Evaluation on ${last.split === "train" ? "trained-on" : "held-out"} tasks`),
+    columns.length > 1 && h("p", { class: "quiet" }, evaluatedTasks(run, columns[1]).replace("mean", "Means"), "."),
+    columns.length > 1 && h("div", { class: "charts" }, columns.slice(1, 7).map((column) => heldout(run, column, [], "small"))),
+    h("div", { class: "scroll" }, h("table", {}, h("caption", {}, `Means after step ${last.step}`),
+      h("thead", {}, h("tr", {}, ["", "tasks", ...columns].map((name) => h("th", { scope: "col" }, text(name))))), h("tbody", {}, rows))));
 }
 
 function interval(found) {
