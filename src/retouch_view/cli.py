@@ -78,22 +78,10 @@ def add_view(commands: Commands) -> None:
         metavar="DEVICE",
         help="try checkpoints in the page, on this device (default: the device of the recipe, or cpu while the run trains)",
     )
-    view.add_argument(
-        "--export", type=Path, metavar="FILE.html", help="write the page of one run to a file that needs no server, and exit"
-    )
     view.set_defaults(run=_view)
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    if arguments.export is not None:
-        from retouch.records.files import write_atomic
-        from retouch_view.report.page import run_page
-
-        page = run_page(arguments.folder)
-        arguments.export.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(arguments.export, page.encode())
-        print(arguments.export)
-        return 0
     return view(
         arguments.folder,
         port=arguments.port,

@@ -16,7 +16,6 @@ from retouch.records.ownership import Owner
 from retouch.rewards.ledger.database import Database, read_usage
 from retouch_judge.cache import AnswerCache, JudgeCall
 from retouch_view.live.runs import LineTail, LiveRun, UsageTail
-from retouch_view.report.page import run_page
 
 
 def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path):
@@ -233,11 +232,10 @@ def test_reading_a_run_does_not_modify_its_files(write_run, browser):
     assert isinstance(RunFolder(folder.root).read_recipe(), dict)
 
 
-def test_export_writes_the_page_and_rejects_a_folder_that_is_no_run(write_run, tmp_path, capsys):
+def test_report_writes_the_page_and_rejects_a_folder_that_is_no_run(write_run, tmp_path, capsys):
     folder = write_run("one")
-    file = tmp_path / "new" / "page.html"
-    assert cli.main(["view", str(folder.root), "--export", str(file)]) == 0
-    assert capsys.readouterr().out.strip() == str(file)
-    assert file.read_text(encoding="utf-8") == run_page(folder.root)
-    assert cli.main(["view", str(tmp_path), "--export", str(file)]) == 2
-    assert "not the folder of a run" in capsys.readouterr().err
+    assert cli.main(["report", str(folder.root)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder.report)
+    assert folder.report.read_text(encoding="utf-8") == run_page(folder.root)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
