@@ -16,6 +16,7 @@ from retouch.records.ownership import Owner
 from retouch.rewards.ledger.database import Database, read_usage
 from retouch_judge.cache import AnswerCache, JudgeCall
 from retouch_view.live.runs import LineTail, LiveRun, UsageTail
+from retouch_view.report.page import run_page
 
 
 def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path):
