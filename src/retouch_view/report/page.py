@@ -261,7 +261,7 @@ def _main_facts(recipe: Mapping[str, Any], last_step: int, seconds: float, cost:
             rows.append((name.replace("_", " "), plain(value)))
     if seconds > 0:
         rows.append(("time in steps", format_duration(seconds)))
-    return rows + [(name, plain(value)) for name, value in cost.items() if name != "device"]
+    return rows + [(name, plain(value)) for name, value in cost.items() if name not in ("device", "training seconds")]
 
 
 def _facts(rows: Sequence[tuple[str, str]], style: str) -> Html:
