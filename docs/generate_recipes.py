@@ -1,4 +1,7 @@
-"""Writes docs/recipes.md, the keys of a recipe, from the schema that checks it: `python docs/generate_recipes.py`."""
+"""Writes docs/recipes.md and docs/recipes-*.md, the keys of a recipe, from the schema that checks it.
+
+`python docs/generate_recipes.py` writes them all.
+"""
 
 import json
 import types
@@ -13,10 +16,12 @@ from retouch.config.errors import alternatives, annotation_of, is_list, is_map, 
 from retouch.config.section import Imported, Section
 from retouch.recipe.recipe import Recipe
 
-PAGE = Path(__file__).parent / "recipes.md"
+PAGES = Path(__file__).parent
+OWN_PAGES = ("policy", "rollout", "renderer", "data", "reward", "advantage", "objective")
+"""Keys of a recipe whose sections have a page of their own."""
 _INTRODUCTION = """# The keys of a recipe
 
-`python docs/generate_recipes.py` makes this page from the schema, and a test compares the two. A recipe is a
+`python docs/generate_recipes.py` makes these pages from the schema, and a test compares the two. A recipe is a
 [Jsonnet](https://jsonnet.org) (or JSON) file. It is checked as a whole before anything is loaded: unknown keys, values of the wrong
 type and combinations that cannot work are errors that name the key and say what to write instead. `--set a.b=value` changes one key
 from the command line; the value is read as JSON, otherwise as text. `retouch recipes` lists the included recipes.
@@ -29,12 +34,17 @@ _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or fals
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
 
-def page() -> str:
-    """The whole page."""
-    lines = [_INTRODUCTION, "## The top level", "", *_table(Recipe, inherited=True)]
-    done: dict[type[Section], str] = {}
+def pages() -> dict[str, str]:
+    """The text of each page by its file name."""
+    links = ", ".join(f"[`{key}`](recipes-{key}.md)" for key in OWN_PAGES)
+    top = [_INTRODUCTION, f"The sections {links} have pages of their own.", "", "## The top level", ""]
+    written = {"": [*top, *_table(Recipe, inherited=True)]}
+    written |= {key: [f"# Recipe keys: `{key}`", "", "[All keys of a recipe](recipes.md)."] for key in OWN_PAGES}
+    done: set[type[Section]] = set()
     found, told = list(_sections(Recipe, "", done)), set[type[Section]]()
     for path, section in found:
+        key = path.partition(".")[0]
+        lines = written[key if key in OWN_PAGES else ""]
         for base in _bases(section):
             if base not in told:
                 told.add(base)
@@ -43,7 +53,7 @@ def page() -> str:
         tagged = kinds_of(section)
         form = "" if tagged is None else f", {tagged[0]} {' or '.join(f'`{kind}`' for kind in tagged[1])}"
         lines += ["", f"## `{path}`{form}", "", _plain(section.__doc__ or ""), "", *_table(section)]
-    return "\n".join(lines) + "\n"
+    return {f"recipes{'-' * bool(key)}{key}.md": "\n".join(lines) + "\n" for key, lines in written.items()}
 
 
 def _bases(section: type[Section]) -> list[type[Section]]:
@@ -61,21 +71,21 @@ def _sharers(base: type[Section], path: str, found: list[tuple[str, type[Section
     """The kinds at this place that have what the base has."""
     here = [section for place, section in found if place == path and section is not Imported]
     sharers = [section for section in here if base in _bases(section)]
-    return (
-        "all" if sharers == here else ", ".join(f"`{kind}`" for section in sharers for kind in (kinds_of(section) or ("", ()))[1])
-    )
+    names = [f"`{kind}`" for section in sharers for kind in (kinds_of(section) or ("", ()))[1]]
+    return "all" if sharers == here or not names else ", ".join(names)
 
 
-def _sections(section: type[Section], path: str, done: dict[type[Section], str]) -> Iterator[tuple[str, type[Section]]]:
-    """Every section with the place at which it is met first."""
+def _sections(section: type[Section], path: str, done: set[type[Section]]) -> Iterator[tuple[str, type[Section]]]:
+    """Every section with the place at which it is met first; all kinds of a place come before their own sections."""
     for key, field in keys_of(section).items():
         annotation = annotation_of(field)
         place = f"{path}{key}" + (".0" if is_list(annotation) else ".NAME" if is_map(annotation) else "")
-        for inner in alternatives(annotation):
-            if inner not in done:
-                done[inner] = place
-                yield place, inner
-                yield from _sections(inner, f"{place}.", done)
+        new = [inner for inner in alternatives(annotation) if inner not in done]
+        done.update(new)
+        for inner in new:
+            yield place, inner
+        for inner in new:
+            yield from _sections(inner, f"{place}.", done)
 
 
 def _table(section: type[Section], *, inherited: bool = False) -> Iterator[str]:
@@ -145,4 +155,5 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for name, text in pages().items():
+        (PAGES / name).write_text(text, encoding="utf-8")
