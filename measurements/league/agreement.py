@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 from numpy import ndarray
 
-from retouch_bench.results import Interval, bootstrap_interval
+from retouch.core.intervals import Interval, bootstrap_interval
 
 RESAMPLES = 1000
 FEWEST = 5

@@ -12,7 +12,7 @@ from ranking import Finals, Rank, interquartile_mean, mean_interval, ranking, ti
 from runs import diverged, share_of_gap
 from worlds import ROOT, WORLDS, World
 
-from retouch_bench.results import Interval
+from retouch.core.intervals import Interval
 
 PAGE = ROOT / "docs" / "league.md"
 PICTURES = ROOT / "docs" / "pictures"

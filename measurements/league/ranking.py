@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from retouch_bench.results import Interval, bootstrap_interval
+from retouch.core.intervals import Interval, bootstrap_interval
 
 RESAMPLES = 1000
 

@@ -16,8 +16,8 @@ from scaling_fit import FORMS, chosen, extrapolated, fit
 from scaling_points import ALGORITHM, AXES, SAMPLES, Axis, every_point
 from worlds import EDITOR, ROOT
 
+from retouch.core.intervals import Interval
 from retouch.recipe.recipe import load
-from retouch_bench.results import Interval
 
 PAGE = ROOT / "docs" / "scaling.md"
 PICTURE = ROOT / "docs" / "pictures" / "scaling.svg"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.core import intervals
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.rewards.judging import ScoredBatch
@@ -31,6 +32,11 @@ MODULES = (
     "worlds",
 )
 QUEUE = ("tournament", "league")
+
+
+@pytest.fixture(autouse=True)
+def _intervals_of_few_tasks(monkeypatch):
+    monkeypatch.setattr(intervals, "FEWEST", 2)  # the runs of these tests have three tasks
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retouch.core import intervals
 from retouch_plan.estimate import TARGETS
 
 FOLDER = Path(__file__).parents[2] / "measurements" / "league"
 MODULES = ("budget", "contestants", "league_curves", "league_page", "noisy_judges", "ranking", "runs", "worlds")
 OWN = ("scaling_fit", "scaling_points", "scaling_page", "scaling")
+
+
+@pytest.fixture(autouse=True)
+def _intervals_of_few_tasks(monkeypatch):
+    monkeypatch.setattr(intervals, "FEWEST", 2)  # the runs of these tests have three tasks
 
 
 @pytest.fixture(scope="module")

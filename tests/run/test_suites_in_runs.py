@@ -91,12 +91,12 @@ def result_of(suite, root, step, scores, *, write=True):
     ("change", "reward", "alarm"), [(-1.0, 0.2, True), (-1.0, 0.0, True), (-1.0, -0.2, False), (1.0, 0.2, False), (0.0, 0.2, False)]
 )
 def test_suite_alarm_is_raised_if_the_suite_falls_and_the_reward_does_not(tmp_path, change, reward, alarm):
-    recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"})
+    recipe = small(tmp_path, {**SUITE, "subset": 8, "on_alarm": "stop"})
     (suite,) = open_suites(recipe, Ranks())
     folder = RunFolder(recipe.folder)
     folder.create()
     for step, shift in ((0, 0.0), (30, change)):
-        made = result_of(suite, folder.root, step, [5 + shift * (1 + index / 10) for index in range(6)])
+        made = result_of(suite, folder.root, step, [5 + shift * (1 + index / 10) for index in range(8)])
         folder.write_suite(step, "playground", {"headline": "overall", "table": made.table, "missing": 0}, alarm=None)
     for step in range(1, 31):
         folder.append_metrics(step, "main", {"reward/mean": 1 + reward * step / 30})

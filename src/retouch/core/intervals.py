@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -63,6 +64,13 @@ class MeanEstimate:
         return needed
 
 
+class Interval(NamedTuple):
+    """The ends of a 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
 @dataclass(frozen=True, slots=True)
 class ShareInterval:
     """A share, 0 to 1, with its 95 % interval; NaN if there is no value. ``count``: number of values. ``clusters``: number of
@@ -107,7 +115,7 @@ def resamples(clusters: int) -> Float[ndarray, "b g"]:
     return counts
 
 
-def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> tuple[float, float] | None:
+def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:
     """Return the 95 % interval of an aggregate from its values in the resamples (NaN: no item was scored), and None for fewer than
     8 clusters with a score. The tails are below 2.5 %, which corrects for few clusters as Student's t corrects 1.96."""
     known = estimates[~np.isnan(estimates)]
@@ -115,7 +123,7 @@ def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> tup
         return None
     tail = NormalDist().cdf(-math.sqrt(clusters / (clusters - 1)) * t_quantile(_TAIL, clusters - 1))
     low, high = np.quantile(known, [tail, 1 - tail])
-    return float(low), float(high)
+    return Interval(float(low), float(high))
 
 
 def paired_change(before: Mapping[str, float], after: Mapping[str, float], sources: Mapping[str, str]) -> MeanEstimate:

@@ -138,7 +138,7 @@ def result_so_far(folder: RunFolder, evals: Sequence[Mapping[str, Any]], split: 
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Headline:
     """A sentence about a result: ``lead``, then ``change`` and a full stop. ``context``: the numbers to compare it with.
     ``direction``: "good" or "bad" if the interval of the change excludes 0, otherwise "flat"."""
 
@@ -148,7 +148,7 @@ class Verdict:
     context: str
 
 
-def verdict(summary: Summary, *, so_far: bool) -> Verdict:
+def verdict(summary: Summary, *, so_far: bool) -> Headline:
     """Say what a summary means. A change without an interval, or whose interval contains 0, is no gain and no loss."""
     decimals, interval, direction = decimals_of(summary), interval_of(summary), direction_of(summary)
     change = f"from {format_score(summary.before, decimals)} to {format_score(summary.after, decimals)}"
@@ -174,7 +174,7 @@ def verdict(summary: Summary, *, so_far: bool) -> Verdict:
         best = format_score(summary.best_of_k, decimals)
         words += f" For comparison, the best of {many} samples of the base policy scores {best}."
     on = "So far, on" if so_far else "On"
-    return Verdict(f"{on} {summary.on}, {summary.column} {verb} ", change, direction, words)
+    return Headline(f"{on} {summary.on}, {summary.column} {verb} ", change, direction, words)
 
 
 def decimals_of(summary: Summary) -> int:
@@ -594,7 +594,7 @@ def comparison(folders: Sequence[Path]) -> str:
 
 def paired_differences(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the same as data: ``column``, and for each run after the first ``n`` tasks, ``before`` and ``after``: the means of the
-    first and of this run on them, the mean ``difference`` and its ``interval``, and the ``direction`` as in ``Verdict``."""
+    first and of this run on them, the mean ``difference`` and its ``interval``, and the ``direction`` as in ``Headline``."""
     first, *others = _read_all(folders)
     rows = []
     for run in others:
