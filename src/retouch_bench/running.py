@@ -22,15 +22,14 @@ import torch
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.records import files
 from retouch.records.libraries import versions
-from retouch.rewards.base import BudgetSpent, JudgeClients, RewardSection
+from retouch.rewards.base import BudgetSpent, JudgeClients
 from retouch.run.ledger import ledger_path
 from retouch.types import Json, Task
 from retouch_bench.images import ImageFolder, ImageGenerator, ImageKey, image_keys, open_generator
 from retouch_bench.kinds import find_suite
 from retouch_bench.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
-from retouch_bench.scoring import CountedClients, Scorer, choose_scorer, score_images, task_at
+from retouch_bench.scoring import CountedClients, Judge, Scorer, choose_scorer, score_images, task_at
 from retouch_bench.suite import BrokenItem, Suite, SuiteItem
-from retouch_judge.models import JudgeModel
 from retouch_judge.quota import Quota
 from retouch_judge.short_audit import audit_judges
 
@@ -57,7 +56,7 @@ def run(
     *,
     model: Any = None,
     lora: str | Path | None = None,
-    judge: str | JudgeModel | RewardSection | None = None,
+    judge: Judge = None,
     name: str | None = None,
     data: str | Path | None = None,
     out: str | Path | None = None,

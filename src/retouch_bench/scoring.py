@@ -10,14 +10,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from PIL.Image import Image
 
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined, read_reward
 from retouch.rewards import identity
-from retouch.rewards.base import JudgeClients, RewardSection
+from retouch.rewards.base import JudgeClients, RewardSection, close
+from retouch.rewards.function import FunctionReward
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.ledger.database import Database, ImageHasher
 from retouch.rewards.ledger.journal import Journal
@@ -30,6 +31,7 @@ from retouch_judge.kinds import JUDGE_MODELS
 from retouch_judge.models import JudgeModel
 from retouch_judge.quota import Quota
 
+Judge: TypeAlias = "str | JudgeModel | RewardSection | Callable[..., Any] | None"
 _CHUNK = 16  # images
 _MOST_CHUNKS = 8  # chunks that are scored at the same time
 
@@ -37,20 +39,14 @@ _MOST_CHUNKS = 8  # chunks that are scored at the same time
 @dataclass(frozen=True)
 class Scorer:
     """The reward that scores the images of a suite. ``own``: it follows the protocol of the suite; otherwise the user chose it.
-    ``name``: the name of the folder of the scores, and in the table."""
+    ``name``: the name of the folder of the scores, and in the table. ``columns``: of a row, those of the suite, or of the reward
+    that replaces its protocol."""
 
     suite: Suite
     section: RewardSection
     name: str
     own: bool
-
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """The columns of a row: those of the suite, or of the reward that replaces its protocol."""
-        if self.own:
-            return self.suite.columns
-        known = self.section.known_columns() or {}
-        return {name: column for name, column in known.items() if not column.diagnostic}
+    columns: Mapping[str, Column]
 
     @property
     def required(self) -> list[str]:
@@ -83,11 +79,11 @@ class CountedClients(JudgeClients):
         return client
 
 
-def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, *, name: str | None = None) -> Scorer:
+def choose_scorer(suite: Suite, judge: Judge, *, name: str | None = None) -> Scorer:
     """Return the scorer for ``judge``.
 
     None: the protocol of the suite, if it needs no judge. A vision-language model (a section, or its JSON): answers the questions
-    of the suite. A reward (a section, or a name as in `retouch score`): scores the images instead of the protocol of the suite.
+    of the suite. A reward (section, function, or name as in `retouch score`) scores the images instead of the suite's protocol.
 
     Raises ValueError if there is no such model or reward, or if the suite needs a judge and ``judge`` is None.
     """
@@ -97,13 +93,21 @@ def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, 
             judge = cast(JudgeModel, found(**document))
         else:
             judge = parse_reward(read_reward(judge), allow_imports=modules_in_argument(judge))
+    elif callable(judge) and not isinstance(judge, RewardSection):
+        judge = FunctionReward.of(judge)
+    columns = suite.columns
     if isinstance(judge, RewardSection):
-        section, words = judge, judge.name
+        section, words = judge, getattr(judge, "class_", judge.name).rpartition(":")[2]
+        if (known := section.known_columns()) is None:  # a class or function of the user, or a reward behind a server
+            made = section.build(device="cpu")
+            known = dict(made.columns)
+            close(made)
+        columns = {name: column for name, column in known.items() if not column.diagnostic}
     else:
         section = suite.reward(judge)
         words = "own" if judge is None else judge.description.partition(" at ")[0].rpartition("/")[2]
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name or words)
-    return Scorer(suite, section, plain.strip("-.")[:60] or "own", own=section is not judge)
+    return Scorer(suite, section, plain.strip("-.")[:60] or "own", section is not judge, columns)
 
 
 def score_images(

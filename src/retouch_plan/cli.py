@@ -52,12 +52,17 @@ def add_doctor(commands: Commands) -> None:
     doctor.add_argument(
         "--report",
         action="store_true",
-        help="print what a maintainer needs: versions, hardware and the recipe, without keys and folders; then stop",
+        help="print what a report of a bug needs: versions, hardware, and the recipe of a run or file, without keys and folders",
     )
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.report:
+        from retouch_plan.system import support_report
+
+        print(support_report(arguments.recipe, arguments.overrides))
+        return 0
     if str(arguments.recipe).endswith(".py"):
         from retouch_plan.doctor import check_script
 
@@ -71,11 +76,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from retouch.recipe.recipe import load
 
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
-    if arguments.report:
-        from retouch_plan.system import support_report
-
-        print(support_report(recipe))
-        return 0
     if arguments.rehearse:
         if recipe is None:
             raise ValueError("--rehearse needs a recipe: retouch doctor RECIPE --rehearse")

@@ -22,7 +22,8 @@ from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import CPSTransition, DenoisingRollout
 from retouch.policies.weights import WeightCopies
-from retouch.recipe.recipe import Recipe
+from retouch.recipe.recipe import Recipe, load
+from retouch.records.folder import RunFolder
 from retouch.records.libraries import versions
 from retouch.renderers.base import LatentRenderer
 from retouch.types import Batch, Sample
@@ -151,15 +152,17 @@ def check_install() -> Iterator[Finding]:
 _FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\"'/\\:,\n]+[/\\]+)*(?=[^\s\"'])")
 
 
-def support_report(recipe: Recipe | None) -> str:
-    """Versions, hardware and the recipe as Markdown, for an issue. Keys are redacted, and of a path only the last name is kept."""
+def support_report(given: str | None, overrides: Sequence[str]) -> str:
+    """Versions, hardware and the recipe of a run or file, as Markdown. Keys are redacted; of a path, the last name is kept."""
     found = {**versions(Path.cwd()), "CPU": f"{os.cpu_count()} cores"}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         found[f"GPU {index}"] = f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
     text = "\n".join(f"- {name}: {value}" for name, value in found.items())
-    if recipe is not None:
-        text += f"\n\n```json\n{json.dumps(recipe.document(), indent=1)}\n```"
+    if given is not None and not given.endswith(".py"):
+        is_run = Path(given).is_dir()
+        recipe = RunFolder(Path(given)).read_recipe()["recipe"] if is_run else load(given, overrides).document()
+        text += f"\n\n```json\n{json.dumps(recipe, indent=1)}\n```"
     return _FOLDERS.sub(".../", redacted(text))
 
 

@@ -83,9 +83,8 @@ def plugins() -> "list[EntryPoint]":
 
     Packages in the current folder do not count as installed: a folder from somebody else could declare anything.
     """
-    here = Path.cwd()
-    path = [entry for entry in sys.path if Path(entry).resolve() != here]
-    return list(_plugins_on(tuple((entry, os.stat(entry).st_mtime_ns) for entry in path if os.path.exists(entry))))
+    path = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd() and os.path.exists(entry)]
+    return list(_plugins_on(tuple((entry, os.stat(entry).st_mtime_ns) for entry in path)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -93,8 +92,8 @@ def _plugins_on(path: "tuple[tuple[str, int], ...]") -> "tuple[EntryPoint, ...]"
     """``plugins`` of these folders, each with the time of its last change: an error message asks for them dozens of times."""
     from importlib.metadata import distributions  # slow to import
 
-    folders = [entry for entry, _ in path]
-    return tuple(entry for found in distributions(path=folders) for entry in found.entry_points if entry.group == GROUP)
+    there = distributions(path=[folder for folder, _ in path])
+    return tuple(entry for found in there for entry in found.entry_points if entry.group == GROUP)
 
 
 @contextmanager

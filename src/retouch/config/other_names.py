@@ -48,7 +48,12 @@ TRL: Mapping[str, tuple[str, str]] = {
 second text says why none is needed."""
 
 
-def hint(name: str, *, python: bool) -> str:
-    """What a recipe, or a script, has in the place of TRL's ``name``; empty for other names."""
+def hint(name: str, *, python: bool, inside: bool = False) -> str:
+    """What is written for TRL's ``name``; empty for other names. ``inside``: the name was given to a section, such as GRPO."""
     keys, instead = TRL.get(name, ("", ""))
-    return instead if not keys else f"for TRL's {name} write {instead}" if python else f"TRL's {name} is {keys}"
+    if not keys or not python:
+        return f"TRL's {name} is {keys}" if keys else instead
+    if inside:
+        own, _, arguments = instead.partition("(")
+        instead = arguments.removesuffix(")") if own.startswith("objective=") else f"retouch.Trainer(..., {instead})"
+    return f"for TRL's {name} write {instead}"

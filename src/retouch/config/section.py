@@ -70,8 +70,8 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
             return f"{at}{'.' * ('key' in context)}{context.get('key', '')}: {context['message']}"
         case "extra_forbidden":
             near = nearest(last, fields)
-            meant = other_names.hint(last, python=True) or (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
-            return f"{at}: unknown key; {meant}"
+            usual = f"did you mean {near}?" if near else f"known here: {', '.join(fields)}"
+            return f"{at}: unknown key; {other_names.hint(last, python=True, inside=True) or usual}"
         case "missing":
             about = fields[last].description if last in fields else None
             return f"{at}: missing{f': {about}' if about else ''}"

@@ -383,10 +383,10 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
     if not split.train or (held_out and not split.held_out):
         side = "train on" if not split.train else "hold out"
         evaluate = "; to evaluate on every row without training, set held_out: 'all'" if not split.train else ""
+        instead = ", or hold out a number of rows in place of a share, as held_out: 1" if len(places) > 1 else " with others"
         raise NothingLeftError(
             f"held_out {held_out} leaves nothing to {side}: the {len(sources)} rows have {len(places)} different source images (or "
-            "prompts), and rows of one stay together; add rows, or hold out a number of rows in place of a share, as held_out: 1"
-            f"{evaluate}"
+            f"prompts), and rows of one stay together; add rows{instead}{evaluate}"
         )
     return split
 

@@ -82,7 +82,7 @@ def read_combined(text: str) -> dict[str, Any]:
         return {"kind": kind}
     found = _with_shorthand(kind)
     if found is None:
-        return {"kind": "import", "class": text}
+        return {"kind": "import", "class": text.replace(".py:", ":", 1)}
     return {"kind": kind, str(found.cli_key): found.from_cli(argument)}
 
 

@@ -138,7 +138,7 @@ class OwnSuite(RowSuite):
         example = '{"kind": "viescore", "judge": {...}}' if self.task == "editing" else "pickscore:FOLDER"
         raise ValueError(
             f"{self.name} is scored by a reward that you choose: name it with --judge, as in `retouch score`, for example "
-            f"--judge '{example}' or --judge my_rewards.py:redness"
+            f"--judge '{example}' or --judge my_rewards:redness (in Python: judge=, also a function)"
         )
 
 

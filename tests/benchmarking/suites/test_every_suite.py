@@ -159,7 +159,7 @@ def test_every_suite_has_a_case_and_its_golden_test_exists():
 
 
 @pytest.mark.parametrize(("name", "data"), [("prompts", "own.jsonl"), ("edits", ".")])
-def test_own_data_are_scored_by_a_reward_of_ones_own(name, data, tmp_path, capsys):
+def test_own_data_are_scored_by_a_reward_of_ones_own(name, data, tmp_path, capsys, monkeypatch):
     for number in (1, 2):
         numbered_image(number).save(tmp_path / f"own-{number}.png")
     rows = [{"id": f"own-{n}", "file_name": f"own-{n}.png", "instruction": f"{n} cats", "category": f"c{n}"} for n in (1, 2)]
@@ -172,6 +172,16 @@ def test_own_data_are_scored_by_a_reward_of_ones_own(name, data, tmp_path, capsy
     printed = capsys.readouterr().out
     assert f"**My {name}**, images in {tmp_path}, scored by share; 2 items, seed 0." in printed
     assert "| c2 | 1 | 0.331 |" in printed
+    (tmp_path / "own_rewards.py").write_text("def width(images, **kwargs):\n    return [image.width for image in images]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def width(images, **columns):
+        return [float(image.width) for image in images]
+
+    for place, form in enumerate(("own_rewards:width", "own_rewards.py:width", width)):
+        given = {"data": tmp_path / data, "images": tmp_path, "out": tmp_path / f"out{place}", "device": "cpu"}
+        found = run(name, judge=form, **given)
+        assert (found.headline, found.about["headline"]) == (numbered_image(1).width, "width")
 
 
 def test_another_count_of_items_never_carries_the_published_title(tmp_path):
