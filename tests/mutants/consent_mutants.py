@@ -30,8 +30,8 @@ CONSENT = (
     Mutant(
         "a package in the current folder counts as installed",
         "config/consent.py",
-        "if Path(entry).resolve() != here]",
-        "if True]",
+        "if Path(entry).resolve() != Path.cwd() and os.path.exists(entry)]",
+        "if os.path.exists(entry)]",
         f"{_CONSENT}::test_a_package_in_the_current_folder_does_not_count_as_installed",
     ),
     Mutant(

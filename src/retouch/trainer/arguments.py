@@ -166,7 +166,7 @@ def model_section(
     if processor is not None and not _is_language_model(model):
         raise ValueError("processing_class: it belongs to a loaded language model; omit it")
     if isinstance(model, ImageModel | LanguageModel):
-        if size is not None and isinstance(model, ImageModel):
+        if size not in (None, getattr(model, "size", None)) and isinstance(model, ImageModel):
             raise ValueError(f"size: {key} is a section, which has its own; write retouch.models.NAME(..., size={list(size)})")
         return model, {}
     if isinstance(model, str | Path):
