@@ -182,7 +182,7 @@ def test_wandb_uses_the_stored_id_unless_the_environment_sets_one(tmp_path, monk
     assert (wandb.run.id, wandb.run.name, wandb.run.config["seed"]) == (tracker_id(folder.root), "my-run", 1)
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
-    tracker.log_picture("samples/before_and_after", Image.new("RGB", (8, 8), "blue"), 1)
+    tracker.log_picture("samples/before_and_after", lambda: Image.new("RGB", (8, 8), "blue"), 1)
     tracker.close()
     assert list((folder.root / "wandb").rglob("samples/before_and_after*.png"))
     assert list((folder.root / "wandb").rglob("samples/group*.table.json"))
@@ -204,7 +204,7 @@ def test_trackio_keeps_the_run_under_its_name_and_id(tmp_path, monkeypatch):
     tracker.log({"reward/mean": 0.5}, 1)
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
-    tracker.log_picture("samples/before_and_after", Image.new("RGB", (8, 8), "blue"), 1)
+    tracker.log_picture("samples/before_and_after", lambda: Image.new("RGB", (8, 8), "blue"), 1)
     tracker.close()
     assert len(list((tmp_path / "trackio").rglob("*.png"))) == 2
     assert [run.name for run in trackio.Api().runs("retouch")] == [f"my-run-{tracker_id(folder.root)}"]

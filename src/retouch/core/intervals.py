@@ -29,14 +29,22 @@ class MeanEstimate:
     """A mean with its standard error. ``count``: number of values. ``clusters``: number of clusters.
 
     ``mean`` is NaN without values. ``error`` is NaN for fewer than two clusters, because the variance is then unknown.
-    ``interval``: the 95 % confidence interval, within the range of the values; None for fewer than 8 clusters.
+    ``parts``: the sum and the number of the values of each cluster.
     """
 
     mean: float
     error: float
     count: int
     clusters: int
-    interval: tuple[float, float] | None = None
+    parts: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def interval(self) -> "Interval | None":
+        """The 95 % confidence interval, within the range of the values; None for fewer than 8 clusters."""
+        if self.clusters < FEWEST:
+            return None
+        drawn, (sums, counts) = resamples(self.clusters), np.array(self.parts).T
+        return bootstrap_interval(drawn @ sums / (drawn @ counts), clusters=self.clusters)
 
     @property
     def half_width(self) -> float:
@@ -97,13 +105,9 @@ def estimate_mean(values: Sequence[float], clusters: Sequence[str] = ()) -> Mean
     if not values:
         return MeanEstimate(math.nan, math.nan, 0, 0)
     mean, variance, groups = _clustered(values, clusters)
-    interval = None
-    if groups >= FEWEST:
-        members, _ = cluster_numbers(clusters)
-        sums = np.bincount(members, weights=values, minlength=groups), np.bincount(members, minlength=groups)
-        drawn = resamples(groups)
-        interval = bootstrap_interval(drawn @ sums[0] / (drawn @ sums[1]), clusters=groups)
-    return MeanEstimate(mean, math.sqrt(variance), len(values), groups, interval)
+    members, _ = cluster_numbers(clusters)
+    parts = zip(np.bincount(members, weights=values).tolist(), np.bincount(members).tolist(), strict=True)
+    return MeanEstimate(mean, math.sqrt(variance), len(values), groups, tuple(parts))
 
 
 @lru_cache(maxsize=4)  # the columns and several rows of a table use the same ones

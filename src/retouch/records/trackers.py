@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,8 +55,8 @@ class TensorBoard:
         for name, value in _measured(values).items():
             self._writer.add_scalar(name, value, global_step=step)
 
-    def log_picture(self, title: str, picture: Image, step: int) -> None:
-        self._writer.add_image(title, np.asarray(picture), global_step=step, dataformats="HWC")
+    def log_picture(self, title: str, draw: Callable[[], Image], step: int) -> None:
+        self._writer.add_image(title, np.asarray(draw()), global_step=step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
@@ -68,8 +68,8 @@ class _AccelerateTracker:
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._tracker.log(_measured(values), step=step)
 
-    def log_picture(self, title: str, picture: Image, step: int) -> None:
-        self._tracker.log({title: import_module(self._tracker.name).Image(picture)}, step=step)
+    def log_picture(self, title: str, draw: Callable[[], Image], step: int) -> None:
+        self._tracker.log({title: import_module(self._tracker.name).Image(draw())}, step=step)
 
     def close(self) -> None:
         self._tracker.finish()
@@ -144,10 +144,10 @@ class CompositeTracker:
             if rows and hasattr(tracker, "log_samples"):
                 tracker.log_samples(title, rows, step)
 
-    def log_picture(self, title: str, picture: Image, step: int) -> None:
+    def log_picture(self, title: str, draw: Callable[[], Image], step: int) -> None:
         for tracker in self._trackers:
             if hasattr(tracker, "log_picture"):
-                tracker.log_picture(title, picture, step)
+                tracker.log_picture(title, draw, step)
 
     def close(self) -> None:
         for tracker in self._trackers:

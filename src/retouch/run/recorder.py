@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,8 @@ class Recorder:
         cells = [(row, *cell) for table in tables for row in _HELDOUT for cell in table.get(row, {}).items()]
         self.tracker.log({f"{_HELDOUT[row]}/{column}": mean for row, column, mean in cells if column != "n"}, done)
         if records:
-            self.tracker.log_picture("samples/before_and_after", before_and_after(self.folder.root, until=done), done)
+            draw = cache(partial(before_and_after, self.folder.root, until=done))  # once for all trackers, and not without any
+            self.tracker.log_picture("samples/before_and_after", draw, done)
 
     def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         self.folder.write_samples(done, kind, records)
@@ -194,10 +196,14 @@ def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int
     """
     run = RunFolder(folder)
     steps = [step for step in run.sample_steps() if until is None or step <= until]
-    stored = [{line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in steps]
-    if not (stored := [lines for lines in stored if lines]):
+
+    def heldout(step: int) -> dict[str, dict[str, Any]]:
+        return {line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"}
+
+    ends = [next(filter(None, map(heldout, order)), {}) for order in (steps, reversed(steps))]
+    if not ends[0]:
         raise ValueError(f"{folder} has no images yet; train first, with samples.every above 0")
-    ends = stored[:1] + stored[-1:][: len(stored) - 1]
+    ends = ends[:1] if ends[0] == ends[1] else ends
     tasks = [[each[task] for each in ends] for task in ends[-1] if task in ends[0]][:rows]
     sources = any(lines[0]["source"] for lines in tasks)
     pitch, font = side + 6, PIL.ImageFont.load_default(12)

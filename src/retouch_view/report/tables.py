@@ -67,17 +67,20 @@ def about(recipe: Mapping[str, Any], cost: Mapping[str, Any]) -> dict[str, str]:
     which knows the device."""
     policy, reward = (_section(recipe, name) for name in ("policy", "reward"))
     parts = _section(reward, "rewards") or {"reward": reward}
-    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)] or [{}]
-    algorithms = [_section(phase, "objective") or _section(recipe, "objective") for phase in phases]
     how = {"full": "all weights", "lora": "LoRA"}.get(_kind(_section(policy, "train")), _kind(_section(policy, "train")))
     found = {
         "model": ", ".join(filter(None, (_kind(_section(policy, "model")), how))),
-        "algorithm": " then ".join(dict.fromkeys(filter(None, (_kind(each) for each in algorithms)))),
+        "algorithm": " then ".join(dict.fromkeys(filter(None, (_kind(each) for each in _objectives(recipe))))),
         "reward": " + ".join(filter(None, (_kind(part) for part in parts.values() if isinstance(part, Mapping)))),
         "data": _kind(_section(recipe, "data")),
         "device": str(cost.get("device") or recipe.get("device") or ""),
     }
     return {name: words for name, words in found.items() if words}
+
+
+def _objectives(recipe: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)] or [{}]
+    return [_section(phase, "objective") or _section(recipe, "objective") for phase in phases]
 
 
 def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -107,9 +110,7 @@ def last_words(folder: RunFolder) -> tuple[str | None, bool]:
 
 def loss_says_nothing(recipe: Mapping[str, Any]) -> bool:
     """Whether the loss of all phases is that of a policy gradient, whose value does not show learning."""
-    phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)] or [{}]
-    objectives = [_section(phase, "objective") or _section(recipe, "objective") for phase in phases]
-    return all(each.get("kind") == "policy_gradient" for each in objectives)
+    return all(each.get("kind") == "policy_gradient" for each in _objectives(recipe))
 
 
 def result_so_far(folder: RunFolder, evals: Sequence[Mapping[str, Any]], split: str) -> Summary | None:
@@ -281,12 +282,14 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 def unusable_answers(run: Path) -> str:
     """How many calls of judges and servers gave no usable answer, and the latest of these; empty if there are none."""
-    calls, failed = 0, []
+    calls, failed = 0, 0
+    latest: list[tuple[Any, ...]] = []
+    newest = "SELECT at, fault, substr(text, 1, 1000) FROM answers WHERE scores IS NULL ORDER BY at DESC LIMIT 1"
     for file in sorted(run.glob("ledger*.sqlite")):
         with suppress(ValueError, OSError, sqlite3.Error), closing(open_read_only(file)) as connection:
-            calls += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
-            failed += connection.execute("SELECT at, fault, substr(text, 1, 1000) FROM answers WHERE scores IS NULL").fetchall()
-    return f"{len(failed)} of {calls} calls, the latest with {quoted_fault([max(failed)[1:]])}" if failed else ""
+            every, usable = connection.execute("SELECT count(*), count(scores) FROM answers").fetchone()
+            calls, failed, latest = calls + every, failed + every - usable, latest + connection.execute(newest).fetchall()
+    return f"{failed} of {calls} calls, the latest with {quoted_fault([max(latest)[1:]])}" if latest else ""
 
 
 def _row_name(row: str) -> str:
