@@ -5,8 +5,10 @@ import json
 import pytest
 
 from fake_run import write_new_run
+from html_check import read
 from retouch.cli.parser import main
 from retouch.core.intervals import estimate_mean
+from retouch_view.report.page import write_report
 from retouch_view.report.tables import comparison, paired_differences
 
 TASKS = tuple("abcdefghijklmnop")
@@ -47,6 +49,13 @@ def test_tasks_of_one_source_are_a_cluster_in_a_comparison(tmp_path):
     assert f"  second  +2.00 (+{low:.2f} to +{high:.2f}) on 16 tasks" in comparison([first.root, second.root])
     (row,) = paired_differences([first.root, second.root])["rows"]
     assert (row["n"], row["before"], row["after"], row["difference"], row["direction"]) == (16, 5.0, 7.0, 2.0, "good")
+
+
+@pytest.mark.parametrize(("changes", "style"), [([1.0, 3.0], "good"), ([-1.0, -3.0], "bad"), ([1.0, -0.9], "flat")])
+def test_a_change_in_the_held_out_table_has_a_colour_only_if_its_interval_excludes_0(changes, style, tmp_path):
+    folder = run_with(tmp_path / "run", after=[5.0 + place % 4 + changes[place % 2] for place in range(8)])
+    page = read(write_report(folder.root).read_text())
+    assert [span["class"] for span in page.all("span", "change")] == [f"change {style}"]
 
 
 def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path):

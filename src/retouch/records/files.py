@@ -57,7 +57,7 @@ def strict_json(text: str | bytes | bytearray) -> Any:
     except RecursionError:
         raise ValueError("nested too deep") from None
     level = [value] if decoded.count("[") + decoded.count("{") > MOST_DEPTH else []
-    for _ in range(MOST_DEPTH):
+    for _ in range(MOST_DEPTH if level else 0):
         items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
         level = [item for item in items if isinstance(item, dict | list)]
     if level:

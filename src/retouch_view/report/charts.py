@@ -392,7 +392,7 @@ def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
     smooth = running_mean(thin, _width(thin))
     smoothed = any(math.isfinite(point.y) for point in smooth)
     lines = [Line(short, "plain faint" if smoothed else "plain", thin), Line("running mean", "plain smooth", smooth, read=False)]
-    latest = format_number(known[-1].y) if known else "no value yet"
+    latest = format_number(known[-1].y) if known else "no value"
     note = (SIGNALS | WATCHED | NOTES).get(name)
     words = (
         tag("span", name, class_="name"),

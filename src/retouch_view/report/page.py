@@ -30,8 +30,8 @@ log = logging.getLogger("retouch")
 
 
 def write_report(run: Path, *, ended: str | None = None) -> Path:
-    """Write ``report.html`` into a run's folder and return its path. The same folder gives the same bytes. A section that has no
-    data yet says so. ``ended``: of an unfinished run, the error that ends its process, or "" if it stops on request; None: the
+    """Write ``report.html`` into a run's folder and return its path. The same folder gives the same bytes. A section without
+    data says so. ``ended``: of an unfinished run, the error that ends its process, or "" if it stops on request; None: the
     files say it. Raises ValueError if ``run`` is not the folder of a run."""
     folder = RunFolder(run)
     write_atomic(folder.report, run_page(run, ended=ended).encode())
@@ -52,18 +52,18 @@ def run_page(run: Path, *, ended: str | None = None) -> str:
     more = [tag("details", tag("summary", f"The same at step {step}"), strip) for step, strip in groups[1:]]
     document = json.dumps(recipe, indent=2, ensure_ascii=False)
     sections = [
-        _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
+        _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps."),
         *_suites(folder.read_suites()),
-        *([_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []),
+        *([_section("Watched", _watched(metrics), "No watched metrics.")] if recipe.get("watch") else []),
         _section(
             f"{split.capitalize()} tasks over training",
             _one(tables.tasks_over_training(folder, column=column)),
-            f"No images of {split} tasks yet.",
+            f"No images of {split} tasks are stored.",
         ),
-        _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
-        _section("Training groups", [*(strip for _, strip in groups[:1]), *more], "No images of training samples yet."),
-        _section("Metrics", _signals(metrics, recipe), "No metrics apart from the reward yet."),
-        _section("Time", _one(charts.time_bars(timings)), "No timings yet."),
+        _section(f"{split.capitalize()} scores", _heldout(folder, evals, column, split), f"No evaluation on {split} tasks."),
+        _section("Training groups", [*(strip for _, strip in groups[:1]), *more], "No images of training samples are stored."),
+        _section("Metrics", _signals(metrics, recipe), "No metrics apart from the reward."),
+        _section("Time", _one(charts.time_bars(timings)), "No timings."),
         _section(
             "Checks before the first step",
             [tag("p", f"{passed} of {len(checks)} passed.", class_="quiet"), tables.preflight_table(checks)] if checks else [],
@@ -130,9 +130,12 @@ def _one(piece: Html | None) -> list[Html]:
     return [] if piece is None else [piece]
 
 
-def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None, split: str) -> list[Html]:
-    found = tables.heldout_tables(evals, first=column, split_name=split)
-    note = "Means over tasks, before → after, and the change; in bold if the two 95 % confidence intervals do not overlap."
+def _heldout(folder: RunFolder, evals: Sequence[Mapping[str, Any]], column: str | None, split: str) -> list[Html]:
+    found = tables.heldout_tables(folder, evals, first=column, split_name=split)
+    note = (
+        "Means over tasks, before → after, and the change: green (better) or red (worse) only if its 95 % confidence interval "
+        "excludes 0. For a part of the tasks, the intervals of the two means must not overlap."
+    )
     if split != "held-out":
         note += " These tasks are also trained on, so the scores measure fit, not generalisation."
     return [*found, tag("p", note, class_="quiet")] if found else []
@@ -238,8 +241,11 @@ def gap_bar(summary: Summary) -> Html | None:
         left, right = sorted(position(end) for end in ends)
         return tag("span", class_=style, style=f"left:{left:.2f}%;width:{right - left:.2f}%")
 
-    rail = [stretch((summary.before, summary.after), f"gained {tables.direction_of(summary)}")]
-    if (interval := tables.interval_of(summary)) is not None:
+    interval = tables.interval_of(summary)
+    rail = [
+        stretch((summary.before, summary.after), f"gained {tables.direction_of(interval, lower_is_better=summary.lower_is_better)}")
+    ]
+    if interval is not None:
         rail.append(stretch((summary.before + interval[0], summary.before + interval[1]), "whisker"))
     rows = [tag("div", label("before", summary.before), label("ceiling", summary.ceiling), class_="labels")]
     if summary.best_of_k is not None:

@@ -151,7 +151,8 @@ class Headline:
 
 def verdict(summary: Summary, *, so_far: bool) -> Headline:
     """Say what a summary means. A change without an interval, or whose interval contains 0, is no gain and no loss."""
-    decimals, interval, direction = decimals_of(summary), interval_of(summary), direction_of(summary)
+    decimals, interval = decimals_of(summary), interval_of(summary)
+    direction = direction_of(interval, lower_is_better=summary.lower_is_better)
     change = f"from {format_score(summary.before, decimals)} to {format_score(summary.after, decimals)}"
     verb = "changed" if direction == "flat" else "rose" if summary.gain > 0 else "fell"
     if interval is not None and direction == "flat":
@@ -188,12 +189,12 @@ def interval_of(summary: Summary) -> tuple[float, float] | None:
     return ends if ends is not None and ends[0] < ends[1] else None
 
 
-def direction_of(summary: Summary) -> str:
-    """ "good" or "bad" if the interval of the gain excludes 0, otherwise "flat"."""
-    low, high = interval_of(summary) or (0.0, 0.0)
-    if low <= 0 <= high:
+def direction_of(interval: tuple[float, float] | None, *, lower_is_better: bool) -> str:
+    """ "good" or "bad" if the confidence interval of a change has a width and excludes 0, otherwise "flat"."""
+    low, high = interval or (0.0, 0.0)
+    if low == high or low <= 0 <= high:
         return "flat"
-    return "good" if summary.is_better(low, 0.0) else "bad"
+    return "good" if (low > 0) != lower_is_better else "bad"
 
 
 def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
@@ -208,21 +209,16 @@ def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ComparedCell:
-    """One cell: the mean before and after training, with confidence intervals if measured. ``lower``: a lower value is better."""
+    """One cell: the mean before and after training, with confidence intervals if measured. ``change_ci``: that of the mean change.
+    ``lower``: a lower value is better."""
 
     before: float | None
     after: float | None
     before_ci: tuple[float, float] | None
     after_ci: tuple[float, float] | None
+    change_ci: tuple[float, float] | None
     decimals: int
-    lower: bool = False
-
-    @property
-    def apart(self) -> bool:
-        """Whether the two intervals do not overlap."""
-        if self.before_ci is None or self.after_ci is None:
-            return False
-        return self.after_ci[0] > self.before_ci[1] or self.after_ci[1] < self.before_ci[0]
+    lower: bool
 
     @property
     def change(self) -> float | None:
@@ -230,19 +226,23 @@ class ComparedCell:
 
     @property
     def direction(self) -> str:
-        """ "good" or "bad"; "flat" if the change is too small to show in the decimals."""
-        if self.change is None or abs(self.change) < 0.5 * 10**-self.decimals:
-            return "flat"
-        return "good" if (self.change > 0) != self.lower else "bad"
+        """As ``direction_of``; without an interval of the change, the intervals of the two means must not overlap."""
+        ends = self.change_ci
+        if ends is None and self.before_ci is not None and self.after_ci is not None:
+            ends = self.after_ci[0] - self.before_ci[1], self.after_ci[1] - self.before_ci[0]
+        return direction_of(ends, lower_is_better=self.lower)
 
 
-def compare_cell(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> ComparedCell:
+def compare_cell(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str, change_ci: tuple[float, float] | None = None
+) -> ComparedCell:
     """Compare the cell of a row and column in two evaluations, with as many decimals as the column needs."""
     return ComparedCell(
         before["table"].get(row, {}).get(column),
         after["table"].get(row, {}).get(column),
         interval(before, row=row, column=column),
         interval(after, row=row, column=column),
+        change_ci,
         decimals_for(cells.get(column) for line in (before, after) for cells in line["table"].values()),
         lower=column in after.get("lower_is_better", ()),
     )
@@ -273,7 +273,7 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
             continue
         for column in columns_of(after):
             cell = compare_cell(before, after, row=row, column=column)
-            if cell.apart and cell.direction == "bad":
+            if cell.direction == "bad":
                 where = "" if row == "all" else f" ({_row_name(row).replace('=', ' ', 1)})"
                 before_and_after = (format_score(value, cell.decimals) for value in (cell.before, cell.after))
                 found.append(f"{column}{where} {' to '.join(before_and_after)}")
@@ -296,25 +296,31 @@ def _row_name(row: str) -> str:
     return {"all": "all tasks", "headline": "headline tasks"}.get(row, row)
 
 
-def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
+def heldout_tables(folder: RunFolder, evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
     """Compare the first and the last evaluation of each split, with the column ``first`` in front. ``split_name``: the displayed
     name of the split "heldout". Columns that share a prefix ("success/") get a separate table."""
     found = []
     for split in dict.fromkeys(line["split"] for line in evals):
         lines = sorted((line for line in evals if line["split"] == split), key=lambda line: int(line["step"]))
         before, after = lines[0], lines[-1]
-        name = split_name if split == "heldout" else str(split)
+        name, changes = str(split), {}  # by column, the interval of the mean change of all tasks
+        if split == "heldout":
+            name, sources = split_name, folder.read_sources(after["step"])
+            old, new = (folder.read_scores(line["step"]) for line in (before, after))
+            changes = {column: paired_change(old.get(column, {}), scores, sources).interval for column, scores in new.items()}
         families: dict[str, list[str]] = {}
         for column in sorted(columns_of(after), key=lambda column: column != first):
             families.setdefault(column.rpartition("/")[0], []).append(column)
         steps = f"step {before['step']}" + ("" if before is after else f" → step {after['step']}")
         for family, columns in families.items():
             title = f"{name}, {family}" if family else name
-            found.append(_heldout(title, steps, before, after, columns))
+            found.append(_heldout(title, steps, before, after, columns, changes))
     return found
 
 
-def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> Html:
+def _heldout(
+    title: str, steps: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str], changes: Mapping[str, Any]
+) -> Html:
     groups: dict[str, list[str]] = {}
     for row, cells in after["table"].items():
         if any(cells.get(column) is not None for column in columns):
@@ -324,7 +330,9 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
     def lines(rows: Sequence[str]) -> Iterator[Html]:
         for row in rows:
             count = after["table"][row].get("n")
-            cells = [_cell(compare_cell(before, after, row=row, column=column), single=before is after) for column in columns]
+            ends = changes if row == "all" else {}
+            compared = [compare_cell(before, after, row=row, column=name, change_ci=ends.get(name)) for name in columns]
+            cells = [_cell(cell, single=before is after) for cell in compared]
             title = tag("th", row.split("=", 1)[1] if "=" in row else _row_name(row), scope="row")
             yield tag("tr", title, tag("td", MISSING if count is None else str(count), class_="count"), cells)
 
@@ -352,13 +360,15 @@ def _cell(cell: ComparedCell, *, single: bool) -> Html:
     def score(value: float | None) -> str:
         return format_score(value, cell.decimals)
 
-    ends = [("before", cell.before_ci), ("after", cell.after_ci)][1 if single else 0 :]
+    ends = (
+        [("after", cell.after_ci)] if single else [("before", cell.before_ci), ("after", cell.after_ci), ("change", cell.change_ci)]
+    )
     title = "; ".join(f"{name} 95 %: {score(ci[0])} to {score(ci[1])}" for name, ci in ends if ci is not None) or None
     if single:
         return tag("td", score(cell.after), title=title)
     pair = tag("span", tag("span", f"{score(cell.before)} → ", class_="quiet"), score(cell.after), class_="pair")
-    style = f"change {cell.direction}{' sure' if cell.apart else ''}"
-    return tag("td", pair, tag("span", format_signed(cell.change, cell.decimals), class_=style), title=title)
+    change = tag("span", format_signed(cell.change, cell.decimals), class_=f"change {cell.direction}")
+    return tag("td", pair, change, title=title)
 
 
 def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
@@ -398,7 +408,7 @@ def tasks_over_training(folder: RunFolder, *, column: str | None) -> Html | None
     same: dict[str, Any] = {"column": column, "decimals": decimals, "rewrites": _rewrites_prompts(folder)}
     cards = [_card(folder, task, index=index, **same) for index, task in enumerate(tasks)]
     words = "The same tasks with the same seeds at every evaluation, with the reward of each image."
-    words += f" There are only images of step {steps[0]} yet." if len(steps) == 1 else ""
+    words += f" There are only images of step {steps[0]}." if len(steps) == 1 else ""
     if len(cards) < len(lines):
         words += f" The first {len(cards)} of {len(lines)}."
     return tag("div", tag("p", words, class_="quiet"), tag("div", cards, class_="cards", data_sortable=len(chosen) > 1))
@@ -604,17 +614,8 @@ def paired_differences(folders: Sequence[Path]) -> dict[str, Any]:
         found = paired_change(first.after, run.after, run.sources)
         both = first.after.keys() & run.after.keys()
         before, after = (mean(scores[task] for task in both) if both else math.nan for scores in (first.after, run.after))
-        summary = Summary(
-            column=first.column,
-            on="",
-            before=before,
-            after=after,
-            steps=run.step,
-            gain_ci95=found.interval,
-            lower_is_better=run.lower,
-        )
         means = {"n": found.count, "before": before, "after": after, "difference": found.mean, "interval": found.interval}
-        rows.append({"run": run.name, **means, "direction": direction_of(summary)})
+        rows.append({"run": run.name, **means, "direction": direction_of(found.interval, lower_is_better=run.lower)})
     return {"column": first.column, "first": first.name, "rows": rows}
 
 

@@ -101,7 +101,7 @@ export function chart(series, options, wanted = "small") {
   const head = h("figcaption", {}, h("b", {}, h("bdi", {}, options.caption)), options.help && h("small", {}, options.help));
   const thinned = series.map(({ name, points }) => ({ name, points: thin(points) }));
   const known = thinned.flatMap(({ points }) => points.filter(([, value]) => typeof value === "number"));
-  if (!known.length) return h("figure", { class: "chart" }, head, h("p", { class: "quiet" }, "No value yet."));
+  if (!known.length) return h("figure", { class: "chart" }, head, h("p", { class: "quiet" }, "No value."));
   const whole = COUNTED.has(options.axis);
   const right = Math.max(...known.map(([at]) => at), options.end ?? 0, whole ? 1 : 1e-9);
   const [low, high] = range(known.flatMap((point) => (hasBand(point) ? point.slice(1) : [point[1]])));
