@@ -102,9 +102,9 @@ def test_a_comparison_begins_with_paired_differences_and_the_tasks_in_their_orde
         folder = write_run(name, steps=4, of=9)
         scored_run(folder, scores)
     tab.goto(f"{address}/#/compare/one,two")
-    row = tab.get_by_role("row", name="two 9 0.5 0.7 +0.2")
+    row = tab.get_by_role("row", name="two 9 0.500 0.700 +0.200")
     row.wait_for()
-    assert row.locator("td.good").inner_text() == "+0.2"
+    assert row.locator("td.good").inner_text() == "+0.200"
     order = [text.split("\n")[0] for text in tab.locator(".compared > p").all_inner_texts()]
     assert order == [f"task/{place}" for place in reversed(range(9))]
     first = tab.locator(".compared").first

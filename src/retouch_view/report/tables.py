@@ -467,7 +467,7 @@ def _instruction(line: Mapping[str, Any]) -> Html:
 
 
 def _direction(change: float) -> str:
-    return "flat" if not abs(change) >= 0.0005 else "good" if change > 0 else "bad"
+    return "flat" if not abs(change) >= 0.005 else "good" if change > 0 else "bad"
 
 
 def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:

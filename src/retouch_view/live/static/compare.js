@@ -1,6 +1,6 @@
 // Two or more runs: differences on the same held-out tasks, their images, curves on one axis, and what differs in the recipes.
 
-import { fill, h, load, number, path, score, text, thumbnail } from "./dom.js";
+import { fill, h, load, path, score, text, thumbnail } from "./dom.js";
 import { chart, legend } from "./charts.js";
 import { AXES, evaluationColumns, evaluationPoints, placed, rewardPoints } from "./curves.js";
 
@@ -51,7 +51,7 @@ function differences(runs) {
 }
 
 function signed(value) {
-  return value > 0 ? `+${number(value)}` : number(value);
+  return value > 0 ? `+${score(value)}` : score(value);
 }
 
 /** The paired differences to the first run. */
@@ -60,7 +60,7 @@ function paired({ column, first, rows, error }) {
   return h("section", {}, h("h2", {}, "Difference to ", text(first)),
     h("p", { class: "quiet" }, `Mean ${column} of each run's last evaluation, over the tasks that both evaluated. The interval contains the spread between tasks, not between seeds.`),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "tasks", first, "this run", "difference", "95 % interval"].map((name) => h("th", { scope: "col" }, text(name))))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, text(row.run)), h("td", {}, row.n), h("td", {}, number(row.before)), h("td", {}, number(row.after)),
+      h("tbody", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, text(row.run)), h("td", {}, row.n), h("td", {}, score(row.before)), h("td", {}, score(row.after)),
         h("td", { class: row.direction }, signed(row.difference)), h("td", {}, row.interval ? row.interval.map((end) => signed(end)).join(" to ") : "none: fewer than 8 tasks")))))));
 }
 

@@ -38,5 +38,9 @@ async function show() {
   }
 }
 
+// A small image is enlarged with sharp edges, a photograph is not.
+document.addEventListener("load", ({ target }) => {
+  if (Math.max(target.naturalWidth, target.naturalHeight) <= 96) target.classList.add("pixelated");
+}, true);
 window.addEventListener("hashchange", show);
 show();

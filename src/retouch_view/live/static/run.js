@@ -218,7 +218,7 @@ function evaluations(run) {
   const last = run.evals.at(-1);
   const rows = Object.entries(last.table ?? {}).map(([label, row]) => h("tr", {},
     h("th", { scope: "row" }, text({ all: "all tasks", headline: headline(run) }[label] ?? label.replace("=", " "))), h("td", {}, row.n ?? "–"),
-    columns.map((column) => h("td", { title: interval(last.ci95?.[label]?.[column]) }, number(row[column])))));
+    columns.map((column) => h("td", { title: interval(last.ci95?.[label]?.[column]) }, score(row[column])))));
   return h("section", {}, h("h2", {}, `Evaluation on ${last.split === "train" ? "trained-on" : "held-out"} tasks`),
     columns.length > 1 && h("p", { class: "quiet" }, evaluatedTasks(run, columns[1]).replace("mean", "Means"), "."),
     columns.length > 1 && h("div", { class: "charts" }, columns.slice(1, 7).map((column) => heldout(run, column, [], "small"))),

@@ -1,6 +1,6 @@
 // The stored images of a run. Only the rows of the grid that can be seen are in the page.
 
-import { fill, h, load, number, path, text } from "./dom.js";
+import { fill, h, load, number, path, score, text } from "./dom.js";
 import { details } from "./sample.js";
 
 const PAGE = 100;
@@ -66,7 +66,7 @@ export async function samplesPage(main, signal, name) {
     const button = h("button", { class: "sample", role: "listitem", "data-index": index, onclick: () => open(line, index) },
       line.image ? h("img", { src: `/thumbnails/${path(name, line.step, line.image)}`, alt: "", loading: "lazy" }) : h("span", { class: "noimage" }, "no image"),
       h("span", { class: "caption" }, text(line.instruction)),
-      h("span", { class: "score" }, `reward ${number(line.reward)}`));
+      h("span", { class: "score" }, `reward ${score(line.reward)}`));
     button.style.transform = `translate(${(index % columns) * CELL}px, ${Math.floor(index / columns) * ROW}px)`;
     return button;
   }
@@ -91,7 +91,7 @@ export async function samplesPage(main, signal, name) {
     const found = await load(`/api/runs/${path(name)}/samples?${new URLSearchParams({ task: line.task, set: line.set, limit: 60, sort: "step:asc" })}`);
     fill(strip, ...found.samples.filter((each) => each.image && each.slot === line.slot).map((each) => h("figure", {},
       h("img", { src: `/thumbnails/${path(name, each.step, each.image)}`, alt: `step ${each.step}`, loading: "lazy" }),
-      h("figcaption", {}, `step ${each.step}: ${number(each.reward)}`))));
+      h("figcaption", {}, `step ${each.step}: ${score(each.reward)}`))));
   }
 
   dialog.addEventListener("keydown", (event) => {
