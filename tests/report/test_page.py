@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import json
 import math
 import re
 import shutil
@@ -32,6 +33,10 @@ def run(tmp_path_factory):
 @pytest.fixture
 def started(tmp_path):
     return write_new_run(tmp_path / "started")
+
+
+def charts_of(page):
+    return [json.loads(figure["data-chart"]) for figure in page.all("figure", "chart")]
 
 
 def page_of(folder):
@@ -103,16 +108,18 @@ def test_the_report_of_an_unfinished_run_says_that_it_has_just_started_or_shows_
     page = read(page_of(started))
     assert_self_contained(page)
     assert "has just started" in page.words
-    assert page.all("img") == page.all("svg") == []
+    assert page.all("img") == charts_of(page) == []
     missing = ("No steps.", "No evaluation on held-out tasks.", "No images of training samples are stored.", "No timings.")
     assert [words for words in missing if words not in page.words] == []
     started.append_metrics(1, "rl", {"reward/mean": 0.5, "policy/approx_kl": math.nan})
     started.write_eval(0, "heldout", table={"all": {"overall": 5.0, "n": 10}}, ci95={})
     page = read(page_of(started))
     assert "step 1 of 120" in page.words
-    assert "mean of the last" not in page.words
-    assert "no value" in page.words
-    assert len(page.all("svg")) == 3
+    reward, evaluations, kl = (each["options"] for each in charts_of(page))
+    captions = [each["caption"] for each in (reward, evaluations, kl)]
+    assert captions == ["Training reward over steps", "Evaluations over steps", "policy/approx_kl"]
+    assert reward["help"] == "training reward: mean of each step's samples"
+    assert kl["help"].startswith("no value; ")
     assert (page.text["strong"], "after step 1 of 120." in page.words) == (["Stopped"], True), "no process owns the folder"
     owner = Owner(started.root)
     assert "in progress: step 1 of 120" in read(page_of(started)).words
@@ -134,7 +141,7 @@ def test_a_metric_that_is_0_at_every_step_and_the_loss_of_a_policy_gradient_have
             )
         page = read(page_of(started))
         assert "0 at every step: missing/IF." in page.words
-        labels = [svg["aria-label"] or "" for svg in page.all("svg")]
+        labels = [each["options"]["caption"] for each in charts_of(page)]
         assert [sum(name in label for label in labels) for name in ("group/size", "policy/loss", "missing")] == [1, losses, 0]
 
 
@@ -241,11 +248,17 @@ def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started):
     for step, value in ((0, 5.0), (1, 6.0)):
         started.write_eval(step, "heldout", table={"all": {"overall": value + 2}, "headline": {"overall": value}}, ci95={})
     page = read(page_of(started))
-    assert len(page.all("path", "level")) == 2
-    assert "held-out overall from 5.00 at step 0 to 6.00 at step 1" in (page.all("svg")[0]["aria-label"] or "")
+    (chart,) = charts_of(page)
+    assert chart["options"]["levels"] == [[9.7, "ceiling"], [7.0, "best of k, base"]]
+    assert chart["series"][0] == {
+        "name": "held-out overall",
+        "points": [[0, 5, None, None], [1, 6, None, None]],
+        "count": 2,
+        "dots": True,
+    }
     for step, value in ((0, 5.0), (1, 6.0)):
         started.write_eval(step, "heldout", table={"all": {"overall": value + 2}}, ci95={})
-    assert read(page_of(started)).all("path", "level") == []
+    assert charts_of(read(page_of(started)))[0]["options"]["levels"] == []
 
 
 def test_a_signal_and_a_reward_that_equals_a_score_column_are_shown_once(started):

@@ -6,9 +6,10 @@ import pytest
 from conftest import WIDE_AND_PHONE
 from PIL import Image
 
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, Summary
 from retouch.rewards.ledger.database import Database
 from retouch_judge.cache import AnswerCache, JudgeCall
+from retouch_view.report.page import write_report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -161,3 +162,26 @@ def test_chart_is_saved_as_svg_and_png(write_run, tab, address, tmp_path):
         colours = {colour for count, colour in image.convert("RGB").getcolors(1 << 20) if count > 200}
     assert {(255, 255, 255), (37, 99, 168), (180, 80, 11)} <= colours
     assert tab.locator(".paper").count() == 0
+
+
+def test_the_report_draws_its_charts_without_a_server(chromium, write_run):
+    folder: RunFolder = write_run("one", steps=0)
+    for step in range(1, 501):
+        folder.append_metrics(step, "first" if step <= 250 else "second", {"reward/mean": 0.01 * step, "policy/clip_fraction": 0.1})
+    for step in (0, 500):
+        folder.write_eval(step, "heldout", table={"all": {"n": 9, "share": 0.01 * step}}, ci95={"all": {"share": (0.1, 4.9)}})
+    folder.write_summary(Summary(column="share", on="tasks", before=0.0, after=5.0, steps=500, ceiling=9.7, best_of_k=None))
+    page = chromium.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text))
+    page.goto(write_report(folder.root).as_uri())
+    charts = page.locator("figure.chart")
+    assert charts.locator("b").all_inner_texts() == ["Reward over steps", "policy/clip_fraction"]
+    assert charts.first.locator(".mark text").all_text_contents() == ["first", "second", "ceiling 9.7"]
+    assert charts.first.locator("path.band").count() == 1
+    charts.first.locator("svg").hover()
+    assert charts.first.locator(".readout").inner_text().startswith("training reward 2.42 at 241.5 · held-out share")
+    charts.last.locator("svg").click()
+    assert page.locator("dialog svg").is_visible()
+    assert errors == []

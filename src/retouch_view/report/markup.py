@@ -76,17 +76,6 @@ def format_number(value: float | int | None) -> str:
     return _minus(f"{value:.2f}" if size >= 0.1 else f"{value:.2g}")
 
 
-def tick_label(value: float, gap: float) -> str:
-    """The label of an axis tick, with as many decimals as needed to distinguish ticks ``gap`` apart."""
-    if value == 0:
-        return "0"
-    size = max(abs(value), gap)
-    if size < 1e-3 or size >= 1e5:
-        return format_number(value)
-    decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
-    return _minus(f"{value:.{decimals}f}")
-
-
 def format_brief(value: float) -> str:
     """Format with at most three significant digits and without trailing zeros, for captions."""
     return _minus(f"{value:.3g}")

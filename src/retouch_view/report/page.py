@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -106,8 +107,13 @@ def run_page(run: Path, *, ended: str | None = None) -> str:
 
 def html_page(title: str, header: Html, main: Html) -> Html:
     """Return a complete page in the style of the reports. It works offline and loads no other file."""
-    # Both files contain only text of this package, so they are not escaped.
-    script, style = (Html(files("retouch_view.report").joinpath(name).read_text("utf-8")) for name in ("page.js", "style.css"))
+    # These files contain only text of this package, so they are not escaped. They become one script and one style.
+    live, own = files("retouch_view.live") / "static", files("retouch_view.report")
+    scripts = [(live / name).read_text("utf-8") for name in ("dom.js", "export.js", "charts.js")] + [
+        (own / "page.js").read_text("utf-8")
+    ]
+    script = Html("".join(re.sub(r"^import .*\n|^export ", "", each, flags=re.MULTILINE) for each in scripts))
+    style = Html((live / "charts.css").read_text("utf-8") + (own / "style.css").read_text("utf-8"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = tag(
@@ -143,10 +149,10 @@ def _heldout(folder: RunFolder, evals: Sequence[Mapping[str, Any]], column: str 
 
 def _signals(metrics: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any]) -> list[Html]:
     shown, others, zero = charts.signal_charts(metrics, without=["policy/loss"] if tables.loss_says_nothing(recipe) else [])
-    parts = [tag("div", shown, class_="smalls")] if shown else []
+    parts = [tag("div", shown, class_="charts")] if shown else []
     if others:
         title = f"All other metrics ({len(others)})"
-        parts.append(tag("details", tag("summary", title), tag("div", others, class_="smalls")))
+        parts.append(tag("details", tag("summary", title), tag("div", others, class_="charts")))
     return [*parts, tag("p", f"0 at every step: {', '.join(zero)}.", class_="quiet")] if zero else parts
 
 
@@ -157,7 +163,7 @@ def _watched(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
     steps_by_rule = charts.alarms(metrics).items()
     lines = [f"{rule} at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" for rule, steps in steps_by_rule]
     alarms = tag("p", f"Alarms: {'; '.join(lines)}.", class_="warning") if lines else tag("p", "No alarm.", class_="quiet")
-    return [alarms, tag("div", drawn, class_="smalls")]
+    return [alarms, tag("div", drawn, class_="charts")]
 
 
 def _suites(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
@@ -175,15 +181,14 @@ def _suites(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
             cell = line["table"].get("all", {}).get(column)
             if cell is not None and cell["mean"] is not None:
                 low, high = (math.nan if cell[end] is None else cell[end] for end in ("low", "high"))
-                points.append(charts.Point(int(line["step"]), cell["mean"], low, high))
+                points.append((int(line["step"]), cell["mean"], low, high))
         head = tag("tr", tag("th", "step"), *(tag("th", row) for row in rows), tag("th", "missing"))
         alarms = [f"after step {line['step']}, {line['alarm']}" for line in own if line["alarm"] is not None]
-        marks = [charts.Line(column, "held", points)]
         shown.append(
             tag(
                 "div",
                 tag("p", tag("b", name), f", {column}", class_="caption"),
-                charts.draw(f"{name}, {column}", [], last, marks=marks) if points and last > 0 else None,
+                charts.draw(name, [charts.series(column, points, dots=True)], last, size="lead") if points and last > 0 else None,
                 scrolled(head, body),
                 tag("p", f"Alarm: {'; '.join(alarms)}.", class_="warning") if alarms else None,
             )

@@ -1,5 +1,5 @@
 // Line charts as SVG. A series is { name, points: [[x, y, low, high], ...] }. y may be null; low and high, the ends of a band, may be
-// null or left out.
+// null or left out. dots: mark each point. count: of the points before they were thinned.
 
 import { fill, h, number } from "./dom.js";
 import { exportButtons } from "./export.js";
@@ -93,18 +93,19 @@ function line(points, x, y) {
 }
 
 /** A chart with a caption, which a click enlarges. options: { caption, help, axis, end: of the axis, marks: [[x, text], ...], dots,
- * smooth: the number of points in the running mean } */
+ * smooth: the number of points in the running mean, levels: [[y, text], ...], phases: [[x, text], ...] } */
 export function chart(series, options, wanted = "small") {
   const narrow = window.matchMedia("(max-width: 600px)").matches;
   const size = narrow ? { small: "phone", lead: "small", large: "small" }[wanted] : wanted;
   const [width, height, about] = SIZES[size];
   const head = h("figcaption", {}, h("b", {}, h("bdi", {}, options.caption)), options.help && h("small", {}, options.help));
-  const thinned = series.map(({ name, points }) => ({ name, points: thin(points) }));
+  const thinned = series.map(({ name, points, dots }) => ({ name, points: thin(points), dots: dots ?? options.dots }));
   const known = thinned.flatMap(({ points }) => points.filter(([, value]) => typeof value === "number"));
   if (!known.length) return h("figure", { class: "chart" }, head, h("p", { class: "quiet" }, "No value."));
   const whole = COUNTED.has(options.axis);
   const right = Math.max(...known.map(([at]) => at), options.end ?? 0, whole ? 1 : 1e-9);
-  const [low, high] = range(known.flatMap((point) => (hasBand(point) ? point.slice(1) : [point[1]])));
+  const levels = options.levels ?? [];
+  const [low, high] = range([...levels.map(([value]) => value), ...known.flatMap((point) => (hasBand(point) ? point.slice(1) : [point[1]]))]);
   const x = (value) => LEFT + (value / right) * (width - LEFT - RIGHT);
   const y = (value) => height - BOTTOM - ((value - low) / (high - low)) * (height - BOTTOM - TOP);
   const across = ticks(low, high, about + 1);
@@ -116,15 +117,20 @@ export function chart(series, options, wanted = "small") {
   const bottom = along.found.map((tick) => h("text", { x: x(tick), y: height - 6, class: "tick middle" }, tickLabel(tick, along.gap)));
   const marks = (options.marks ?? []).filter(([at]) => at <= right).map(([at, words]) =>
     h("g", { class: "mark" }, h("line", { x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }), svgTitle(words)));
+  const phases = (options.phases ?? []).map(([at, words]) => h("g", { class: "mark phase" },
+    at > 0 && h("line", { x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }), h("text", { x: x(at) + 4, y: height - BOTTOM - 5, class: "tick" }, words)));
+  const rules = levels.map(([value, words]) => h("g", { class: "mark level" }, h("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
+    h("text", { x: LEFT + 4, y: y(value) - 4, class: "tick" }, `${words} ${number(value)}`)));
   const bands = thinned.map(({ points }, index) => [band(points, x, y), index]).filter(([d]) => d)
     .map(([d, index]) => h("path", { d, class: `band series-${index % 6}` }));
-  const lines = thinned.flatMap(({ name, points }, index) => {
-    const runs = Math.max(1, Math.round(((options.smooth ?? 1) * points.length) / Math.max(1, series[index].points.length)));
+  const lines = thinned.flatMap(({ name, points, dots }, index) => {
+    const count = series[index].count ?? series[index].points.length;
+    const runs = dots ? 1 : Math.max(1, Math.round(((options.smooth ?? 1) * points.length) / Math.max(1, count)));
     const mean = runs > 1 && points.length > runs ? line(smoothed(points, runs), x, y) : "";
     return [
       h("path", { d: line(points, x, y), class: `line series-${index % 6} ${mean ? "raw" : ""}` }, svgTitle(name)),
       mean && h("path", { d: mean, class: `line series-${index % 6}` }, svgTitle(`${name}, mean of ${options.smooth} steps`)),
-      ...(options.dots || points.length === 1 ? points : []).filter(([, value]) => typeof value === "number").map(([at, value]) =>
+      ...(dots || points.length === 1 ? points : []).filter(([, value]) => typeof value === "number").map(([at, value]) =>
         h("circle", { cx: x(at), cy: y(value), r: 2.5, class: `dot series-${index % 6}` }, svgTitle(`${name}: ${number(value)} at ${number(at)}`))),
       ...(points.filter(hasBand).length === 1 ? points.filter(hasBand) : []).map(([at, , from, to]) =>
         h("line", { x1: x(at), x2: x(at), y1: y(from), y2: y(to), class: `line series-${index % 6}` })),
@@ -144,7 +150,7 @@ export function chart(series, options, wanted = "small") {
         `${series.length > 1 ? `${name} ` : ""}${number(point[1])}${hasBand(point) ? ` (${number(point[2])} to ${number(point[3])})` : ""} at ${number(point[0])}`).join(" · ");
     },
     onpointerleave: () => { readout.textContent = ""; },
-  }, grid, bottom, marks, bands, lines);
+  }, grid, bottom, marks, phases, rules, bands, lines);
   const larger = wanted === "large" ? null : h("button", { type: "button", title: "enlarge this chart", onclick: () => enlarge(series, options) }, "larger");
   head.prepend(exportButtons(drawing, { caption: options.caption, axis: options.axis, names: series.length > 1 ? series.map(({ name }) => name) : [] }, larger));
   return h("figure", { class: "chart" }, head, drawing, readout, series.length > 1 && legend(series.map(({ name }) => name)));
@@ -154,7 +160,7 @@ function enlarge(series, options) {
   const dialog = h("dialog", { class: "enlarged", "aria-label": options.caption, onclose: () => dialog.remove(),
     onclick: (event) => { if (event.target === dialog) dialog.close(); } });
   fill(dialog, h("form", { method: "dialog" }, h("button", { class: "close", "aria-label": "close" }, "×")), chart(series, options, "large"));
-  document.getElementById("main").append(dialog);
+  document.querySelector("main").append(dialog);
   dialog.showModal();
 }
 
