@@ -71,7 +71,7 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
         case "extra_forbidden":
             near = nearest(last, fields)
             usual = f"did you mean {near}?" if near else f"known here: {', '.join(fields)}"
-            return f"{at}: unknown key; {other_names.hint(last, python=True, inside=True) or usual}"
+            return f"{at}: unknown key; {other_names.hint_inside(last, error['input'], section.__name__) or usual}"
         case "missing":
             about = fields[last].description if last in fields else None
             return f"{at}: missing{f': {about}' if about else ''}"
