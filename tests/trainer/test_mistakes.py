@@ -119,12 +119,16 @@ MISTAKES = [
     ({"renderer": "x"}, "renderer: this model makes images itself"),
     ({"objective": retouch.Supervised()}, "have no targets, and supervised needs them"),
     ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
-    ({"run_name": "a/b"}, "name: 'a/b' does not match"),
+    ({"run_name": "a/b"}, "name: should have only letters, digits, '.', '_' and '-', not 'a/b'"),
+    ({"model": "playground"}, "'playground' is the kind of a model in a recipe; write model=retouch.models.Playground()"),
+    ({"model": "sd3"}, "write model=retouch.models.SD3(path=...)"),
+    ({"rollout": {"num_steps": 4}}, 'missing: The transition of the steps that train, for example {"kind": "sde", "noise_level"'),
+    ({"rollout": {"num_steps": 4, "transition": "sde"}}, "with a kind: {'kind': 'sde', 'noise_level': ...}, not 'sde'"),
     ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
     ({"steps": None}, "steps: missing: set the length of the run, in steps or in passes"),
     ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
     ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
-    ({"device": "gpu"}, "device: "),
+    ({"device": "gpu"}, "device: should be 'cuda', 'cuda:0', 'mps' or 'cpu', not 'gpu'"),
     (
         {
             "model": partial(tiny_writers.module, "qwen2.5"),

@@ -125,7 +125,6 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
         case "string_pattern_mismatch":
             if context["pattern"] == f"^{CLASS_PATH.pattern}$":
                 return f"{dotted(path)}: {given!r} is not the path of a class; write package.module:Class, with a colon"
-            return f"{dotted(path)}: {given!r} does not match {context['pattern']}"
         case "kind_value":
             return f"{dotted((*path, context['key']) if 'key' in context else path)}: {context['message']}"
         case "value_error":

@@ -55,8 +55,8 @@ TRL: Mapping[str, tuple[str, str, Any]] = {
     "resume_from_checkpoint": ("", "", "a run with the same name continues from its last checkpoint"),
     "args": ("", "", "give the values of GRPOConfig as arguments, under the names of docs/coming-from.md"),
 }
-"""A name to the keys of a recipe that take its value, the argument of a ``Trainer`` (with its field, if it is a section), and a usual
-value. Without a key, the last text says why none is needed."""
+"""A name to the keys of a recipe that take its value, the argument of a ``Trainer`` with the field of a section, and a usual value.
+Without a key, the last text says why none is needed."""
 
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "bf16": {True: "bfloat16", False: "float32"},

@@ -240,6 +240,11 @@ def _dtype(module: Any, given: Dtype | None, *, key: str) -> Any:
 
 
 def _from_path(path: str, *, size: tuple[int, int] | None, dtype: Dtype, key: str) -> ImageModel | LanguageModel:
+    for kinds in (IMAGE_MODELS, LANGUAGE_MODELS):
+        if path in kinds and not Path(path).exists() and (section := kinds.load(path)) is not None:
+            needed = ", ".join(f"{name}=..." for name, field in section.model_fields.items() if field.is_required())
+            name = section.__name__.removesuffix("Model")
+            raise ValueError(f"{key}: {path!r} is the kind of a model in a recipe; write {key}=retouch.models.{name}({needed})")
     # A playground's model derives from the section of a published one, and has its hub_ids.
     families = [each for each in IMAGE_MODELS.classes() if issubclass(each, DiffusersModel) and not each.packaged]
     known = None if Path(path).is_dir() else next((family for family in families if path in family.hub_ids), None)
