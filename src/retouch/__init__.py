@@ -85,6 +85,21 @@ _NAMES = {
 _PACKAGES = ("core", "models", "rewards")
 _WINGS = ("benchmarks", "judge_audit", "serve", "testing")
 
+_OTHER_NAMES = {
+    **{"ppo": "use retouch.GRPO(), and advantage=retouch.GAEAdvantage() for a value head", "flowgrpo": "use retouch.GRPO()"},
+    "rloo": "use retouch.REINFORCE() with advantage=retouch.GroupAdvantage(baseline='leave_one_out', scale='none')",
+    **dict.fromkeys(("dapo", "drgrpo"), "use retouch.GRPO(normalise='token'), or 'dr_grpo'"),
+    **dict.fromkeys(("diffusionnft", "flownft"), "use retouch.NFT()"),
+    "sft": "use retouch.CrossEntropy() for text, and retouch.Supervised() for images",
+    **dict.fromkeys(
+        ("raft", "bestofn"), "use retouch.AWM(), or retouch.REINFORCE() for text, with advantage=retouch.BestAdvantage()"
+    ),
+    "rwr": "use retouch.AWM(), or retouch.REINFORCE() for text, with advantage=retouch.ExponentialAdvantage()",
+    **dict.fromkeys(("grpotrainer", "grpoconfig"), "give all arguments to retouch.Trainer"),
+    "loraconfig": "use retouch.Lora(rank=32)",
+}
+"""Names of other libraries and of papers, in lower case without underscores, to what to use."""
+
 __all__ = [*sorted(_NAMES), *_PACKAGES, *_WINGS]
 
 
@@ -97,7 +112,11 @@ def __getattr__(name: str) -> Any:
         from retouch.config import wings
 
         return wings.load(f"name.{name}")
-    raise AttributeError(f"module 'retouch' has no attribute {name!r}")
+    from retouch.config.imports import nearest
+
+    near = None if name.startswith("_") else nearest(name, __all__)
+    hint = _OTHER_NAMES.get(name.lower().replace("_", ""), near and f"did you mean retouch.{near}?")
+    raise AttributeError(f"module 'retouch' has no attribute {name!r}{'; ' * bool(hint)}{hint or ''}")
 
 
 def __dir__() -> list[str]:

@@ -315,6 +315,9 @@ class ChatClient:
             return list(await asyncio.gather(*(self._ask_one(question, fields, began) for question, fields in pairs)))
 
         answers = submit(ask_all()).result()
+        if again := Counter(reason for answer in answers for reason in answer.faults):
+            says = ", ".join(f"{count} {reason}" for reason, count in again.most_common())
+            _log.info("%s: %d requests were repeated (%s)", self.endpoint.model, again.total(), says)
         faults = Counter(answer.fault for answer in answers if answer.fault)
         if faults:
             says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())

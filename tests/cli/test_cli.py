@@ -161,6 +161,8 @@ SET = "keys of the recipe are changed with: --set"
         (["train", "quickstart", "--learning-rate=1e-4", "--group_size", "4"], f"{SET} learning_rate=1e-4 --set group_size=4\n"),
         (["train", "quickstart", "--policy.train.rank", "8"], f"{SET} policy.train.rank=8\n"),
         (["train", "quickstart", "--num_generations", "4", "--max-steps=5"], f"{SET} group_size=4 --set steps=5\n"),
+        (["train", "quickstart", "--epsilon", "1e-4"], f"{SET} objective.clip_low=1e-4 --set objective.clip_high=1e-4\n"),
+        (["train", "quickstart", "--report_to=wandb", "--bf16"], "--set 'trackers=[\"wandb\"]' --set policy.model.dtype=bfloat16"),
         (["train", "quickstart", "--set", "num_generations=4"], ": unknown key; TRL's num_generations is group_size\n"),
         (["ledger", ".", "answers", "--failed"], "has no ledger.sqlite: give the folder of a run that has scored samples"),
     ],

@@ -299,8 +299,9 @@ def test_a_wait_for_a_rate_limit_is_logged_while_it_lasts_and_an_unusable_answer
     monkeypatch.setattr(chat_client, "_QUIET", 0.02)
     with Double(once("429")) as double:
         assert open_client(double).ask([question()])[0].scores
-    (said,) = caplog.messages
+    said, repeated = caplog.messages
     assert f"judge at {double.url}: HTTP 429; questions wait to be asked again, for at most 1" in said
+    assert repeated == "judge: 1 requests were repeated (1 HTTP 429)"
     with Double(always("prose")) as double:
         open_client(double).ask([question()])
     assert "(1 unusable answer; for example unusable answer: 'I think it is a fine picture.')" in caplog.messages[-1]

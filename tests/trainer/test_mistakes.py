@@ -119,12 +119,16 @@ MISTAKES = [
     ({"renderer": "x"}, "renderer: this model makes images itself"),
     ({"objective": retouch.Supervised()}, "have no targets, and supervised needs them"),
     ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
-    ({"run_name": "a/b"}, "name: 'a/b' does not match"),
+    ({"run_name": "a/b"}, "name: should have only letters, digits, '.', '_' and '-', not 'a/b'"),
+    ({"model": "playground"}, "'playground' is the kind of a model in a recipe; write model=retouch.models.Playground()"),
+    ({"model": "sd3"}, "write model=retouch.models.SD3(path=...)"),
+    ({"rollout": {"num_steps": 4}}, 'missing: The transition of the steps that train, for example {"kind": "sde", "noise_level"'),
+    ({"rollout": {"num_steps": 4, "transition": "sde"}}, "with a kind: {'kind': 'sde', 'noise_level': ...}, not 'sde'"),
     ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
     ({"steps": None}, "steps: missing: set the length of the run, in steps or in passes"),
     ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
     ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
-    ({"device": "gpu"}, "device: "),
+    ({"device": "gpu"}, "device: should be 'cuda', 'cuda:0', 'mps' or 'cpu', not 'gpu'"),
     (
         {
             "model": partial(tiny_writers.module, "qwen2.5"),
@@ -152,26 +156,73 @@ MISTAKES = [
      "model.transformer: this SD3Transformer2DModel is quantized in a way that is not known to train; load it in bfloat16 or"),
     ({"minibatches": 5}, "minibatches: "),
     ({"num_generations": 8}, "num_generations: unknown key; for TRL's num_generations write group_size=8"),
-    ({"max_steps": 3, "save_steps": 1}, "save_steps: unknown key; for TRL's save_steps write checkpoints={'every': 50, 'keep': 2}"),
+    ({"max_steps": 3, "save_steps": 1}, "save_steps: unknown key; for TRL's save_steps write checkpoints={'every': 1}"),
     ({"logging_steps": 1}, "logging_steps: unknown key; every step is one line of metrics.jsonl"),
     ({"args": None}, "args: unknown key; give the values of GRPOConfig as arguments, under the names of docs/coming-from.md"),
-    ({"weight_decay": 0.1}, "weight_decay: unknown key; write optimizer={'weight_decay': ...}"),
+    ({"weight_decay": 0.1}, "weight_decay: unknown key; write optimizer={'weight_decay': 0.1}"),
     ({"rollout": {"kind": "tokens", "max_completion_length": 8}},
      "rollout.max_completion_length: unknown key; TRL's max_completion_length is rollout.max_new_tokens"),
 ]  # fmt: skip
-NOT_PASTED = ("bf16", "reward_weights", "model_name_or_path", "args", "logging_steps", "resume_from_checkpoint")
+NOT_PASTED = ("reward_weights", "output_dir", "run_name")  # arguments of a Trainer too
+GIVEN = {
+    **{"bf16": True, "use_vllm": True, "push_to_hub": True, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+    **{"scale_rewards": "none", "report_to": "wandb", "eval_strategy": "steps", "logging_dir": "logs", "warmup_ratio": 0.05},
+    **{"beta": 0.02, "epsilon": 0.1, "epsilon_high": 0.3, "delta": 3.0, "num_generations": 4, "num_iterations": 2, "lr": 3e-5},
+    **{"per_device_train_batch_size": 2, "max_completion_length": 64, "temperature": 0.9, "hub_model_id": "me/fox"},
+}
+"""What a script for TRL writes; the other names have their usual values."""
+COMMON = ("learning_rate", "num_generations", "beta", "epsilon", "num_iterations", "per_device_train_batch_size")
+COMMON += ("max_completion_length", "temperature")
+
+
+@pytest.fixture(params=["image model", "writer"])
+def given(request, pipe):
+    writer = {"model": tiny_writers.module("qwen2.5"), "processing_class": tiny_writers.tokenizer(), "renderer": pipe}
+    model = {"model": pipe} if request.param == "image model" else writer
+    return {**model, "reward_funcs": red, "train_dataset": ROWS, "peft_config": retouch.Lora(rank=2, alpha=2)}
+
+
+def pasted(given, trl):
+    """The recipe of a Trainer whose arguments of TRL were replaced by what the messages say, and the messages."""
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        retouch.Trainer(**given, **trl)
+    said = re.findall(r"(?<= write )(?!it out)(.*)$", str(caught.value), re.MULTILINE)
+    known = {name: value for name, value in trl.items() if f"{name}: unknown" not in str(caught.value).replace(", ", ": unknown, ")}
+    names = {"retouch": retouch, "given": {**given, **known}}
+    exec(f"new = dict({', '.join(said)})", names)  # an argument that is written twice is a SyntaxError
+    model = {"model": given["model"]} if "model" in names["new"] else {}
+    return retouch.Trainer(**{**given, **known, **names["new"], **model}).recipe, str(caught.value)
 
 
 @pytest.mark.parametrize("name", [name for name in TRL if name not in NOT_PASTED])
-def test_what_the_hint_for_a_name_of_trl_says_can_be_pasted_into_the_trainer_of_a_language_model(name, pipe):
-    given = {"model": tiny_writers.module("qwen2.5"), "processing_class": tiny_writers.tokenizer(), "renderer": pipe}
-    given |= {"reward_funcs": red, "train_dataset": ROWS, "peft_config": retouch.Lora(rank=2, alpha=2)}
-    if name not in ("output_dir", "run_name"):
-        with pytest.raises(ValueError, match="unknown key"):
+def test_what_the_hint_for_a_name_of_another_trainer_says_can_be_pasted(name, given):
+    if not TRL[name][0]:
+        with pytest.raises(ValueError, match=re.escape(f"{name}: unknown key; {TRL[name][2]}")):
             retouch.Trainer(**given, **{name: 1})
-    names = {"retouch": retouch}
-    exec(f"pasted = dict({TRL[name][1]})", names)
-    retouch.Trainer(**{**given, **names["pasted"]})
+    else:
+        pasted(given, {name: GIVEN.get(name, TRL[name][2])})
+
+
+def test_the_hints_for_a_whole_script_of_trl_can_be_pasted_together_and_keep_its_values(given):
+    writes = "renderer" in given
+    trl = {
+        "learning_rate": 3e-5,
+        **{name: GIVEN[name] for name in COMMON if name in GIVEN},
+        "warmup_ratio": 0.05,
+        "weight_decay": 0.1,
+    }
+    for first in COMMON:
+        for second in COMMON[: COMMON.index(first)]:
+            if first in GIVEN:
+                pasted(given, {name: trl[name] for name in (second, first)})
+    made, said = pasted(given, trl)
+    assert "beta, epsilon: unknown key; for TRL's beta and TRL's epsilon write objective=retouch.GRPO(kl=0.02, clip=" in said
+    assert (made.learning_rate, made.group_size, made.epochs, made.microbatch) == (3e-5, 4, 2, 2)
+    assert (made.objective.kl.weight, made.objective.clip_low) == (0.02, 0.1 if writes else 1e-4)
+    assert (made.optimizer.warmup_steps, made.optimizer.weight_decay) == (0.05, 0.1)
+    assert not writes or (made.rollout.max_new_tokens, made.rollout.temperature) == (64, 0.9)
+    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 8}
+    assert pasted(given, batch)[0].tasks_per_step == 4
 
 
 def test_the_kl_of_a_number_fits_the_policy_and_a_dictionary_is_its_section(pipe):

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,8 +52,11 @@ def test_public_names_equal_the_expected_lists():
     assert set(retouch.__all__) == NAMES
     assert set(retouch.core.__all__) == CORE
     assert set(dir(retouch)) >= NAMES
-    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
-        retouch.Trianer  # noqa: B018
+    for name, hint in (("Trianer", "did you mean retouch.Trainer"), ("PPO", "GAEAdvantage"), ("RLOO", "leave_one_out")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; .*{hint}"):
+            getattr(retouch, name)
+    for hint in retouch._OTHER_NAMES.values():
+        assert all(hasattr(retouch, name) for name in re.findall(r"retouch\.(\w+)", hint))
     with pytest.raises(AttributeError, match="no attribute 'grpo'"):
         retouch.core.grpo  # noqa: B018
 

@@ -45,7 +45,8 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(whole, tm
     made, summary = whole, RunFolder(whole.folder).read_summary()
     pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]
     assert summary.steps == 3
-    assert "had the reward" not in RunFolder(made.folder).log(0).read_text()
+    assert "had equal rewards" not in RunFolder(made.folder).log(0).read_text()
+    assert re.search("<dd>function redness</dd>.*<dd>table with id, instruction</dd>", RunFolder(made.folder).report.read_text())
     assert 0 < made.state.log_history[-1]["eval/redness"] < 1
     trained = [name for name, weight in pipe.transformer.named_parameters() if weight.requires_grad]
     assert trained
@@ -60,13 +61,13 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(whole, tm
 
 
 @pytest.mark.parametrize(("steps", "counts"), [(2, ["2"]), pytest.param(6, ["5"], marks=pytest.mark.slow)])
-def test_equal_rewards_of_all_samples_are_a_warning(steps, counts, tmp_path, caplog):
+def test_equal_rewards_of_the_samples_of_each_task_are_a_warning(steps, counts, tmp_path, caplog):
     @retouch.reward(low=0, high=1)
-    def constant(images, **rest):
-        return [0.5] * len(images)
+    def constant(prompts, **rest):
+        return [len(prompt) / 100 for prompt in prompts]
 
     trainer(tmp_path, reward_funcs=constant, steps=steps).train()
-    assert re.findall(r"all samples of the last (\d+) steps had the reward 0.5", caplog.text) == counts
+    assert re.findall(r"had equal rewards in the last (\d+) steps", caplog.text) == counts
 
 
 def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path):
@@ -125,7 +126,9 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run_and_has_its_log_
     assert "state.log_history lacks the steps before this start" in caplog.text
 
 
-def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path, capsys):
+def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path, capsys, monkeypatch):
+    for name in ("root", "retouch"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])  # as in a script that has not set up logging
     told: list[Any] = []
 
     class Note(retouch.Callback):
@@ -145,7 +148,13 @@ def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path, ca
         assert signal.getsignal(signal.SIGINT) is before
     assert logging.getLogger("retouch").handlers == handlers
     assert "step 1/2" in (made.folder / "train.log").read_text()
-    assert re.search(r"run: 100%.*2/2.*reward=0\.\d+", capsys.readouterr().err), "the progress bar shows the reward"
+    shown = capsys.readouterr()
+    assert re.search(r"run: 100%.*2/2.*reward=0\.\d+", shown.err), "the progress bar shows the reward"
+    assert re.search(
+        r"^run run on .*; folder .*held-out tasks after step 2 \(before -> after\).*\nreport: .*html$", shown.out, re.S | re.M
+    )
+    assert re.search(r"6 held-out tasks from \d sources are too few for an interval, which needs 8", shown.out)
+    assert "step 1/2" not in shown.out, "the bar shows the steps"
     columns = ["n", "redness", "reward"]
     steps = [("step", 1, 1), ("save", 1, True), ("step", 2, 2), ("save", 2, True)]
     assert told == [("evaluate", 0, columns), *steps, ("evaluate", 2, columns)]

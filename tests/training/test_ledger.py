@@ -186,7 +186,13 @@ def test_judge_usage_totals_accumulate_across_restarts(tmp_path: Path) -> None:
             ledger.cache.record([call("a", cost=0.5), call("server", rubric="", tokens=0, cost=None)])
             assert ledger.usage()["judge/cost"] == 0.75 * (start + 1)
             assert ledger.usage()["judge/requests"] == 4 * (start + 1)
-            usage = {"judge/requests": 4, "judge/input_tokens": 200, "judge/output_tokens": 20, "judge/cost": 0.75}
+            usage = {
+                "judge/requests": 4,
+                "judge/retries": 2,
+                "judge/input_tokens": 200,
+                "judge/output_tokens": 20,
+                "judge/cost": 0.75,
+            }
 
 
 class FirstOfTwo(Ranks):
@@ -225,7 +231,13 @@ def test_judge_usage_includes_ledgers_of_ranks_that_no_longer_exist_and_of_suite
 def test_requests_without_a_known_price_are_counted_as_unpriced(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         ledger.cache.record([call("a", cost=None)])
-        unknown = {"judge/requests": 2, "judge/input_tokens": 100, "judge/output_tokens": 10, "judge/unpriced_requests": 2}
+        unknown = {
+            "judge/requests": 2,
+            "judge/retries": 1,
+            "judge/input_tokens": 100,
+            "judge/output_tokens": 10,
+            "judge/unpriced_requests": 2,
+        }
         assert ledger.usage() == unknown
         ledger.cache.record([call("b", cost=0.0)])
         doubled = {name: 2 * value for name, value in unknown.items()}

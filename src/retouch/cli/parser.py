@@ -2,7 +2,9 @@
 
 import argparse
 import errno
+import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -118,18 +120,21 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words, changes = message.partition("unrecognized arguments: ")[2].split(), []
         if any(word.startswith("--") for word in words):
+            from retouch.recipe.document import value_of
             from retouch.recipe.keys import RecipeKeys
 
             for index, word in enumerate(words):
                 dashes = word.partition("=")[0].count("-") - 2
                 key, equals, value = word.removeprefix("--").replace("-", "_", dashes).partition("=")
-                key = key if key in RecipeKeys.model_fields else other_names.TRL.get(key, (key, ""))[0]
-                if not word.startswith("--") or key.partition(".")[0] not in RecipeKeys.model_fields:
+                paths = [key] if key in RecipeKeys.model_fields else other_names.TRL.get(key, (key,))[0].split(", ")
+                if not word.startswith("--") or paths[0].partition(".")[0] not in RecipeKeys.model_fields:
                     continue
                 if not equals:
                     following = words[index + 1 : index + 2]
                     value = following[0] if following and not following[0].startswith("--") else "true"
-                changes.append(f"--set {key}={value}")
+                meant, own = other_names.translated(key, value_of(value)) if key in other_names.TRL else (value, True)
+                value = value if own else meant if isinstance(meant, str) else json.dumps(meant)
+                changes += [f"--set {shlex.quote(f'{path}={value}')}" for path in paths if meant is not None]
         super().error(f"{message}\nkeys of the recipe are changed with: {' '.join(changes)}" if changes else message)
 
 

@@ -70,7 +70,7 @@ def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple
     """
     if _kinds(section) == (IMPORT,) and "args" in keys_of(section):
         return f"; the fields of your class go into {dotted((*path, 'args'))}"
-    of_trl = f"; {hint}" if (hint := other_names.hint(key, python=False)) else ""
+    of_trl = f"; {hint}" if (hint := other_names.hint(key)) else ""
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
         return f"; only {' or '.join(map(repr, others))} has it, and {own}{of_trl}"
@@ -125,7 +125,6 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
         case "string_pattern_mismatch":
             if context["pattern"] == f"^{CLASS_PATH.pattern}$":
                 return f"{dotted(path)}: {given!r} is not the path of a class; write package.module:Class, with a colon"
-            return f"{dotted(path)}: {given!r} does not match {context['pattern']}"
         case "kind_value":
             return f"{dotted((*path, context['key']) if 'key' in context else path)}: {context['message']}"
         case "value_error":

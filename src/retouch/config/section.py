@@ -71,7 +71,7 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
         case "extra_forbidden":
             near = nearest(last, fields)
             usual = f"did you mean {near}?" if near else f"known here: {', '.join(fields)}"
-            return f"{at}: unknown key; {other_names.hint(last, python=True, inside=True) or usual}"
+            return f"{at}: unknown key; {other_names.hint_inside(last, error['input'], section.__name__) or usual}"
         case "missing":
             about = fields[last].description if last in fields else None
             return f"{at}: missing{f': {about}' if about else ''}"
@@ -80,9 +80,15 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
     return f"{at}: {expected(error)}"
 
 
+_PATTERNS = {"cuda": "should be 'cuda', 'cuda:0', 'mps' or 'cpu'", "._-]*$": "should have only letters, digits, '.', '_' and '-'"}
+"""A part of a regular expression to what it means."""
+
+
 def expected(error: Mapping[str, Any]) -> str:
     """What pydantic expected, and what it found, of which long values are cut: "should be greater than 0, not -1"."""
-    return f"{error['msg'][max(error['msg'].find('should'), 0) :]}, not {error['input']!r:.200}"
+    pattern = error.get("ctx", {}).get("pattern", "")
+    words = next((words for part, words in _PATTERNS.items() if part in pattern), error["msg"])
+    return f"{words[max(words.find('should'), 0) :]}, not {error['input']!r:.200}"
 
 
 class Section(BaseModel, metaclass=SectionType):
@@ -244,7 +250,14 @@ class Kinds:
 
     def _parse(self, value: Any, base: type[Section], *, json_input: bool) -> Any:
         if not isinstance(value, Mapping):
-            raise PydanticCustomError("kind_type", f"Input should be an object with a {self.tag}")
+            known = self.load(value) if isinstance(value, str) else None
+            needed = (
+                [] if known is None else [f"'{name}': ..." for name, field in known.model_fields.items() if field.is_required()]
+            )
+            example = f": {{'{self.tag}': {', '.join([repr(value), *needed])}}}" if known is not None else ""
+            raise PydanticCustomError(
+                "kind_type", "{message}", {"message": f"Input should be an object with a {self.tag}{example}"}
+            )
         if value.get("kind") == IMPORT and (IMPORT not in self._table or self._derives(value, base)):
             return self._import(value, base, json_input=json_input)
         discriminator = {"discriminator": f"'{self.tag}'"}

@@ -113,8 +113,9 @@ class PolicyGradient(Objective):
     def for_policy(self, *, is_autoregressive: bool) -> PolicyGradient:
         """The objective, with the clip range and the kind of KL that fit the policy, where they were left open."""
         chosen: dict[str, Any] = {}
-        if self.surrogate == "clip" and self.clip_low is None and self.clip_high is None:
-            chosen = dict.fromkeys(("clip_low", "clip_high"), 0.2 if is_autoregressive else 1e-4)
+        if self.surrogate == "clip":
+            bounds = (bound for bound in ("clip_low", "clip_high") if getattr(self, bound) is None)
+            chosen = dict.fromkeys(bounds, 0.2 if is_autoregressive else 1e-4)
         if isinstance(self.kl, Kl) and self.kl._is_usual:
             chosen["kl"] = Kl(kind="k3" if is_autoregressive else "closed", weight=self.kl.weight)
         return self.model_copy(update=chosen)
@@ -335,7 +336,7 @@ def GRPO(*, clip: float | None = None, kl: AnyKl = 0.0, **keys: Any) -> PolicyGr
         >>> retouch.GRPO(clip=1e-4).clip_high
         0.0001
     """
-    return PolicyGradient(surrogate="clip", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
+    return PolicyGradient(**{"surrogate": "clip", "clip_low": clip, "clip_high": clip, "kl": _kl(kl), **keys})
 
 
 def GSPO(*, clip: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
@@ -346,7 +347,7 @@ def GSPO(*, clip: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
         >>> retouch.GSPO(clip=3e-4).surrogate
         'gspo'
     """
-    return PolicyGradient(surrogate="gspo", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
+    return PolicyGradient(**{"surrogate": "gspo", "clip_low": clip, "clip_high": clip, "kl": _kl(kl), **keys})
 
 
 def CISPO(*, clip: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:

@@ -482,7 +482,7 @@ class DenoisingRollout(SharedRollout):
     num_steps: Annotated[int, Field(ge=1)]
     """Number of denoising steps of an image."""
     transition: Annotated[Transition, TRANSITIONS]
-    """The transition of the steps that train; all other steps are deterministic."""
+    """The transition of the steps that train, for example {"kind": "sde", "noise_level": 0.7}. All others are deterministic."""
     reduction: Literal["mean", "sum"] = "mean"
     """How a transition's log-probability is reduced over the elements of a latent; the clip range depends on it."""
     window: Annotated[Window, WINDOWS] = AllSteps()

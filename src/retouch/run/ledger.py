@@ -130,6 +130,7 @@ class Ledger:
         total = JudgeUsage(*self._ranks.sum(torch.tensor(astuple(mine), dtype=torch.float64)).tolist())
         found = {
             "judge/requests": total.requests,
+            "judge/retries": total.retries,
             "judge/input_tokens": total.input_tokens,
             "judge/output_tokens": total.output_tokens,
             "judge/unpriced_requests": total.unpriced,

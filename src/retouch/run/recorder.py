@@ -70,6 +70,7 @@ class SampleDetails:
 
 
 log = logging.getLogger("retouch")
+STEP_LINE = "step %s"  # the message of a step's line
 _HELDOUT = {"all": "heldout", "headline": "headline"}  # rows of the held-out table, and their names in trackers
 
 
@@ -104,7 +105,7 @@ class Recorder:
         self.resume_clock()
         self.folder.append_timings(done, timed)
         self.tracker.log({**metrics, **timed}, done)
-        log.info(self._line(done, phase, metrics, now))
+        log.info(STEP_LINE, self._line(done, phase, metrics, now))
 
     def resume_clock(self) -> None:
         """Start timing the next step now. Work between two steps (an evaluation, for example) is not part of a step."""
@@ -167,7 +168,7 @@ class Recorder:
         began, first = self._began
         pace = (now - began) / (done - first)
         left = pace * (self.total - done)
-        words = [f"step {done}/{self.total}"] + ([] if phase == "main" else [phase])
+        words = [f"{done}/{self.total}"] + ([] if phase == "main" else [phase])
         if "reward/mean" in metrics:
             words.append(f"reward {metrics['reward/mean']:.3f}")
             if not math.isnan(metrics["group/zero_std_fraction"]):  # NaN for groups of one sample

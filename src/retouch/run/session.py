@@ -14,6 +14,7 @@ import accelerate.utils
 import torch
 
 from retouch.config import wings
+from retouch.core.intervals import FEWEST, cluster_numbers
 from retouch.data.tasks import UnindexedTasks
 from retouch.distributed.optimizer import Stepper
 from retouch.distributed.ranks import (
@@ -24,6 +25,7 @@ from retouch.distributed.ranks import (
     limit_memory,
     plan_placement,
 )
+from retouch.objectives.advantages import GroupAdvantage
 from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import Recipe, rank_count_warning, rewards_of
 from retouch.records.control import ControlRequest, answer_request, read_requests
@@ -139,7 +141,7 @@ class TrainingSession:
     done: int = 0
     code: int = 0
     equal_steps: int = 0
-    """Number of successive steps, up to the last one, in which all samples had the same reward."""
+    """Number of successive steps, up to the last one, in which the samples of each group had the same reward."""
 
     def steps(self) -> Iterator[StepResult]:
         """Train, and yield each step after it was recorded and, if due, evaluated and saved.
@@ -272,12 +274,14 @@ class TrainingSession:
                 hook.ended(self.done, finished=True)
 
     def _warn_of_equal_rewards(self, metrics: Metrics) -> None:
-        """Warn once if all samples have the same reward in several successive steps, or in all steps of a short run."""
-        self.equal_steps = self.equal_steps + 1 if metrics.get("reward/std") == 0 else 0
+        """Warn once if all samples, or those of each group, have the same reward in several successive steps, or in all steps of a
+        short run."""
+        equal_groups = isinstance(self.recipe.advantage, GroupAdvantage) and metrics.get("group/zero_std_fraction") == 1
+        self.equal_steps = self.equal_steps + 1 if equal_groups or metrics.get("reward/std") == 0 else 0
         if self.parts.ranks.is_main and self.equal_steps == max(2, min(_EQUAL_STEPS, self.parts.steps)):
             log.warning(
-                "all samples of the last %d steps had the reward %g: the policy cannot learn from equal rewards. Check the reward "
-                "with `retouch score`, and that it distinguishes the samples of a task",
+                "the samples of each task had equal rewards in the last %d steps (mean %g), from which the policy cannot learn. "
+                "Look at the images: are they all alike? If not, check with `retouch score` that the reward distinguishes them",
                 self.equal_steps,
                 metrics["reward/mean"],
             )
@@ -390,6 +394,12 @@ class TrainingSession:
             self.recorder.heldout(self.done, evaluated)
             for line in self.evaluations.format_table(self.done):
                 log.info(line)
+            if baseline and (count := cluster_numbers(evaluated.sources)[1]) < FEWEST:
+                log.info(
+                    "%d held-out tasks from %d sources are too few for an interval, which needs %d sources: raise data.held_out or "
+                    "eval.tasks (in Python: data={'held_out': %d}, or more rows in eval_dataset)",
+                    *(len(evaluated.tasks), count, FEWEST, FEWEST),
+                )
         if baseline:
             self.evaluations.write_baselines()
 

@@ -240,6 +240,11 @@ def _dtype(module: Any, given: Dtype | None, *, key: str) -> Any:
 
 
 def _from_path(path: str, *, size: tuple[int, int] | None, dtype: Dtype, key: str) -> ImageModel | LanguageModel:
+    for kinds in (IMAGE_MODELS, LANGUAGE_MODELS):
+        if path in kinds and not Path(path).exists() and (section := kinds.load(path)) is not None:
+            needed = ", ".join(f"{name}=..." for name, field in section.model_fields.items() if field.is_required())
+            name = section.__name__.removesuffix("Model")
+            raise ValueError(f"{key}: {path!r} is the kind of a model in a recipe; write {key}=retouch.models.{name}({needed})")
     # A playground's model derives from the section of a published one, and has its hub_ids.
     families = [each for each in IMAGE_MODELS.classes() if issubclass(each, DiffusersModel) and not each.packaged]
     known = None if Path(path).is_dir() else next((family for family in families if path in family.hub_ids), None)
@@ -468,7 +473,9 @@ def describe(
     # A wrong key is found before a model is looked for.
     known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys", "gpu"}
     if unknown := [key for key in keys if key not in known]:
-        raise ValueError("\n".join(f"{key}: unknown key{_meant(key, known)}" for key in unknown))
+        named = isinstance(model, str | Path) and any(each.partition("_")[0] in str(model).lower() for each in _WRITERS)
+        writes = renderer is not None or named or isinstance(model, LanguageModel) or _is_language_model(model)
+        raise ValueError("\n".join(_unknown(unknown, {**keys, "model": model}, known, writes=writes)))
     size = require_pair(plain("size", size))
     if objective is not None and not isinstance(objective, Objective):
         raise ValueError(
@@ -549,16 +556,32 @@ def describe(
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
 
-def _meant(key: str, known: Collection[str]) -> str:
-    """What an unknown argument probably means: the name of TRL's argument here, a similar name, or a key of a section."""
-    if meant := other_names.hint(key, python=True):
-        return f"; {meant}"
-    if near := nearest(key, known):
-        return f"; did you mean {near}?"
-    inside = [
-        place.split(".") for place in places(Recipe).get(key, ()) if place.partition(".")[0] in known and place.count(".") == 1
-    ]
-    return f"; write {inside[0][0]}={{{key!r}: ...}}" if inside else ""
+def _unknown(unknown: Sequence[str], keys: Mapping[str, Any], known: Collection[str], *, writes: bool) -> list[str]:
+    """The lines about unknown arguments, with what they probably mean: a similar name, or what can be pasted in their place. Those
+    that one argument replaces share a line. ``writes``: the model writes tokens."""
+    lines, instead = [], dict[str, tuple[list[str], dict[str, Any]]]()
+    for key in unknown:
+        inside = [place for place in places(Recipe).get(key, ()) if place.partition(".")[0] in known and place.count(".") == 1]
+        if key in other_names.TRL:
+            found = other_names.place(key, keys, writes=writes)
+        elif near := nearest(key, known):
+            found = f"did you mean {near}?"
+        else:
+            found = (inside[0], keys[key], True) if inside else ""
+        if isinstance(found, str):
+            lines.append(f"{key}: unknown key{'; ' * bool(found)}{found}")
+            continue
+        argument, _, field = found[0].partition(".")
+        given = keys.get(argument)
+        names, fields = instead.setdefault(argument, ([], dict(given) if isinstance(given, Mapping) else {}))
+        names.append(key)
+        if found[2] or field not in fields:
+            fields[field] = found[1]
+    for argument, (names, fields) in instead.items():
+        others = " and ".join(other_names.called(name) for name in names if name in other_names.TRL)
+        for_others = f"for {others} write" if others else "write"
+        lines.append(f"{', '.join(names)}: unknown key; {for_others} {other_names.written(argument, fields)}")
+    return lines
 
 
 def _rollout(section: Any, objective: Objective) -> dict[str, Any]:

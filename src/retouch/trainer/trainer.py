@@ -30,7 +30,7 @@ from retouch.rewards.judging import RewardScorer
 from retouch.run.build import Assembly
 from retouch.run.evaluation import EvaluationResult, build_evaluator, headline_tasks, score_table
 from retouch.run.hooks import Hook, StepResult
-from retouch.run.recorder import before_and_after
+from retouch.run.recorder import STEP_LINE, before_and_after
 from retouch.run.session import open_session
 from retouch.run.step import ScoredRollout
 from retouch.trainer.arguments import FITTED, DescribedRun, RewardLike, chosen_lines, describe, is_told
@@ -56,7 +56,8 @@ class Trainer:
     ``size``: (height, width) in px of the images, or one number for squares. ``dtype``: of the frozen weights and the forward pass.
     What these two and other keys are by default depends on the model and the device (docs/python.md). ``output_dir`` and
     ``run_name``: the run's folder is ``output_dir/run_name``. ``callbacks``: one or several; see ``Callback``. ``progress``: show a
-    progress bar. ``keys``: every other key of a recipe, with the same names and checks: ``steps``, ``group_size``, ``rollout``, ...
+    progress bar and, if the script has not set up logging, what `retouch train` prints. ``keys``: every other key of a recipe, with
+    the same names and checks: ``steps``, ``group_size``, ``rollout``, ...
 
     A loaded model is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
 
@@ -226,6 +227,9 @@ class Trainer:
                 log.info("%s", line)
         with ExitStack() as stack:
             if self._bar is not None:
+                if not log.hasHandlers() and os.environ.get("RANK", "0") == "0":  # the script has not said where logs go
+                    log.addHandler(shown := _Terminal())
+                    stack.callback(log.removeHandler, shown)
                 stack.callback(self._bar.close)
             with live_objects(self._objects), consent.allowing(self._modules):
                 opened = open_session(self.recipe, fresh=fresh, new_judge=new_judge, hooks=[_Callbacks(self)], own_process=False)
@@ -396,6 +400,16 @@ class Callback:
 
     def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
         """A checkpoint was written to ``folder``."""
+
+
+class _Terminal(logging.Handler):
+    """Prints what `retouch train` prints, except the lines of steps, which the bar shows."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm.auto import tqdm
+
+        if record.msg != STEP_LINE:
+            tqdm.write(self.format(record))  # above the bar
 
 
 class ProgressBar(Callback):

@@ -89,7 +89,13 @@ def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _kind(section: Mapping[str, Any]) -> str:
-    """The name of a part: the end of its path or class, otherwise its kind, with the surrogate of a policy gradient."""
+    """The name of a part: of its function, the columns of a table, the end of its path or class, otherwise its kind, with the
+    surrogate of a policy gradient."""
+    match section:
+        case {"kind": "function", "name": name}:
+            return f"function {name}"
+        case {"kind": "table", "has": [*columns]}:
+            return f"table with {', '.join(map(str, columns))}"
     named = next((str(section[key]) for key in ("path", "class") if section.get(key)), str(section.get("kind") or ""))
     name = named.rstrip("/").rpartition("/")[2].rpartition(":")[2].replace("_", " ")
     return f"{name} ({section['surrogate']})" if section.get("surrogate") else name

@@ -70,7 +70,7 @@ def test_the_engine_key_is_omitted_from_the_document_if_it_is_not_set(make):
     [
         ({"rollout__temperature": 2.5}, "rollout.temperature: vllm does not accept 2.5; use 2 or less"),
         ({"rollout__top_p": 0.9}, "rollout.top_p: vllm reports which tokens it kept only if top_k is set too"),
-        ({"rollout__engine__url": "localhost:8000"}, "rollout.engine.url: 'localhost:8000' does not match"),
+        ({"rollout__engine__url": "localhost:8000"}, "rollout.engine.url: should match pattern '^https?://"),
         ({"rollout__engine__truncate_at": 0.5}, "rollout.engine.truncate_at: should be greater than or equal to 1"),
         ({"rollout__engine__kind": "continuous"}, "rollout.engine.kind: 'continuous' is not one of 'cached', 'vllm'"),
         ({"rollout__engine__max_mismatches": 1}, "rollout.engine.max_mismatches: unknown key; did you mean"),

@@ -170,13 +170,15 @@ def open_read_only(path: Path, *, seconds: float = 600.0) -> sqlite3.Connection:
 @dataclass(frozen=True, slots=True)
 class JudgeUsage:
     """The usage of judges. ``requests``: number of requests, including retries; a request without a reply has no tokens. ``cost``:
-    in dollars, of the requests to judges with a price list. ``unpriced``: number of requests to judges without a price list."""
+    in dollars, of the requests to judges with a price list. ``unpriced``: number of requests to judges without a price list.
+    ``retries``: number of requests that repeat a question after an error or an unusable answer."""
 
     requests: float = 0.0
     input_tokens: float = 0.0
     output_tokens: float = 0.0
     cost: float = 0.0
     unpriced: float = 0.0
+    retries: float = 0.0
 
     def __add__(self, other: "JudgeUsage") -> "JudgeUsage":
         return JudgeUsage(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
@@ -191,7 +193,7 @@ def read_usage(connection: sqlite3.Connection, *, after: int = 0) -> tuple[Judge
     """The usage of the judges in the answers with a ``number`` above ``after``, without reward servers, and the largest such
     number."""
     total = "TOTAL(attempts), TOTAL(input_tokens), TOTAL(output_tokens), TOTAL(cost)"
-    unpriced = "TOTAL(CASE WHEN cost IS NULL THEN attempts ELSE 0 END)"
+    unpriced = "TOTAL(CASE WHEN cost IS NULL THEN attempts ELSE 0 END), TOTAL(MAX(attempts - 1, 0))"
     # The rubric is empty for a sample that was sent to a reward server.
     query = f"SELECT {total}, {unpriced}, COALESCE(MAX(number), ?) FROM answers WHERE number > ? AND rubric != ''"
     *amounts, last = connection.execute(query, (after, after)).fetchone()

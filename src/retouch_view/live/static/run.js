@@ -15,6 +15,7 @@ const HELP = {
   "policy/ratio_max_first": "should be 0 before the first update of a step",
   "judge/cost": "dollars so far, of the requests whose price is known",
   "judge/requests": "requests to judges so far, retries included",
+  "judge/retries": "of these, repeated after an error or an unusable answer",
   "judge/input_tokens": "tokens that judges read so far",
   "judge/output_tokens": "tokens that judges wrote so far",
   "judge/unpriced_requests": "requests so far whose price is not known",
