@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from retouch.objectives.advantages import ExponentialAdvantage as ExponentialAdvantage
     from retouch.objectives.advantages import GAEAdvantage as GAEAdvantage
     from retouch.objectives.advantages import GroupAdvantage as GroupAdvantage
+    from retouch.objectives.distillation import OPD as OPD
+    from retouch.objectives.distillation import Teacher as Teacher
     from retouch.objectives.dpo import DPO as DPO
     from retouch.objectives.imitation import CrossEntropy as CrossEntropy
     from retouch.objectives.imitation import Supervised as Supervised
@@ -50,6 +52,8 @@ for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.to
 
 _NAMES = {
     "AWM": "retouch.objectives.nft",
+    "OPD": "retouch.objectives.distillation",
+    "Teacher": "retouch.objectives.distillation",
     "BatchAdvantage": "retouch.objectives.advantages",
     "BestAdvantage": "retouch.objectives.advantages",
     "CISPO": "retouch.objectives.policy_gradient",

@@ -15,6 +15,7 @@ from retouch.types import (
     Column,
     Conditioning,
     Evaluation,
+    Lesson,
     Needs,
     Prompts,
     Sample,
@@ -207,6 +208,28 @@ class VelocityPolicy(Policy, Protocol):
 
     def follow_old(self, decay: float) -> None:
         """Move the old weights towards the current ones: old = decay * old + (1 - decay) * current."""
+        ...
+
+
+@runtime_checkable
+class TaughtPolicy(Policy, Protocol):
+    """A policy as on-policy distillation uses it: how far its actions are from those of teachers in the same states."""
+
+    def lesson(
+        self,
+        batch: Batch,
+        tasks: Sequence[int],
+        *,
+        weights: str,
+        guidance_scale: float | None,
+        instructions: Sequence[Sequence[str]] | None,
+    ) -> Lesson:
+        """What the teacher with these weights sees of the tasks with these numbers in the batch. ``instructions``: what it reads
+        for each of these tasks in place of the task's instruction; of several, it follows all but the last one beforehand."""
+        ...
+
+    def divergence(self, trajectory: Trajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
+        """The divergence of each action from the teacher of its task, with gradient in the current weights; 0 or more."""
         ...
 
 

@@ -152,6 +152,20 @@ class Needs:
     step_weights: Literal["equal", "noise"] = "equal"
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Lesson:
+    """What a teacher sees of a batch, for ``TaughtPolicy.divergence``.
+
+    ``weights``: the name of its weight copy. ``inputs``: the conditioning or the prompts of its tasks. ``places``: (p,), for each
+    task of the batch its row in ``inputs``, or -1 if another teacher teaches it. ``guidance_scale``: None for the policy's own.
+    """
+
+    weights: str
+    inputs: Any
+    places: Int[Tensor, " p"]
+    guidance_scale: float | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
     """The evaluation of a slice under the current weights; all tensors are fp32 and (b, t), with gradient.

@@ -187,7 +187,8 @@ class PlaygroundData(GeneratedData):
     """Share of the tasks with several edits whose target lacks one of the edits, which is typical of demonstrations that were made
     by models. Always 0 for held-out tasks."""
     thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
-    """Describe the edits of each task in plain words as a chain of thought, for models that generate one."""
+    """Describe the edits of each task in plain words: ``meta`` gets ``thought``, a chain of thought for models that generate one,
+    and ``instructions``, the single edits for a teacher (objective ``opd``)."""
 
     def contents(self) -> TaskContents:
         return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False)

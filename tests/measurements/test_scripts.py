@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "measurements"
 FAST = {
     "judging/votes.py": "table", "league/quickstart_trials.py": "--repeat 5", "pipelines/table.py": "StableDiffusionXLPipeline",
-    "playground/exploration.py": "s --tasks 4", "structure/shape.py": "--static",
+    "playground/edit_by_edit.py": "--tasks 6", "playground/exploration.py": "s --tasks 4", "structure/shape.py": "--static",
 }  # fmt: skip
 SLOW = {
     "data/streams.py": "kills --rows 2048 --kills 0 --folder rows", "league/scaling.py": "--minutes 0",

@@ -3,6 +3,7 @@
 from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
 from consent_mutants import CONSENT
+from distillation_mutants import DISTILLATION
 from engine_mutants import ENGINES
 from flux2_mutants import FLUX2
 from flux_mutants import FLUX
@@ -323,6 +324,7 @@ MUTANTS = (
     *REFERENCES,
     *FLUX,
     *FLUX2,
+    *DISTILLATION,
     *GRADIENTS,
     *Z_IMAGE,
     *QWEN_IMAGE_2,

@@ -120,6 +120,7 @@ def policy(
             kept.snapshot_without_adapter(name)
         else:
             kept.snapshot(name)
+    taught = objective is not None and objective.learns_from_teachers
     return DenoisingPolicy(
         Guided(model, guidance) if guidance > 1 else model,
         sampling=sampling(**how),
@@ -128,7 +129,8 @@ def policy(
         microbatch=microbatch,
         copies=kept,
         keep_means=keep_means,
-        first_gradient_step=None if objective is None else objective.first_gradient_step,
+        first_gradient_step=None if objective is None or taught else objective.first_gradient_step,
+        keep_states=taught,
     )
 
 

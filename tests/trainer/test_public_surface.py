@@ -24,8 +24,9 @@ from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 NAMES = {
     "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "DRaFT",
     "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GRPO", "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT",
-    "ODETransition", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised", "Trainer", "benchmarks",
-    "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score", "serve", "testing",
+    "ODETransition", "OPD", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised", "Teacher",
+    "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score",
+    "serve", "testing",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "best_of_group", "check_reward_range", "cispo", "clip_fraction",

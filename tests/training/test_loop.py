@@ -22,6 +22,7 @@ from retouch.core.advantages import group_relative
 from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper
 from retouch.objectives.advantages import BatchAdvantage, GroupAdvantage
 from retouch.objectives.base import Objective
+from retouch.objectives.distillation import OPD, Teacher
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
@@ -38,6 +39,8 @@ STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.
 NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "acting": "old"}
 DRAFT = DRaFT(reward=TargetReward(), steps=2)
 DRAFT_OPTIONS = {"kind": "ode", "objective": DRAFT}
+TAUGHT = OPD(teachers={"guided": Teacher(guidance_scale=3.0)})
+TAUGHT_OPTIONS = {"kind": "ode", "objective": TAUGHT}
 
 
 def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
@@ -139,8 +142,8 @@ def step_on(ranks, policy, objective, missing):
 
 @pytest.mark.parametrize(
     ("objective", "options", "world"),
-    [(tiny_loop.GRPO, {"mode": "window"}, 3), (NFT(), NFT_OPTIONS, 2), (DRAFT, DRAFT_OPTIONS, 2)],
-    ids=["grpo-3", "nft-2", "draft-2"],
+    [(tiny_loop.GRPO, {"mode": "window"}, 3), (NFT(), NFT_OPTIONS, 2), (DRAFT, DRAFT_OPTIONS, 2), (TAUGHT, TAUGHT_OPTIONS, 2)],
+    ids=["grpo-3", "nft-2", "draft-2", "opd-2"],
 )
 def test_gradient_on_several_ranks_matches_one_rank(world, objective, options):
     """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
@@ -173,8 +176,13 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
 
 @pytest.mark.parametrize(
     ("objective", "options"),
-    [(STRONG_KL, {"mode": "window", "copies": ("reference",)}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
-    ids=["grpo", "nft", "draft"],
+    [
+        (STRONG_KL, {"mode": "window", "copies": ("reference",)}),
+        (NFT(), NFT_OPTIONS),
+        (DRAFT, DRAFT_OPTIONS),
+        (TAUGHT, TAUGHT_OPTIONS),
+    ],
+    ids=["grpo", "nft", "draft", "opd"],
 )
 def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(objective, options):
     """The policy differs from the reference and the old policy: a row with advantage 0 and a weight would have a gradient."""

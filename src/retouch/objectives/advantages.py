@@ -73,8 +73,8 @@ class Advantage(Section):
         if self.weighs and objective.needs_both_signs and not objective.imitates:
             why = f"{objective.label} also learns from bad samples, and advantage {self.label} marks none as bad"
             yield f"{objective_key}.kind: {why}; use awm, or advantage.kind group"
-        if self.weighs and objective.differentiates_reward:
-            why = f"it would weight the samples of {objective.label}, which learns from the gradient of its reward alone"
+        if self.weighs and not objective.uses_advantages:
+            why = f"it would weight the samples of {objective.label}, which learns without advantages"
             yield f"advantage.kind: {self.label}: {why}; use group"
 
 

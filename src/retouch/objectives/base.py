@@ -38,7 +38,7 @@ class ObjectiveContext:
     is reduced over a latent's elements, or "token". ``actions``: the number of actions of a row, None if unknown. ``microbatch``:
     the value of the recipe's key. ``optimizer_steps``: the number per rollout. ``lora_dropout``: (key, value), None without a LoRA.
     ``num_steps``: the number of steps of a denoising chain. ``engine``: an engine samples in place of the policy's own model.
-    ``offload``: the autoencoder is in CPU memory while it is not used.
+    ``offload``: the autoencoder is in CPU memory while it is not used. ``sharded``: all ranks must call the model equally often.
     """
 
     objective: str
@@ -56,6 +56,7 @@ class ObjectiveContext:
     num_steps: int | None = None
     engine: bool = False
     offload: bool = False
+    sharded: bool = False
 
 
 class Objective(Section):
@@ -82,9 +83,10 @@ class Objective(Section):
 
     can_pair_noise: ClassVar[bool] = False
     """Whether ``needs_initial_noise`` may be True, which depends on the objective's keys."""
-    differentiates_reward: ClassVar[bool] = False
-    """Whether the loss is the score of a reward section of the objective, with gradient through the last steps of a denoising
-    chain. Such an objective uses no advantages, and defines ``rewards``, ``load`` and ``first_gradient_step``."""
+    uses_advantages: ClassVar[bool] = True
+    """Whether the loss depends on advantages. Without them, a group may have one row."""
+    learns_from_teachers: ClassVar[bool] = False
+    """Whether the objective calls ``TaughtPolicy.divergence``, for which chains keep the states of all steps that train."""
 
     has_value_loss: ClassVar[bool] = False
     """Whether ``build`` adds a value loss if a value head trains (advantage ``gae``)."""
@@ -120,7 +122,7 @@ class Objective(Section):
         raise NotImplementedError(f"{type(self).__name__} measures no {', '.join(self.heldout_columns)}")
 
     def for_trial(self) -> Objective:
-        """The objective of the preflight, whose loss must have a gradient for any samples. Only with ``differentiates_reward``."""
+        """The objective of the preflight, whose loss must have a gradient for any samples. Only without ``uses_advantages``."""
         return self
 
     def after_step(self, policy: Any, step: int) -> None:
@@ -153,6 +155,11 @@ class Objective(Section):
     def weight_copies(self) -> frozenset[str]:
         """The copies of the weights to keep: "reference" (from the start of the phase), "old" (follows the current weights)."""
         return frozenset()
+
+    @property
+    def stored_copies(self) -> Mapping[str, str]:
+        """The folder of the run from which each copy of the weights is read, by the copy's name (in ``weight_copies`` too)."""
+        return {}
 
     @property
     def needs_acting_means(self) -> bool:

@@ -59,7 +59,7 @@ class RewardGradient(Objective):
     """Images with a score above ``cap`` do not train: the loss is max(cap - score, 0) up to a constant. null sets no limit. ReFL's
     published code uses 2."""
 
-    differentiates_reward: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = False
     predicted: ClassVar[bool]
     """Whether a single step goes from the kept state to the clean image; otherwise all remaining steps are computed."""
 

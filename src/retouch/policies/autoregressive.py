@@ -21,7 +21,7 @@ from retouch.policies.rollout import CachedEngine, Engine, TokenRollout
 from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel
-from retouch.types import Batch, Completion, Evaluation, Needs, Prompts, Slice, Task
+from retouch.types import Batch, Completion, Evaluation, Lesson, Needs, Prompts, Slice, Task
 
 
 def check_mismatch(
@@ -246,6 +246,45 @@ class AutoregressivePolicy:
             behaviour = trajectory.behaviour_log_probs[part.rows, part.actions]
             scale = importance_weights(acted, behaviour, mask, cap=self.limits.truncate_at)
         return Evaluation(log_probs, log_probs - acted, kl=kl, values=values, entropy=entropy, scale=scale)
+
+    @torch.no_grad()
+    def lesson(
+        self,
+        batch: Batch,
+        tasks: Sequence[int],
+        *,
+        weights: str,
+        guidance_scale: float | None,
+        instructions: Sequence[Sequence[str]] | None,
+    ) -> Lesson:
+        """What a teacher sees of these tasks (see ``TaughtPolicy``): prompts without guidance, with one instruction each.
+
+        Raises ValueError for several instructions of one task.
+        """
+        asked = [batch.tasks[number] for number in tasks]
+        for row, texts in enumerate(instructions or ()):
+            if len(texts) > 1:
+                why = "a teacher that writes tokens reads one, because it makes no image in between"
+                raise ValueError(f"task {asked[row].id!r} has {len(texts)} instructions for its teacher, and {why}; join them")
+            asked[row] = replace(asked[row], instruction=texts[0])
+        places = torch.full((len(batch.tasks),), -1)
+        places[list(tasks)] = torch.arange(len(tasks))
+        prompts = self.model.encode(asked)
+        return Lesson(weights=weights, inputs=prompts, places=places.to(prompts.ids.device))
+
+    def divergence(self, trajectory: AutoregressiveTrajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
+        """The k3 estimate of each token's KL to the teacher, with gradient. Over tokens that the policy samples, its gradient is on
+        average that of KL(teacher || policy)."""
+        mask = trajectory.mask[part.rows, part.actions]
+        taught = torch.full(mask.shape, torch.nan, device=mask.device)
+        for lesson in lessons:
+            places = lesson.places[trajectory.group[part.rows]]
+            rows = (places >= 0).nonzero()[:, 0]
+            if len(rows):
+                theirs = replace(trajectory.take(rows + part.rows.start), prompts=lesson.inputs, group=places[rows])
+                with torch.no_grad(), self.copies.using(lesson.weights):
+                    taught[rows] = self._log_probs(self.model.module, theirs, Slice(slice(0, len(rows)), part.actions))
+        return k3(self._log_probs(self.module, trajectory, part), taught, mask=mask)
 
     def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
         """The value head's prediction before each token, 0 if the token was not sampled."""

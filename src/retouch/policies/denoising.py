@@ -8,6 +8,7 @@ Sigma runs from 1 to 0, velocity = noise - data. Action ``j`` of a trajectory is
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -22,12 +23,13 @@ from retouch.core.random import generator
 from retouch.core.surrogates import gaussian_kl, importance_weights, velocity_mse
 from retouch.core.transitions import gradient_balance, ratio_norm
 from retouch.models.parts import compute_device, to_device
+from retouch.models.pipeline import Guided
 from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
-from retouch.types import Batch, Conditioning, Evaluation, Kind, Needs, Slice, Trajectory, Weights
+from retouch.types import Batch, Conditioning, Evaluation, Kind, Lesson, Needs, Slice, Trajectory, Weights
 
 _COLUMNS = ("log_probs", "mask", "kind", "outputs", "latents", "means", "values", "behaviour_log_probs", "deviations")
 """The tensors of a trajectory with one row per sample; ``means`` and those after it may be None."""
@@ -131,7 +133,8 @@ class DenoisingPolicy:
     rollouts, with other numerics than the model; None means that the model samples them. ``any_rank``: tells whether a flag is true
     on at least one rank. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstrations are encoded without the reference
     image; rollouts always use it, otherwise their ratio would not be 1. ``first_gradient_step``: gives the step before which a
-    rollout keeps the state of the chain, for ``images``.
+    rollout keeps the state of the chain, for ``images``. ``keep_states``: the steps of deterministic chains are actions too,
+    without log-probabilities, for ``divergence``.
 
     Source: the denoising chain as a Markov decision process (DDPO, arXiv 2305.13301; Flow-GRPO, arXiv 2505.05470).
     """
@@ -151,6 +154,7 @@ class DenoisingPolicy:
         any_rank: Callable[[bool], bool] = bool,
         reference_dropout: float = 0.0,
         first_gradient_step: FirstGradientStep | None = None,
+        keep_states: bool = False,
     ) -> None:
         self.model = model
         self.module: nn.Module = model.module
@@ -165,6 +169,7 @@ class DenoisingPolicy:
         self.any_rank = any_rank
         self.reference_dropout = reference_dropout
         self.first_gradient_step = first_gradient_step
+        self.keep_states = keep_states
         self._in_16_bits = any(parameter.dtype.itemsize == 2 for parameter in model.module.parameters())
 
     @torch.no_grad()
@@ -176,6 +181,8 @@ class DenoisingPolicy:
         actions = range(0)
         if self.sampling.transition.stochastic:  # a deterministic chain may be too short for a window
             actions = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
+        elif self.keep_states:
+            actions = range(self.sampling.num_steps)
         with self.copies.using("old") if self.acting == "old" else nullcontext():
             if self.engine is not None:
                 made = self._served(self.engine, batch, actions)
@@ -257,8 +264,10 @@ class DenoisingPolicy:
             velocity = self._velocity(self.model.module, x, sigma, rows, at_once=at_once)
             self._require_shape("velocity", velocity, tuple(x.shape))
             if k in actions:
-                keyed = [generator(batch.seed, "transition", batch.step, *key, k - actions.start) for key in keys]
-                noise = to_device(torch.stack([torch.randn(x.shape[1:], generator=each) for each in keyed]), x.device)
+                noise = None
+                if self.sampling.transition.stochastic:
+                    keyed = [generator(batch.seed, "transition", batch.step, *key, k - actions.start) for key in keys]
+                    noise = to_device(torch.stack([torch.randn(x.shape[1:], generator=each) for each in keyed]), x.device)
                 made = transition(x, velocity, sigma, sigma_next, noise=noise)
                 x = made.next
                 latents.append(x)
@@ -435,6 +444,83 @@ class DenoisingPolicy:
             return self.model.velocity(self.module, x, sigma, conditioning)
         with torch.no_grad(), self.copies.using(weights):
             return self.model.velocity(self.model.module, x, sigma, conditioning)
+
+    @torch.no_grad()
+    def lesson(
+        self,
+        batch: Batch,
+        tasks: Sequence[int],
+        *,
+        weights: str,
+        guidance_scale: float | None,
+        instructions: Sequence[Sequence[str]] | None,
+    ) -> Lesson:
+        """What a teacher sees of these tasks (see ``TaughtPolicy``).
+
+        Of several instructions, the teacher follows all but the last one by itself, one after the other, each on the image before;
+        it sees the last of these images and the last instruction.
+        """
+        teacher = self._guided(guidance_scale)
+        asked = [batch.tasks[number] for number in tasks]
+        for turn in range(max(map(len, instructions), default=0) if instructions else 0):
+            asked = [
+                replace(task, instruction=texts[min(turn, len(texts) - 1)])
+                for task, texts in zip(asked, instructions or (), strict=True)
+            ]
+            rows = [row for row, texts in enumerate(instructions or ()) if turn < len(texts) - 1]
+            if not rows:
+                break
+            before = Batch(
+                seed=batch.seed,
+                step=batch.step,
+                tasks=tuple(asked[row] for row in rows),
+                group_ids=tuple(batch.group_ids[tasks[row]] for row in rows),
+                group=tuple(range(len(rows))),
+                slot=(-1 - turn,) * len(rows),  # a slot that no sample of the group has
+            )
+            with self.copies.using(weights):
+                made = teacher._denoise(before, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
+            images = teacher.model.decode(made.outputs, made.conditioning.take(made.group))
+            for row, image in zip(rows, images, strict=True):
+                asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))
+        places = torch.full((len(batch.tasks),), -1)
+        places[list(tasks)] = torch.arange(len(tasks))
+        places = places.to(compute_device(self.model.module))
+        return Lesson(weights=weights, inputs=teacher.model.encode(asked), places=places, guidance_scale=guidance_scale)
+
+    def _guided(self, scale: float | None) -> "DenoisingPolicy":
+        """This policy at another scale of guidance; None keeps its own."""
+        changed = copy(self)
+        if scale is not None:
+            plain = self.model.model if isinstance(self.model, Guided) else self.model
+            changed.model = Guided(plain, scale) if scale > 1 else plain
+        return changed
+
+    def divergence(self, trajectory: DenoisingTrajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
+        """The divergence of each step of the chains from the teacher's step in the same state, with gradient: the KL of the two
+        Gaussians, reduced as log-probabilities are, or the mean squared distance of the velocities if steps are deterministic.
+
+        Source: Flow-OPD (arXiv 2605.08063); DiffusionOPD, whose deterministic form weighs the distance by the step's length too.
+        """
+        shape = trajectory.log_probs[part.rows, part.actions].shape
+        index = trajectory.first + torch.arange(part.actions.start, part.actions.stop, device=trajectory.latents.device)
+        x = trajectory.latents[part.rows, part.actions].flatten(0, 1)
+        sigma, sigma_next = trajectory.sigmas[index].repeat(shape[0]), trajectory.sigmas[index + 1].repeat(shape[0])
+        group = trajectory.group[part.rows].repeat_interleave(shape[1])
+        taught = torch.full_like(x, torch.nan)  # of a row without a teacher
+        for lesson in lessons:
+            places = lesson.places[group]
+            rows = (places >= 0).nonzero()[:, 0]
+            if len(rows):
+                model, inputs = self._guided(lesson.guidance_scale).model, lesson.inputs.take(places[rows])
+                with torch.no_grad(), self.copies.using(lesson.weights):
+                    taught[rows] = model.velocity(self.model.module, x[rows], sigma[rows], inputs)
+        velocity = self.model.velocity(self.module, x, sigma, trajectory.conditioning.take(group))
+        if not self.sampling.transition.stochastic:
+            return velocity_mse(velocity, taught).view(shape)
+        step = partial(self.sampling.transition.step, sigma_max=trajectory.sigmas[1], reduction=self.sampling.reduction, next=x)
+        made, target = step(x, velocity, sigma, sigma_next), step(x, taught, sigma, sigma_next)
+        return gaussian_kl(made.mean, target.mean, made.step_std, reduction=self.sampling.reduction).view(shape)
 
     def initial_noise(self, trajectory: DenoisingTrajectory, rows: slice) -> Float[Tensor, "r ..."]:
         """The noise that the deterministic chains of these rows started from, if the rollout kept it."""

@@ -273,7 +273,7 @@ def differentiated_rewards(recipe: RecipeKeys, phase: int | None = None) -> Iter
     """Yield each reward that an objective differentiates, with its path. ``phase``: index of the only phase to include; None
     includes all."""
     for index, each in enumerate(recipe.resolved_phases()):
-        if each.objective.differentiates_reward and phase in (None, index):
+        if phase in (None, index):
             for key, section in each.objective.rewards.items():
                 if isinstance(section, RewardSection):
                     yield f"{recipe.phase_key(index, 'objective')}.{key}", section
@@ -569,7 +569,7 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
 
 def _exploration(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """Check that the samples of a group can differ, and that advantages can differ from 0."""
-    if phase.objective.differentiates_reward:
+    if not phase.objective.uses_advantages:
         pass
     elif phase.group_size < (smallest := recipe.advantage.smallest_group):
         nothing = f"{phase.group_size} gives every sample the advantage 0"
@@ -597,7 +597,7 @@ def _staleness(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> 
 def _refill(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """Check that groups of equal rewards give no gradient, and that they are known before the next step is sampled."""
     key = f"{at['rollout']}.refill"
-    if phase.objective.differentiates_reward:
+    if not phase.objective.uses_advantages:
         yield f"{key}: {phase.objective.label} also learns from groups of equal rewards; remove it"
     elif recipe.advantage.smallest_group < 2:
         why = f"advantage {recipe.advantage.label} also learns from groups of equal rewards"
@@ -629,4 +629,5 @@ def _context(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Ob
         num_steps=None if chain is None else chain.num_steps,
         engine=rollout.engine is not None,
         offload=recipe.devices is not None and bool(recipe.devices.offload),
+        sharded=recipe.sharding == "fsdp2",
     )

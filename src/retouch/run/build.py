@@ -56,7 +56,7 @@ from retouch.records.folder import RunFolder
 from retouch.renderers.base import LatentRenderer, RendererInContext
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
-from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_weights, set_generators
+from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_copy, restore_weights, set_generators
 from retouch.run.collecting import collect_ahead, collect_refilled
 from retouch.run.ledger import Ledger, require_same_data, require_same_weights
 from retouch.run.metrics import Clock
@@ -214,7 +214,12 @@ def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
     FSDP2 instead keeps all copies where the weights are.
     """
     reference = {"reference"} if recipe.devices is not None and recipe.devices.reference is not None else set()
-    return _stale_copies(recipe) | reference
+    return _stale_copies(recipe) | reference | set(_stored_copies(recipe))
+
+
+def _stored_copies(recipe: Recipe) -> dict[str, str]:
+    """The folders of the runs whose weights teach, by the name of the weight copy."""
+    return {name: folder for phase in recipe.resolved_phases() for name, folder in phase.objective.stored_copies.items()}
 
 
 def _stale_copies(recipe: Recipe) -> set[str]:
@@ -267,11 +272,13 @@ class PolicyParts:
         keep_means: bool = False,
         engine: Engine | DenoisingEngine | None = None,
         first_gradient_step: FirstGradientStep | None = None,
+        keep_states: bool = False,
     ) -> "DenoisingPolicy | AutoregressivePolicy":
         """Build a policy that samples as ``rollout`` says. All policies of a run share their weights.
 
         ``acting``: the weights that sample in rollouts. ``engine``: samples the completions or the denoising chains of a rollout;
         None: the policy's own model. ``first_gradient_step``: from the objective, if its loss needs a state of the chain.
+        ``keep_states``: its loss needs every state.
         """
         recipe, policy, model, head = self.recipe, self.recipe.policy, self.model, self.head
         if isinstance(model, DenoisingModel):
@@ -291,6 +298,7 @@ class PolicyParts:
                 any_rank=self.ranks.any,
                 reference_dropout=policy.train.reference_dropout,
                 first_gradient_step=first_gradient_step,
+                keep_states=keep_states,
             )
         from retouch.policies.autoregressive import AutoregressivePolicy
 
@@ -374,13 +382,14 @@ class Assembly(PolicyParts):
         """Return the arguments of the training loop for the phase with this index."""
         resolved, steps = self.plan[index]
         objective = resolved.objective
-        keeps_state = objective.differentiates_reward or (objective.can_pair_noise and objective.needs_initial_noise)
+        keeps_state = bool(objective.rewards) or (objective.can_pair_noise and objective.needs_initial_noise)
         policy = self.policy(
             resolved.rollout,
             acting=objective.acts_with,
             keep_means=objective.needs_acting_means,
             engine=self._engine(resolved.rollout),
             first_gradient_step=objective.first_gradient_step if keeps_state else None,
+            keep_states=objective.learns_from_teachers,
         )
         policy.module = stepper.module
         run = Run(
@@ -530,13 +539,19 @@ def assemble(
             "give null for the combined reward"
         )
     for phase in phases if trains else ():
-        if phase.objective.differentiates_reward:
+        if not phase.objective.uses_advantages:
             phase.objective.load(placement.reward)
+    taught = _stored_copies(recipe) if trains and resumed is None else {}  # a checkpoint of this run has the teachers' weights
+    for folder in taught.values():
+        if not RunFolder(Path(folder)).checkpoints.is_dir():
+            raise ValueError(f"objective.teachers: {folder} has no checkpoints; give the folder of a run that was trained")
     if resumed is not None:
         require_same_data(resumed, sets, ranks)
     parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets, trains=trains)
     if resumed is not None:
         require_same_weights(resumed, parts.weights(), ranks)
+    for name, folder in taught.items():
+        restore_copy(parts.copies, name, RunFolder(Path(folder)).checkpoints)
     return parts
 
 

@@ -313,6 +313,24 @@ def restore_weights(copies: WeightCopies, state: TrainState) -> None:
     copies.load(state.tensors["copies"])
 
 
+def restore_copy(copies: WeightCopies, copy: str, checkpoints: Path) -> None:
+    """Set one copy to the newest weights in the folder of checkpoints of another run: their average, if that run kept one.
+
+    Raises ValueError if there is no readable checkpoint, or if it has other weights than this run trains.
+    """
+    state = load_latest(checkpoints, groups=("weights", "copies"))
+    if state is None:
+        raise ValueError(f"{checkpoints}: there is no readable checkpoint")
+    averaged = {name.removeprefix("average/"): t for name, t in state.tensors["copies"].items() if name.startswith("average/")}
+    found = averaged or state.tensors["weights"]
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    if shapes != {name: parameter.shape for name, parameter in copies.parameters.items()}:
+        raise ValueError(
+            f"{checkpoints}: its weights are not those that this run trains; use a run with the same model and policy.train"
+        )
+    copies.load({**copies.state(), **{f"{copy}/{name}": tensor for name, tensor in found.items()}})
+
+
 def all_generators(ranks: Ranks) -> dict[str, Tensor]:
     """Return the states of the global generators of all ranks; for ranks after the first, under ``<rank>/<name>``."""
     found = {}

@@ -59,7 +59,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: _copy_in_cpu_memory(p) for name, p in trained.items()}
     frozen, undo, random = _hashes(run), run.stepper.snapshot(), rng_state()
-    if phase.objective.differentiates_reward:
+    if not phase.objective.uses_advantages:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)

@@ -193,8 +193,10 @@ def with_unfinished_target(task: Task, *, share: float) -> Task:
 
 
 def with_thought(task: Task) -> Task:
-    """The task with a ``thought`` in ``meta``: its edits in plain words, for models that generate a chain of thought."""
-    return replace(task, meta={**task.meta, "thought": completion(edits_of(task))})
+    """The task with its edits in plain words in ``meta``: as one text, ``thought``, for models that generate a chain of thought,
+    and one by one, ``instructions``, for a teacher that makes single edits."""
+    edits = edits_of(task)
+    return replace(task, meta={**task.meta, "thought": completion(edits), "instructions": [completion([edit]) for edit in edits]})
 
 
 GROUNDS = ("dark", "dim", "pale", "bright")

@@ -1,0 +1,120 @@
+"""On-policy distillation: the policy samples, and learns in each state that it reaches what a teacher would do there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from retouch.config.section import Section
+from retouch.objectives.base import Objective, ObjectiveContext
+from retouch.protocols import TaughtPolicy
+from retouch.types import Loss, Minibatch, Task
+
+
+class Teacher(Section):
+    """A teacher: the policy's own model with other weights, guidance or instructions.
+
+    Example::
+
+        >>> retouch.Teacher(instructions="thought").run is None
+        True
+    """
+
+    run: str | None = None
+    """The folder of a run with the same model and ``policy.train``, whose newest weights teach (their average, if it kept one);
+    null means the weights before this run, or before this phase if the phase before it imitates."""
+    guidance_scale: Annotated[float, Field(ge=1.0)] | None = None
+    """The teacher's scale of classifier-free guidance; null means that of the rollout."""
+    instructions: str | None = None
+    """The key of the tasks' ``meta`` with what the teacher reads in place of the instruction: a text, such as a better prompt, or a
+    list of texts. It follows a list one after the other, each on the image before, so a model that makes single edits well teaches
+    itself to make several at once."""
+
+    def texts(self, task: Task) -> list[str]:
+        """What the teacher reads for a task. Raises ValueError if it is missing or no text."""
+        assert self.instructions is not None
+        found = task.meta.get(self.instructions)
+        texts = [found] if isinstance(found, str) else found
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            what = f"the teacher's instructions are a text or a list of texts, and it is {found!r}"
+            raise ValueError(f"task {task.id!r}: meta[{self.instructions!r}]: {what}; see objective.teachers")
+        return [str(text) for text in texts]
+
+
+class OPD(Objective):
+    """On-policy distillation. Loss of an action: the divergence of the policy from its teacher, in the state that the policy
+    reached.
+
+    For a stochastic denoising step, this is the KL of the policy's and the teacher's Gaussian; for a deterministic one, it is
+    |v - v_teacher|^2, a mean over the latent. For tokens, it is the k3 estimate of the KL. Advantages are not used, and the
+    recipe's reward is only measured. A phase with this objective may come before or after one that learns from rewards.
+
+    Source: Flow-OPD (arXiv 2605.08063); for tokens, generalized knowledge distillation (Agarwal et al. 2023, arXiv 2306.13649).
+
+    Example::
+
+        >>> retouch.OPD(teachers={"guided": retouch.Teacher(guidance_scale=4.0)}).by is None
+        True
+    """
+
+    kind: Literal["opd"] = "opd"
+    teachers: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], Teacher], Field(min_length=1)]
+    """The teachers by name."""
+    by: str | None = None
+    """The tag of the tasks that names the teacher of each task, if there are several."""
+
+    uses_advantages: ClassVar[bool] = False
+    learns_from_teachers: ClassVar[bool] = True
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset(self._copy(name) for name in self.teachers)
+
+    @property
+    def stored_copies(self) -> Mapping[str, str]:
+        return {self._copy(name): teacher.run for name, teacher in self.teachers.items() if teacher.run is not None}
+
+    def _copy(self, name: str) -> str:
+        return "reference" if self.teachers[name].run is None else f"teacher-{name}"
+
+    def losses(self, policy: TaughtPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        batch, lessons = minibatch.batch, []
+        chosen = [self._teacher_of(task) for task in batch.tasks]
+        for name, teacher in self.teachers.items():
+            tasks = [number for number, theirs in enumerate(chosen) if theirs == name]
+            if tasks:
+                texts = None if teacher.instructions is None else [teacher.texts(batch.tasks[number]) for number in tasks]
+                scale = teacher.guidance_scale
+                lessons.append(policy.lesson(batch, tasks, weights=self._copy(name), guidance_scale=scale, instructions=texts))
+        for part in policy.microbatches(minibatch.trajectory):
+            divergence = policy.divergence(minibatch.trajectory, part, lessons)
+            value = (minibatch.weights[part.rows, part.actions] * divergence).sum()
+            yield Loss(value, {"policy/loss": value.detach()})
+
+    def _teacher_of(self, task: Task) -> str:
+        """The name of the task's teacher. Raises ValueError if its tag names none."""
+        if self.by is None:
+            return next(iter(self.teachers))
+        name = task.tags.get(self.by)
+        if name not in self.teachers:
+            has = f"its tag {self.by!r} is {name!r}" if name is not None else f"it has no tag {self.by!r}"
+            raise ValueError(f"task {task.id!r} has no teacher: {has}; objective.teachers has {', '.join(self.teachers)}")
+        return name
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        key = f"{context.objective}.teachers"
+        if len(self.teachers) > 1 and self.by is None:
+            yield f"{context.objective}.by: there are {len(self.teachers)} teachers; name the tag of the tasks that chooses one"
+        for name, teacher in self.teachers.items():
+            if teacher.run is None and teacher.guidance_scale is None and teacher.instructions is None:
+                same = "it is the policy before training with the same inputs, so there is nothing to learn"
+                yield f"{key}.{name}: {same}; set run, guidance_scale or instructions"
+            if teacher.guidance_scale is not None and context.is_autoregressive:
+                yield f"{key}.{name}.guidance_scale: tokens are sampled without guidance; remove it"
+        if context.sharded and (self.by is not None or any(teacher.instructions for teacher in self.teachers.values())):
+            why = "with sharding fsdp2 all ranks must call the model equally often, and the number of a teacher's tasks differs"
+            yield f"{key}: {why}; use sharding null or zero2"
+        if context.engine and not context.stochastic:
+            yield f"{context.rollout}.engine: an engine returns no state of a deterministic chain, which opd needs; remove it"

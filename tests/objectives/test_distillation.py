@@ -1,0 +1,207 @@
+"""On-policy distillation: losses and gradients against hand-written ones, for chains and tokens; a teacher from another run."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+import tiny_writers
+import tiny_writing
+from retouch.models.pipeline import Guided
+from retouch.objectives.base import ObjectiveContext
+from retouch.objectives.distillation import OPD, Teacher
+from retouch.protocols import TaughtPolicy
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.run import checkpoint
+from retouch.run.session import run
+from retouch.types import Batch
+from tiny_recipes import SMALL
+
+STEPS = {"one": ["make it blue"], "two": ["make it red", "turn it over"]}
+CONTEXT = ObjectiveContext(
+    **{"objective": "objective", "rollout": "rollout", "model": "sd3", "is_autoregressive": False, "token_kinds": None},
+    **{"stochastic": False, "noise_level": None, "reduction": "mean", "actions": None, "microbatch": 4, "optimizer_steps": 1},
+    lora_dropout=None,
+)
+
+
+def tasks(count):
+    """The first task has one instruction for the teacher, the second has two; both have a tag."""
+    return tuple(
+        replace(task, meta={"steps": STEPS[name]}, tags={"kind": name}) for task, name in zip(tiny.tasks(count), STEPS, strict=True)
+    )
+
+
+def slopes(policy, value):
+    found = torch.autograd.grad(value, list(tiny.trained(policy).values()), allow_unused=True)
+    pairs = zip(tiny.trained(policy).items(), found, strict=True)
+    return {name: torch.zeros_like(parameter) if part is None else part for (name, parameter), part in pairs}
+
+
+def taught_by_hand(policy, batch, trajectory, asked, *, scale=1.0, weights="reference"):
+    """For each row, its states, their sigmas, and the velocities of the teacher and of the policy."""
+    model = policy.model
+    teacher = Guided(model, scale) if scale > 1 else model
+    seen, own = teacher.encode(asked), model.encode(batch.tasks)
+    for row, group in enumerate(batch.group):
+        count = trajectory.mask.shape[1]
+        x = trajectory.latents[row, :count]
+        sigmas = trajectory.sigmas[trajectory.first : trajectory.first + count + 1]
+        several = torch.full((count,), group)
+        with torch.no_grad(), policy.copies.using(weights):
+            theirs = teacher.velocity(model.module, x, sigmas[:-1], seen.take(several))
+        yield x, sigmas, theirs, model.velocity(model.module, x, sigmas[:-1], own.take(several))
+
+
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+def test_deterministic_chains_match_the_velocity_of_a_teacher_that_edits_step_by_step(family):
+    """The teacher of the second task sees the image that it made of the first instruction, and the second instruction."""
+    objective = OPD(teachers={"single": Teacher(instructions="steps")})
+    policy, batch = tiny.policy(family, kind="ode", objective=objective), tiny.batch(tasks=tasks)
+    assert isinstance(policy, TaughtPolicy)
+    tiny.perturb(policy)
+    trajectory = policy.rollout(batch)
+    assert trajectory.latents.shape[1] == tiny.NUM_STEPS + 1
+    assert trajectory.log_probs.shape[1] == tiny.NUM_STEPS
+
+    first, second = batch.tasks
+    between = Batch(batch.seed, batch.step, (replace(second, instruction="make it red"),), group_ids=(1,), group=(0,), slot=(-1,))
+    with policy.copies.using("reference"):
+        made = policy.sample(between)
+    (image,) = policy.model.decode(made.outputs, made.conditioning)
+    asked = [replace(first, instruction="make it blue"), replace(second, instruction="turn it over", images=(image,))]
+
+    found, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, [0.0] * 4))
+    rows = taught_by_hand(policy, batch, trajectory, asked)
+    total = sum((own - theirs).square().mean() for _, _, theirs, own in rows) / len(batch)
+    assert total > 1e-6
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=0)
+    assert tiny.distance(found, slopes(policy, total)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps"])
+def test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher(kind):
+    """The mean of a step is linear in the velocity, so the KL is (coefficient * (v - v_teacher))^2 / (2 std^2)."""
+    objective = OPD(teachers={"guided": Teacher(guidance_scale=3.0)})
+    policy, batch = tiny.policy(kind=kind, objective=objective), tiny.batch()
+    tiny.perturb(policy)
+    trajectory = policy.rollout(batch)
+    found, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, [0.0] * 4))
+    total, flat = torch.zeros(()), torch.zeros(1, 1)
+    for _, sigmas, theirs, own in taught_by_hand(policy, batch, trajectory, batch.tasks, scale=3.0):
+        for k in range(len(own)):
+            step = policy.sampling.transition.step
+            times = {"sigma_max": trajectory.sigmas[1], "reduction": "mean", "next": flat}
+            still, moved = (step(flat, flat + v, sigmas[k, None], sigmas[k + 1, None], **times) for v in (0.0, 1.0))
+            slope = moved.mean - still.mean
+            total = total + (slope * (own[k] - theirs[k])).square().mean() / (2 * moved.step_std.square()).squeeze() / len(own)
+    total = total / len(batch)
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=0)
+    assert tiny.distance(found, slopes(policy, total)) < 1e-4
+
+
+def test_tokens_match_the_k3_kl_to_a_teacher_with_a_better_prompt():
+    objective = OPD(teachers={"prompted": Teacher(instructions="better")})
+    asked = tuple(replace(task, meta={"better": f"{task.instruction} abc"}) for task in tiny_writers.tasks())
+    policy, batch = tiny_writing.policy(), tiny_writing.batch(asked)
+    tiny.perturb(policy)
+    trajectory = policy.rollout(batch)
+    found, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, [0.0] * len(batch)))
+    prompts = policy.model.encode([replace(task, instruction=str(task.meta["better"])) for task in asked])
+    states = policy.model.states
+    total, module = torch.zeros(()), policy.model.module
+    for row, group in enumerate(batch.group):
+        length, several = int(trajectory.lengths[row]), torch.tensor([group])
+        ids, real = trajectory.ids[row : row + 1, :length], torch.ones(1, length, dtype=torch.bool)
+
+        def log_probs(inputs, ids=ids, real=real, several=several):
+            logits = policy.model.logits(module, states(module, inputs.take(several), ids, real)[0])
+            allowed = logits.masked_fill(~policy.model.grammar.vocabularies[0], -torch.inf)
+            return allowed.log_softmax(-1).gather(-1, ids[0, :, None])[:, 0]
+
+        with torch.no_grad(), policy.copies.using("reference"):
+            theirs = log_probs(prompts)
+        apart = theirs - log_probs(trajectory.prompts)
+        total = total + (apart.exp() - apart - 1).mean() / len(batch)
+    assert total > 1e-4
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-3, atol=1e-6)
+    assert tiny.distance(found, slopes(policy, total)) < 1e-3
+    many = [replace(task, meta={"better": ["a", "b"]}) for task in asked]
+    with pytest.raises(ValueError, match=r"has 2 instructions for its teacher.*join them"):
+        [*objective.losses(policy, replace(tiny.minibatch(batch, trajectory, [0.0] * len(batch)), batch=tiny_writing.batch(many)))]
+
+
+def test_each_task_learns_from_the_teacher_that_its_tag_names():
+    """A batch of two tasks with two teachers has the mean of the losses of each task with its teacher alone."""
+    teachers = {"one": Teacher(guidance_scale=3.0), "two": Teacher(instructions="steps")}
+    both = OPD(teachers=teachers, by="kind")
+    policy, batch = tiny.policy("edit", kind="ode", objective=both), tiny.batch(tasks=tasks)
+    tiny.perturb(policy)
+    trajectory = policy.rollout(batch)
+    found, _ = tiny.gradient(policy, both, tiny.minibatch(batch, trajectory, [0.0] * 4))
+    parts = []
+    for (name, teacher), rows in zip(teachers.items(), (slice(0, 2), slice(2, 4)), strict=True):
+        alone = OPD(teachers={name: teacher})
+        minibatch = tiny.minibatch(batch.take(rows), policy.rollout(batch.take(rows)), [0.0] * 2)
+        parts.append(tiny.gradient(policy, alone, minibatch)[0])
+    assert tiny.distance(found, {name: (parts[0][name] + parts[1][name]) / 2 for name in found}) < 1e-4
+    lost = replace(batch, tasks=(batch.tasks[0], replace(batch.tasks[1], tags={})))
+    with pytest.raises(ValueError, match=r"task 't1' has no teacher: it has no tag 'kind'; objective.teachers has one, two"):
+        [*both.losses(policy, replace(tiny.minibatch(batch, trajectory, [0.0] * 4), batch=lost))]
+    lost = replace(batch, tasks=(batch.tasks[0], replace(batch.tasks[1], meta={"steps": []})))
+    with pytest.raises(ValueError, match=r"task 't1': meta\['steps'\]: the teacher's instructions are a text or.*it is \[\]"):
+        [*both.losses(policy, replace(tiny.minibatch(batch, trajectory, [0.0] * 4), batch=lost))]
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "problem"),
+    [
+        (OPD(teachers={"a": Teacher()}), {}, "objective.teachers.a: it is the policy before training"),
+        (OPD(teachers={"a": Teacher(run="r"), "b": Teacher(run="s")}), {}, "objective.by: there are 2 teachers; name the tag"),
+        (OPD(teachers={"a": Teacher(guidance_scale=2.0)}), {"is_autoregressive": True}, "objective.teachers.a.guidance_scale: tok"),
+        (OPD(teachers={"a": Teacher(instructions="x")}), {"sharded": True}, "objective.teachers: with sharding fsdp2 all ranks"),
+        (OPD(teachers={"a": Teacher(run="r")}), {"engine": True}, "rollout.engine: an engine returns no state"),
+    ],
+)
+def test_settings_that_cannot_teach_are_refused(objective, changes, problem):
+    (found,) = objective.problems(replace(CONTEXT, **changes))
+    assert found.startswith(problem)
+    assert not [*OPD(teachers={"a": Teacher(run="r")}).problems(replace(CONTEXT, sharded=True))]
+
+
+def test_a_student_comes_closer_to_a_teacher_from_another_run_and_resumes_to_the_same_bits(tmp_path):
+    """One row per task and no advantage. The folder of the teacher is needed only at the start."""
+    common = {**SMALL, "out": str(tmp_path), "device": "cpu", "checkpoints": {"every": 1, "keep": 9}}
+    teacher = parse({**common, "name": "teacher", "steps": 1, "learning_rate": 0.05})
+    assert run(teacher, fresh=False) == 0
+    learning = {
+        "steps": 4,
+        "group_size": 1,
+        "learning_rate": 0.02,
+        "rollout": {"num_steps": 3, "transition": {"kind": "ode"}},
+        "objective": {"kind": "opd", "teachers": {"ended": {"run": str(teacher.folder)}}},
+    }
+    student = parse({**common, **learning, "name": "student"})
+    assert run(student, fresh=False) == 0
+    losses = [record["policy/loss"] for record in RunFolder(student.folder).read_metrics()]
+    assert losses[-1] < 0.7 * losses[0]
+    last = student.folder / "checkpoints" / "step-000004"
+    whole = {name: tensor.clone() for name, tensor in checkpoint.load(last).tensors["weights"].items()}
+    for step in (2, 3, 4):
+        shutil.rmtree(student.folder / "checkpoints" / f"step-{step:06d}")
+    shutil.rmtree(teacher.folder)
+    assert run(student, fresh=False) == 0
+    for name, tensor in checkpoint.load(last).tensors["weights"].items():
+        assert torch.equal(tensor, whole[name])
+
+    again = parse({**common, **learning, "name": "again"})
+    with pytest.raises(ValueError, match=r"objective.teachers: .*teacher has no checkpoints; give the folder of a run that"):
+        run(again, fresh=False)
+    other = parse({**common, "name": "wide", "steps": 1, "policy": {**SMALL["policy"], "train": {"kind": "lora", "rank": 2}}})
+    assert run(other, fresh=False) == 0
+    learning["objective"] = {"kind": "opd", "teachers": {"wide": {"run": str(other.folder)}}}
+    with pytest.raises(ValueError, match=r"wide/checkpoints: its weights are not those that this run trains"):
+        run(parse({**common, **learning, "name": "third"}), fresh=False)
