@@ -70,6 +70,16 @@ def test_equal_rewards_of_the_samples_of_each_task_are_a_warning(steps, counts, 
     assert re.findall(r"had equal rewards in the last (\d+) steps", caplog.text) == counts
 
 
+@pytest.mark.parametrize(("decay", "said"), [({}, True), ({"rate": 1.0, "max": 0.9}, False)])
+def test_a_run_says_that_diffusion_nft_has_no_contrast(decay, said, tmp_path, caplog):
+    """With the default, the old policy is almost the current one after a step; not if it keeps 0.9 of the old weights."""
+    objective = retouch.NFT(old_decay=decay)
+    trainer(
+        tmp_path, objective=objective, rollout={"num_steps": 2, "transition": {"kind": "ode"}}, learning_rate=0.05, steps=2
+    ).train()
+    assert ("it is advantage-weighted matching here. objective.old_decay makes them differ" in caplog.text) is said
+
+
 def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path):
     document = {
         **retouch.Trainer.from_recipe("quickstart").recipe.document(),

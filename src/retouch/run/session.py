@@ -126,6 +126,7 @@ def open_session(
 
 
 _EQUAL_STEPS = 5
+_CONTRAST_STEP, _CONTRAST = 10, 1e-5  # squared distance of velocities, whose own square is about 1
 
 
 @dataclass
@@ -298,6 +299,12 @@ class TrainingSession:
         self.measuring = False
         self._record(step, collected)
         self._warn_of_equal_rewards(step.metrics)
+        if self.done == min(_CONTRAST_STEP, self.parts.steps) and step.metrics.get("policy/old_distance", 1.0) < _CONTRAST:
+            log.info(
+                "the old policy is almost the current one (policy/old_distance %.1e), so the positive and the negative velocity of "
+                "DiffusionNFT do not differ: it is advantage-weighted matching here. objective.old_decay makes them differ",
+                step.metrics["policy/old_distance"],
+            )
         self._call_hooks("recorded", step, collected)
         self._stop_for_alarms(stepper, step.alarms)
         last = self.done == self.parts.steps
