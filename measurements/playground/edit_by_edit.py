@@ -1,6 +1,8 @@
-"""Scores the teacher of recipes/playground/opd.jsonnet: the base editor that makes the edits of an instruction one after the other.
+"""Scores a teacher that makes the edits of an instruction one after the other: the base editor of recipes/playground/opd.jsonnet,
+or the model of another recipe.
 
     python measurements/playground/edit_by_edit.py --split validation --tasks 240
+    python measurements/playground/edit_by_edit.py --recipe recipes/emu3/sft_s__rl_c-playground.jsonnet
 
 Prints, by the number of edits, the scores of the base model that reads the whole instruction, and of the same model when it makes
 the edits one by one, each on the image before, and the share of the gap between base and ceiling that the second closes: the limit
@@ -16,6 +18,7 @@ from PIL.Image import Image
 
 from retouch.inference.opening import open_recipe
 from retouch.inference.sampling import sample_tasks
+from retouch.objectives.distillation import Teacher
 from retouch.recipe.recipe import load
 from retouch.run.build import Assembly
 from retouch.types import Batch, Sample, Task
@@ -23,18 +26,20 @@ from retouch.types import Batch, Sample, Task
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/playground/opd.jsonnet")
     parser.add_argument("--split", default="validation", choices=("validation", "test"))
     parser.add_argument("--tasks", type=int, default=240)
     arguments = parser.parse_args()
-    recipe = load("recipes/playground/opd.jsonnet", [f"eval.split={arguments.split}", f"eval.tasks={arguments.tasks}"])
-    (teacher,) = recipe.objective.teachers.values()  # type: ignore[attr-defined]
+    held_out = [f"eval.split={arguments.split}", f"eval.tasks={arguments.tasks}"]
+    recipe = load(arguments.recipe, [*held_out, "data.thought=true"])
+    teacher = Teacher(instructions="instructions")
     parts, _ = open_recipe(recipe, None, trained=False)
     tasks = [*parts.sets[0].heldout]
     ways: dict[str, Sequence[Image | None]] = {}
     ways |= {"at once": sampled(parts, tasks), "one by one": one_by_one(parts, tasks, [teacher.texts(task) for task in tasks])}
     rows = tuple(range(len(tasks)))
     batch = Batch(seed=0, step=0, tasks=tuple(tasks), group_ids=rows, group=rows, slot=(0,) * len(rows))
-    policy = parts.policy(recipe.rollout)
+    policy = parts.policy(recipe.resolved_phases()[-1].rollout)
     ways["ceiling"] = parts.renderer()(tasks, policy.demonstrate(batch))  # the target, encoded and decoded by the autoencoder
     means: dict[str, float] = {}
     for way, images in ways.items():

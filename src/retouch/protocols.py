@@ -163,6 +163,19 @@ class AutoregressiveModel(Protocol):
 
 
 @runtime_checkable
+class DecodesCodes(Protocol):
+    """A model that finds the codes of an image in a completion, and decodes them."""
+
+    def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
+        """The codes of the image in a completion; None if there is no complete image."""
+        ...
+
+    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
+        """Decode codes to images."""
+        ...
+
+
+@runtime_checkable
 class Policy(Protocol):
     """The model that is trained. It samples actions (rollout) and computes their probabilities (evaluation); it does not own the
     optimizer."""

@@ -15,7 +15,7 @@ DISTILLATION = (
     ),
     Mutant(
         "the teacher edits the source again, not the image of the edit before",
-        "policies/denoising.py",
+        "policies/rollout.py",
         "asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))",
         "pass",
         _CHAIN,
@@ -44,9 +44,9 @@ DISTILLATION = (
     Mutant(
         "the teacher of tokens reads the policy's prompt",
         "policies/autoregressive.py",
-        "theirs = replace(trajectory.take(rows + part.rows.start), prompts=lesson.inputs, group=places[rows])",
-        "theirs = trajectory.take(rows + part.rows.start)",
-        f"{_TESTS}::test_tokens_match_the_k3_kl_to_a_teacher_with_a_better_prompt",
+        "theirs = replace(trajectory.take(chosen + part.rows.start), prompts=lesson.inputs, group=places[chosen])",
+        "theirs = trajectory.take(chosen + part.rows.start)",
+        f"{_TESTS}::test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt",
     ),
     Mutant(
         "a teacher keeps the weights of this run",

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tiny_emu3
+import tiny_models
 import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
@@ -15,9 +17,10 @@ from retouch.objectives.distillation import OPD, Teacher
 from retouch.protocols import TaughtPolicy
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
+from retouch.renderers.base import CodesDecoder
 from retouch.run import checkpoint
 from retouch.run.session import run
-from retouch.types import Batch
+from retouch.types import Batch, Task
 from tiny_recipes import SMALL
 
 STEPS = {"one": ["make it blue"], "two": ["make it red", "turn it over"]}
@@ -103,7 +106,7 @@ def test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher(kind):
     assert tiny.distance(found, slopes(policy, total)) < 1e-4
 
 
-def test_tokens_match_the_k3_kl_to_a_teacher_with_a_better_prompt():
+def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt():
     objective = OPD(teachers={"prompted": Teacher(instructions="better")})
     asked = tuple(replace(task, meta={"better": f"{task.instruction} abc"}) for task in tiny_writers.tasks())
     policy, batch = tiny_writing.policy(), tiny_writing.batch(asked)
@@ -119,19 +122,40 @@ def test_tokens_match_the_k3_kl_to_a_teacher_with_a_better_prompt():
 
         def log_probs(inputs, ids=ids, real=real, several=several):
             logits = policy.model.logits(module, states(module, inputs.take(several), ids, real)[0])
-            allowed = logits.masked_fill(~policy.model.grammar.vocabularies[0], -torch.inf)
-            return allowed.log_softmax(-1).gather(-1, ids[0, :, None])[:, 0]
+            return logits[:, policy.model.grammar.vocabularies[0]].log_softmax(-1)
 
         with torch.no_grad(), policy.copies.using("reference"):
             theirs = log_probs(prompts)
-        apart = theirs - log_probs(trajectory.prompts)
-        total = total + (apart.exp() - apart - 1).mean() / len(batch)
+        own = log_probs(trajectory.prompts)
+        total = total + (own.exp() * (own - theirs)).sum(-1).mean() / len(batch)
     assert total > 1e-4
     torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-3, atol=1e-6)
     assert tiny.distance(found, slopes(policy, total)) < 1e-3
     many = [replace(task, meta={"better": ["a", "b"]}) for task in asked]
-    with pytest.raises(ValueError, match=r"has 2 instructions for its teacher.*join them"):
+    with pytest.raises(ValueError, match=r"several instructions, and the policy makes no image in between; give one text"):
         [*objective.losses(policy, replace(tiny.minibatch(batch, trajectory, [0.0] * len(batch)), batch=tiny_writing.batch(many)))]
+
+
+def test_image_tokens_are_taught_edit_by_edit():
+    """The teacher sees the most likely image for the first instruction, and the second instruction; weights are the reference's."""
+    editor = tiny_emu3.editor()
+    tasks = tuple(
+        Task(id=f"t{k}", instruction="a", images=(tiny_models.image(k, 16, 24),), meta={"steps": texts})
+        for k, texts in enumerate(STEPS.values())
+    )
+    longest = len(editor.words.header(*editor.grid)) + editor.grid[0] * (editor.grid[1] + 1) + 3
+    policy, batch = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest}), tiny_writing.batch(tasks)
+    tiny.perturb(policy)
+    first, second = tasks
+    between = tiny_writing.batch((replace(second, instruction="make it red"),), group_size=1)
+    with policy.copies.using("reference"):
+        (image,) = CodesDecoder(editor)(between.tasks, policy.sample(between))
+    assert image is not None
+    lesson = policy.lesson(batch, [0, 1], weights="reference", guidance_scale=None, instructions=[*STEPS.values()])
+    wanted = [replace(first, instruction="make it blue"), replace(second, instruction="turn it over", images=(image,))]
+    assert torch.equal(lesson.inputs.ids, editor.encode(wanted).ids)
+    other = editor.encode([wanted[0], replace(wanted[1], images=second.images)])
+    assert not torch.equal(lesson.inputs.ids, other.ids)
 
 
 def test_each_task_learns_from_the_teacher_that_its_tag_names():

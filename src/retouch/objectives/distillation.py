@@ -48,7 +48,7 @@ class OPD(Objective):
     reached.
 
     For a stochastic denoising step, this is the KL of the policy's and the teacher's Gaussian; for a deterministic one, it is
-    |v - v_teacher|^2, a mean over the latent. For tokens, it is the k3 estimate of the KL. Advantages are not used, and the
+    |v - v_teacher|^2, a mean over the latent. For tokens, it is KL(policy, teacher) over all ids. Advantages are not used, and the
     recipe's reward is only measured. A phase with this objective may come before or after one that learns from rewards.
 
     Source: Flow-OPD (arXiv 2605.08063); for tokens, generalized knowledge distillation (Agarwal et al. 2023, arXiv 2306.13649).

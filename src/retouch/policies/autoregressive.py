@@ -12,15 +12,24 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.core.surrogates import importance_weights, k3
-from retouch.policies.decoding import AutoregressiveTrajectory, CachedDecoding, log_prob_difference, scatter, token_log_probs
+from retouch.policies.decoding import (
+    AutoregressiveTrajectory,
+    CachedDecoding,
+    allowed_log_probs,
+    log_prob_difference,
+    scatter,
+    token_kl,
+    token_log_probs,
+)
 from retouch.policies.engine import EngineFault, Generation
-from retouch.policies.rollout import CachedEngine, Engine, TokenRollout
+from retouch.policies.rollout import CachedEngine, Engine, TokenRollout, taught_tasks
 from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
-from retouch.protocols import AutoregressiveModel
+from retouch.protocols import AutoregressiveModel, DecodesCodes
 from retouch.types import Batch, Completion, Evaluation, Lesson, Needs, Prompts, Slice, Task
 
 
@@ -257,34 +266,53 @@ class AutoregressivePolicy:
         guidance_scale: float | None,
         instructions: Sequence[Sequence[str]] | None,
     ) -> Lesson:
-        """What a teacher sees of these tasks (see ``TaughtPolicy``): prompts without guidance, with one instruction each.
+        """What a teacher sees of these tasks (see ``TaughtPolicy``), without guidance.
 
-        Raises ValueError for several instructions of one task.
+        An edit whose completion has no complete image leaves the image as it was. Raises ValueError for several instructions if
+        the model writes no images.
         """
-        asked = [batch.tasks[number] for number in tasks]
-        for row, texts in enumerate(instructions or ()):
-            if len(texts) > 1:
-                why = "a teacher that writes tokens reads one, because it makes no image in between"
-                raise ValueError(f"task {asked[row].id!r} has {len(texts)} instructions for its teacher, and {why}; join them")
-            asked[row] = replace(asked[row], instruction=texts[0])
-        places = torch.full((len(batch.tasks),), -1)
-        places[list(tasks)] = torch.arange(len(tasks))
+
+        def edit(between: Batch) -> list[Image | None]:
+            model = self.model
+            if not isinstance(model, DecodesCodes):
+                raise ValueError(
+                    "objective.teachers: there are several instructions, and the policy makes no image in between; give one text"
+                )
+            with self.copies.using(weights):
+                made = self.decoder(between, model.encode(between.tasks), self.sampling, greedy=True)
+            found = [model.codes_in(row[:end]) for row, end in zip(made.ids.tolist(), made.lengths.tolist(), strict=True)]
+            return [None if codes is None else model.decode_codes(codes[None])[0] for codes in found]
+
+        asked, places = taught_tasks(batch, tasks, instructions, edit)
         prompts = self.model.encode(asked)
         return Lesson(weights=weights, inputs=prompts, places=places.to(prompts.ids.device))
 
     def divergence(self, trajectory: AutoregressiveTrajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
-        """The k3 estimate of each token's KL to the teacher, with gradient. Over tokens that the policy samples, its gradient is on
-        average that of KL(teacher || policy)."""
-        mask = trajectory.mask[part.rows, part.actions]
-        taught = torch.full(mask.shape, torch.nan, device=mask.device)
+        """KL(policy, teacher) of each token over all ids that may follow, with gradient; 0 where no token was sampled.
+
+        The teacher's log-probabilities of a microbatch are in memory at once: its tokens times the vocabulary.
+        """
+        columns = _used_columns(trajectory, part)
+        sampled, vocabulary = trajectory.mask[part.rows, columns], trajectory.vocabulary[part.rows, columns]
+        row, options = sampled.nonzero()[:, 0], {"temperature": self.sampling.temperature}
+        taught = None
         for lesson in lessons:
             places = lesson.places[trajectory.group[part.rows]]
-            rows = (places >= 0).nonzero()[:, 0]
-            if len(rows):
-                theirs = replace(trajectory.take(rows + part.rows.start), prompts=lesson.inputs, group=places[rows])
+            chosen = (places >= 0).nonzero()[:, 0]
+            if len(chosen):
+                theirs = replace(trajectory.take(chosen + part.rows.start), prompts=lesson.inputs, group=places[chosen])
+                module, where = self.model.module, Slice(slice(0, len(chosen)), part.actions)
                 with torch.no_grad(), self.copies.using(lesson.weights):
-                    taught[rows] = self._log_probs(self.model.module, theirs, Slice(slice(0, len(rows)), part.actions))
-        return k3(self._log_probs(self.module, trajectory, part), taught, mask=mask)
+                    states = self._sampled_states(module, theirs, where)
+                    wanted = vocabulary[chosen][sampled[chosen]]
+                    log_probs = allowed_log_probs(self.model, module, states, vocabulary=wanted, **options)
+                if taught is None:
+                    taught = log_probs.new_full((len(row), log_probs.shape[1]), torch.nan)
+                taught[torch.isin(row, chosen)] = log_probs
+        assert taught is not None, "each task has a teacher"
+        states = self._sampled_states(self.module, trajectory, part)
+        kl = token_kl(self.model, self.module, states, taught, vocabulary=vocabulary[sampled], chunk=self.logits_at_once, **options)
+        return scatter(kl, trajectory.mask[part.rows, part.actions])
 
     def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
         """The value head's prediction before each token, 0 if the token was not sampled."""

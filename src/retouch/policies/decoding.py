@@ -66,6 +66,48 @@ def token_log_probs(
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
 
+def allowed_log_probs(
+    model: AutoregressiveModel,
+    module: nn.Module,
+    states: Float[Tensor, "n d"],
+    *,
+    vocabulary: Int[Tensor, " n"],
+    temperature: float,
+) -> Float[Tensor, "n v"]:
+    """The log-probabilities of all ids, -inf for those that the grammar does not allow; arguments as for ``token_log_probs``."""
+    return warp_logits(model.logits(module, states), allowed_ids(model.grammar, vocabulary), temperature=temperature).log_softmax(
+        -1
+    )
+
+
+def token_kl(
+    model: AutoregressiveModel,
+    module: nn.Module,
+    states: Float[Tensor, "n d"],
+    taught: Float[Tensor, "n v"],
+    *,
+    vocabulary: Int[Tensor, " n"],
+    temperature: float,
+    chunk: int,
+) -> Float[Tensor, " n"]:
+    """KL(policy, teacher) in nats over all ids that may follow, with gradient; other arguments as for ``token_log_probs``.
+
+    ``taught``: the log-probabilities of the teacher (``allowed_log_probs``).
+    """
+
+    def head(states: Tensor, taught: Tensor, vocabulary: Tensor) -> Tensor:
+        log_probs = allowed_log_probs(model, module, states, vocabulary=vocabulary, temperature=temperature)
+        # -inf minus -inf is NaN, which a product with the probability 0 would not remove.
+        return (log_probs.exp() * (log_probs - taught).masked_fill(log_probs.isneginf(), 0.0)).sum(-1)
+
+    parts = [slice(start, start + chunk) for start in range(0, len(states), chunk)]
+    found = [
+        checkpoint(head, states[part], taught[part], vocabulary[part], use_reentrant=False, preserve_rng_state=False)
+        for part in parts
+    ]
+    return torch.cat(found) if found else states.float().sum(-1)  # see ``token_log_probs``
+
+
 def scatter(values: Float[Tensor, " n"], mask: Bool[Tensor, "r t"]) -> Float[Tensor, "r t"]:
     """``values`` at the places where ``mask`` is True, row by row, and 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)

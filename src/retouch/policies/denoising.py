@@ -25,7 +25,7 @@ from retouch.core.transitions import gradient_balance, ratio_norm
 from retouch.models.parts import compute_device, to_device
 from retouch.models.pipeline import Guided
 from retouch.policies.engine import EngineFault
-from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep
+from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep, taught_tasks
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
@@ -455,36 +455,15 @@ class DenoisingPolicy:
         guidance_scale: float | None,
         instructions: Sequence[Sequence[str]] | None,
     ) -> Lesson:
-        """What a teacher sees of these tasks (see ``TaughtPolicy``).
-
-        Of several instructions, the teacher follows all but the last one by itself, one after the other, each on the image before;
-        it sees the last of these images and the last instruction.
-        """
+        """What a teacher sees of these tasks (see ``TaughtPolicy``)."""
         teacher = self._guided(guidance_scale)
-        asked = [batch.tasks[number] for number in tasks]
-        for turn in range(max(map(len, instructions), default=0) if instructions else 0):
-            asked = [
-                replace(task, instruction=texts[min(turn, len(texts) - 1)])
-                for task, texts in zip(asked, instructions or (), strict=True)
-            ]
-            rows = [row for row, texts in enumerate(instructions or ()) if turn < len(texts) - 1]
-            if not rows:
-                break
-            before = Batch(
-                seed=batch.seed,
-                step=batch.step,
-                tasks=tuple(asked[row] for row in rows),
-                group_ids=tuple(batch.group_ids[tasks[row]] for row in rows),
-                group=tuple(range(len(rows))),
-                slot=(-1 - turn,) * len(rows),  # a slot that no sample of the group has
-            )
+
+        def edit(between: Batch) -> list[Image | None]:
             with self.copies.using(weights):
-                made = teacher._denoise(before, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
-            images = teacher.model.decode(made.outputs, made.conditioning.take(made.group))
-            for row, image in zip(rows, images, strict=True):
-                asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))
-        places = torch.full((len(batch.tasks),), -1)
-        places[list(tasks)] = torch.arange(len(tasks))
+                made = teacher._denoise(between, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
+            return [*teacher.model.decode(made.outputs, made.conditioning.take(made.group))]
+
+        asked, places = taught_tasks(batch, tasks, instructions, edit)
         places = places.to(compute_device(self.model.module))
         return Lesson(weights=weights, inputs=teacher.model.encode(asked), places=places, guidance_scale=guidance_scale)
 

@@ -14,13 +14,11 @@ from retouch.config.section import Count, Section
 from retouch.core.random import generator
 from retouch.models.base import ImageModel, LanguageModel, TokenKind
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.protocols import Renderer
+from retouch.protocols import DecodesCodes, Renderer
 from retouch.types import Completion, Task
 
 if TYPE_CHECKING:
     import torch
-    from jaxtyping import Int
-    from torch import Tensor
 
     from retouch.protocols import AutoregressiveModel, DenoisingModel
     from retouch.types import Conditioning
@@ -325,19 +323,6 @@ class CodesRenderer(RendererSection):
         if not isinstance(image_model, DecodesCodes):
             raise ValueError(f"renderer.kind: codes needs a model with codes_in and decode_codes, not {type(image_model).__name__}")
         return CodesDecoder(image_model, batch=self.batch)
-
-
-@runtime_checkable
-class DecodesCodes(Protocol):
-    """A model that finds the codes of an image in a completion, and decodes them."""
-
-    def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
-        """The codes of the image in a completion; None if there is no complete image."""
-        ...
-
-    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
-        """Decode codes to images."""
-        ...
 
 
 class CodesDecoder:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny_emu3
 import tiny_models
 import tiny_writing
-from retouch.protocols import AutoregressiveModel, Grammar
-from retouch.renderers.base import CodesDecoder, DecodesCodes
+from retouch.protocols import AutoregressiveModel, DecodesCodes, Grammar
+from retouch.renderers.base import CodesDecoder
 from retouch.types import Completion, Kind, Needs, Task
 from retouch_models.emu3 import BOI, BOS, DRAW, END_OF_THOUGHT, EOF, EOI, EOL, EOS, IMG, THINK, Emu3Editor, load_emu3, save_for_vllm
 from retouch_worlds.testing import check_policy

@@ -18,8 +18,8 @@ import tiny_writing
 from retouch.cli import main
 from retouch.inference.opening import open_recipe, read_target
 from retouch.objectives.imitation import CrossEntropy
-from retouch.protocols import AutoregressiveModel, Grammar
-from retouch.renderers.base import CodesDecoder, DecodesCodes
+from retouch.protocols import AutoregressiveModel, DecodesCodes, Grammar
+from retouch.renderers.base import CodesDecoder
 from retouch.types import Kind, Minibatch, Needs, Slice, Task
 from retouch_models.janus import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules, load_janus
 from retouch_worlds.testing import check_policy
