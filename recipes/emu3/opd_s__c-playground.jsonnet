@@ -12,7 +12,7 @@ local playground = import '../lib/playground.libsonnet';
 emu3.rl('emu3-opd_s__c', 's', 'sc') {
   tasks_per_step: 64,
   group_size: 1,
-  learning_rate: 5e-4,
+  learning_rate: 1e-3,
   data: playground.tasks({ '1': 1, '2': 2, '3': 2 }, filler=0.25) + { thought: true },
   objective: { kind: 'opd', teachers: { 'edit-by-edit': { instructions: 'instructions' } } },
 }

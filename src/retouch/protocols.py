@@ -241,8 +241,9 @@ class TaughtPolicy(Policy, Protocol):
         for each of these tasks in place of the task's instruction; of several, it follows all but the last one beforehand."""
         ...
 
-    def divergence(self, trajectory: Trajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
-        """The divergence of each action from the teacher of its task, with gradient in the current weights; 0 or more."""
+    def divergence(self, trajectory: Trajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool) -> Float[Tensor, "r t"]:
+        """The divergence of each action from the teacher of its task, with gradient in the current weights; 0 or more. ``forward``:
+        KL(teacher, policy) in place of KL(policy, teacher); Gaussian steps of equal variance have the same for both."""
         ...
 
 

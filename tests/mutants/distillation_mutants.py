@@ -46,7 +46,7 @@ DISTILLATION = (
         "policies/autoregressive.py",
         "theirs = replace(trajectory.take(chosen + part.rows.start), prompts=lesson.inputs, group=places[chosen])",
         "theirs = trajectory.take(chosen + part.rows.start)",
-        f"{_TESTS}::test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt",
+        f"{_TESTS}::test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt[forward]",
     ),
     Mutant(
         "a teacher keeps the weights of this run",

@@ -106,8 +106,9 @@ def test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher(kind):
     assert tiny.distance(found, slopes(policy, total)) < 1e-4
 
 
-def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt():
-    objective = OPD(teachers={"prompted": Teacher(instructions="better")})
+@pytest.mark.parametrize("kl", ["forward", "reverse"])
+def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt(kl):
+    objective = OPD(teachers={"prompted": Teacher(instructions="better")}, kl=kl)
     asked = tuple(replace(task, meta={"better": f"{task.instruction} abc"}) for task in tiny_writers.tasks())
     policy, batch = tiny_writing.policy(), tiny_writing.batch(asked)
     tiny.perturb(policy)
@@ -126,8 +127,10 @@ def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt():
 
         with torch.no_grad(), policy.copies.using("reference"):
             theirs = log_probs(prompts)
-        own = log_probs(trajectory.prompts)
-        total = total + (own.exp() * (own - theirs)).sum(-1).mean() / len(batch)
+        first, second = log_probs(trajectory.prompts), theirs
+        if kl == "forward":
+            first, second = second, first
+        total = total + (first.exp() * (first - second)).sum(-1).mean() / len(batch)
     assert total > 1e-4
     torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-3, atol=1e-6)
     assert tiny.distance(found, slopes(policy, total)) < 1e-3

@@ -48,7 +48,7 @@ class OPD(Objective):
     reached.
 
     For a stochastic denoising step, this is the KL of the policy's and the teacher's Gaussian; for a deterministic one, it is
-    |v - v_teacher|^2, a mean over the latent. For tokens, it is KL(policy, teacher) over all ids. Advantages are not used, and the
+    |v - v_teacher|^2, a mean over the latent. For tokens, it is ``kl`` over all ids. Advantages are not used, and the
     recipe's reward is only measured. A phase with this objective may come before or after one that learns from rewards.
 
     Source: Flow-OPD (arXiv 2605.08063); for tokens, generalized knowledge distillation (Agarwal et al. 2023, arXiv 2306.13649).
@@ -64,6 +64,10 @@ class OPD(Objective):
     """The teachers by name."""
     by: str | None = None
     """The tag of the tasks that names the teacher of each task, if there are several."""
+
+    kl: Literal["forward", "reverse"] = Field(default="forward", exclude_if=lambda chosen: chosen == "forward")
+    """The divergence of tokens. ``forward``: KL(teacher, policy), which also raises tokens that the policy hardly samples.
+    ``reverse``: KL(policy, teacher), which keeps to tokens that the teacher finds likely. Both are equal for denoising steps."""
 
     uses_advantages: ClassVar[bool] = False
     learns_from_teachers: ClassVar[bool] = True
@@ -89,7 +93,7 @@ class OPD(Objective):
                 scale = teacher.guidance_scale
                 lessons.append(policy.lesson(batch, tasks, weights=self._copy(name), guidance_scale=scale, instructions=texts))
         for part in policy.microbatches(minibatch.trajectory):
-            divergence = policy.divergence(minibatch.trajectory, part, lessons)
+            divergence = policy.divergence(minibatch.trajectory, part, lessons, forward=self.kl == "forward")
             value = (minibatch.weights[part.rows, part.actions] * divergence).sum()
             yield Loss(value, {"policy/loss": value.detach()})
 

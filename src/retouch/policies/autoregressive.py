@@ -287,14 +287,16 @@ class AutoregressivePolicy:
         prompts = self.model.encode(asked)
         return Lesson(weights=weights, inputs=prompts, places=places.to(prompts.ids.device))
 
-    def divergence(self, trajectory: AutoregressiveTrajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
-        """KL(policy, teacher) of each token over all ids that may follow, with gradient; 0 where no token was sampled.
+    def divergence(
+        self, trajectory: AutoregressiveTrajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool
+    ) -> Float[Tensor, "r t"]:
+        """The KL of each token over all ids that may follow, with gradient; 0 where no token was sampled.
 
         The teacher's log-probabilities of a microbatch are in memory at once: its tokens times the vocabulary.
         """
         columns = _used_columns(trajectory, part)
         sampled, vocabulary = trajectory.mask[part.rows, columns], trajectory.vocabulary[part.rows, columns]
-        row, options = sampled.nonzero()[:, 0], {"temperature": self.sampling.temperature}
+        row, temperature = sampled.nonzero()[:, 0], self.sampling.temperature
         taught = None
         for lesson in lessons:
             places = lesson.places[trajectory.group[part.rows]]
@@ -305,13 +307,22 @@ class AutoregressivePolicy:
                 with torch.no_grad(), self.copies.using(lesson.weights):
                     states = self._sampled_states(module, theirs, where)
                     wanted = vocabulary[chosen][sampled[chosen]]
-                    log_probs = allowed_log_probs(self.model, module, states, vocabulary=wanted, **options)
+                    log_probs = allowed_log_probs(self.model, module, states, vocabulary=wanted, temperature=temperature)
                 if taught is None:
                     taught = log_probs.new_full((len(row), log_probs.shape[1]), torch.nan)
                 taught[torch.isin(row, chosen)] = log_probs
         assert taught is not None, "each task has a teacher"
         states = self._sampled_states(self.module, trajectory, part)
-        kl = token_kl(self.model, self.module, states, taught, vocabulary=vocabulary[sampled], chunk=self.logits_at_once, **options)
+        kl = token_kl(
+            self.model,
+            self.module,
+            states,
+            taught,
+            vocabulary=vocabulary[sampled],
+            temperature=temperature,
+            chunk=self.logits_at_once,
+            forward=forward,
+        )
         return scatter(kl, trajectory.mask[part.rows, part.actions])
 
     def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:

@@ -89,16 +89,18 @@ def token_kl(
     vocabulary: Int[Tensor, " n"],
     temperature: float,
     chunk: int,
+    forward: bool,
 ) -> Float[Tensor, " n"]:
-    """KL(policy, teacher) in nats over all ids that may follow, with gradient; other arguments as for ``token_log_probs``.
+    """KL(policy, teacher), or with ``forward`` KL(teacher, policy), in nats over all ids that may follow, with gradient.
 
-    ``taught``: the log-probabilities of the teacher (``allowed_log_probs``).
+    Other arguments as for ``token_log_probs``. ``taught``: the log-probabilities of the teacher (``allowed_log_probs``).
     """
 
     def head(states: Tensor, taught: Tensor, vocabulary: Tensor) -> Tensor:
         log_probs = allowed_log_probs(model, module, states, vocabulary=vocabulary, temperature=temperature)
+        first, second = (taught, log_probs) if forward else (log_probs, taught)
         # -inf minus -inf is NaN, which a product with the probability 0 would not remove.
-        return (log_probs.exp() * (log_probs - taught).masked_fill(log_probs.isneginf(), 0.0)).sum(-1)
+        return (first.exp() * (first - second).masked_fill(first.isneginf(), 0.0)).sum(-1)
 
     parts = [slice(start, start + chunk) for start in range(0, len(states), chunk)]
     found = [

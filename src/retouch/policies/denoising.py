@@ -475,7 +475,9 @@ class DenoisingPolicy:
             changed.model = Guided(plain, scale) if scale > 1 else plain
         return changed
 
-    def divergence(self, trajectory: DenoisingTrajectory, part: Slice, lessons: Sequence[Lesson]) -> Float[Tensor, "r t"]:
+    def divergence(
+        self, trajectory: DenoisingTrajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool
+    ) -> Float[Tensor, "r t"]:
         """The divergence of each step of the chains from the teacher's step in the same state, with gradient: the KL of the two
         Gaussians, reduced as log-probabilities are, or the mean squared distance of the velocities if steps are deterministic.
 
