@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -64,7 +65,6 @@ class OPD(Objective):
     """The teachers by name."""
     by: str | None = None
     """The tag of the tasks that names the teacher of each task, if there are several."""
-
     kl: Literal["forward", "reverse"] = Field(default="forward", exclude_if=lambda chosen: chosen == "forward")
     """The divergence of tokens. ``forward``: KL(teacher, policy), which also raises tokens that the policy hardly samples.
     ``reverse``: KL(policy, teacher), which keeps to tokens that the teacher finds likely. Both are equal for denoising steps."""
@@ -81,7 +81,9 @@ class OPD(Objective):
         return {self._copy(name): teacher.run for name, teacher in self.teachers.items() if teacher.run is not None}
 
     def _copy(self, name: str) -> str:
-        return "reference" if self.teachers[name].run is None else f"teacher-{name}"
+        """The copy of the teacher's weights. It is named after the run: in another phase, a teacher of this name may be another."""
+        run = self.teachers[name].run
+        return "reference" if run is None else f"teacher-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
 
     def losses(self, policy: TaughtPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         batch, lessons = minibatch.batch, []
