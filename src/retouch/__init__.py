@@ -5,6 +5,8 @@
 """
 
 import logging
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
     from retouch.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
+    # libgomp, which torch loads, lets idle threads wait in a loop for milliseconds, which takes the time of other processes.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # Where torchao is installed, transformers and diffusers import it, and the import warns of kernels that this machine cannot load.
 for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):

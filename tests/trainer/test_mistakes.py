@@ -128,7 +128,7 @@ MISTAKES = [
     ({"steps": None}, "steps: missing: set the length of the run, in steps or in passes"),
     ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
     ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
-    ({"device": "gpu"}, "device: should be 'cuda', 'cuda:0', 'mps' or 'cpu', not 'gpu'"),
+    ({"device": "gpu"}, "device: should be 'auto', 'cuda', 'cuda:0', 'mps' or 'cpu', not 'gpu'"),
     (
         {
             "model": partial(tiny_writers.module, "qwen2.5"),

@@ -1,5 +1,6 @@
 """Runs from Python: a loaded pipeline, plain functions, lists, tables and streams, with the same bits as the command."""
 
+import importlib
 import json
 import logging
 import os
@@ -58,6 +59,8 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(whole, tm
     assert 'from_pretrained("BASE_MODEL", torch_dtype=torch.float32)' in (tmp_path / "lora" / "README.md").read_text()
     image = made.samples()
     assert image.width > 128
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save_model'; write save_pretrained\(folder\)"):
+        made.save_model("lora")
 
 
 @pytest.mark.parametrize(("steps", "counts"), [(2, ["2"]), pytest.param(6, ["5"], marks=pytest.mark.slow)])
@@ -68,6 +71,26 @@ def test_equal_rewards_of_the_samples_of_each_task_are_a_warning(steps, counts, 
 
     trainer(tmp_path, reward_funcs=constant, steps=steps).train()
     assert re.findall(r"had equal rewards in the last (\d+) steps", caplog.text) == counts
+
+
+def test_a_reward_class_of_a_recipe_is_given_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "levels.py").write_text("""
+import torch
+from retouch.types import Column
+
+class Level:
+    columns = {"level": Column(0.0, 1.0)}
+
+    def __call__(self, samples):
+        return {"level": torch.tensor([sample.task.meta["level"] / 12 for sample in samples])}
+""")
+    own = importlib.import_module("levels").Level()
+    with pytest.raises(ValueError, match=r"Level has `columns`.*write reward_funcs='levels:Level', reward_weights={'level': 1.0}"):
+        trainer(tmp_path, reward_funcs=own)
+    made = trainer(tmp_path, reward_funcs="levels:Level", reward_weights={"level": 1.0}, steps=1)
+    made.train()
+    assert RunFolder(made.folder).read_metrics()[0]["reward/level"] > 0
 
 
 @pytest.mark.parametrize(("decay", "said"), [({}, True), ({"rate": 1.0, "max": 0.9}, False)])

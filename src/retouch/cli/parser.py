@@ -62,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # this is the program; a caller in Python keeps its own streams and environment
         redact_output()
         protect(os.environ)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        # libgomp's idle threads wait in a loop for milliseconds, which takes the time of other processes. Before torch is imported.
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
         from retouch.distributed.launching import die_with_launcher
 

@@ -80,7 +80,10 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
     return f"{at}: {expected(error)}"
 
 
-_PATTERNS = {"cuda": "should be 'cuda', 'cuda:0', 'mps' or 'cpu'", "._-]*$": "should have only letters, digits, '.', '_' and '-'"}
+_PATTERNS = {
+    "cuda": "should be 'auto', 'cuda', 'cuda:0', 'mps' or 'cpu'",
+    "._-]*$": "should have only letters, digits, '.', '_' and '-'",
+}
 """A part of a regular expression to what it means."""
 
 

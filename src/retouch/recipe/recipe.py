@@ -220,7 +220,8 @@ def source_image_problems(recipe: RecipeKeys, phase: ResolvedPhase, at: str) -> 
         return
     if has.images is False and takes.images[0] > 0:
         others = "triplets, folder or hub" if takes.mask else "folder or hub"
-        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; use {others} data"
+        lists = ", or add a column `image` to your rows" if data.label == "table" else ""
+        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; use {others} data{lists}"
     elif has.mask is False and takes.mask:
         yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; use triplets, folder or hub data"
     if has.images and not recipe.policy.is_autoregressive and takes.images[1] == 0:
@@ -318,7 +319,8 @@ def _problems_without_reward(recipe: RecipeKeys) -> Iterator[str]:
     give = "give a reward (reward_funcs of a Trainer)"
     sampling = [phase for phase in recipe.resolved_phases() if not phase.imitates]
     if sampling:
-        why = f"there is none, and {sampling[0].objective.label} learns from the rewards of its samples"
+        learns = "learns from the rewards of its samples" if sampling[0].objective.uses_advantages else "has its samples scored"
+        why = f"there is none, and {sampling[0].objective.label} {learns}"
         yield f"reward: {why}; {give}, or learn from pairs of the data with objective.kind dpo and objective.pairs data"
         return
     if recipe.heldout_objective is None:

@@ -244,6 +244,10 @@ def reward_name(function: object) -> str:
         raise ValueError(f"reward_funcs: {function!r:.60} cannot be called; give a function, a reward object or a reward's name")
     named = _unwrapped(function)
     name = getattr(named, "__name__", None) or type(named).__name__
+    if isinstance(getattr(named, "columns", None), Mapping):
+        path, weights = f"{type(named).__module__}:{type(named).__qualname__}", dict.fromkeys(named.columns, 1.0)
+        instead = f"write reward_funcs={path!r}, reward_weights={weights}"
+        raise ValueError(f"reward_funcs: {name} has `columns` and scores samples, as a reward of a recipe does; {instead}")
     if name == "<lambda>":
         raise ValueError("reward_funcs: a lambda has no name for its column; define the function with `def`")
     return str(name)

@@ -269,6 +269,11 @@ class Trainer:
     def _table(self, result: EvaluationResult) -> ScoreTable:
         return ScoreTable(*score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline)))
 
+    def __getattr__(self, name: str) -> Any:
+        instead = {"save_model": "save_pretrained(folder)", "log": "callbacks", "predict": "evaluate() or retouch.sample"}.get(name)
+        hint = f"; write {instead}" if instead else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
     def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
         """Write the trained weights, a LoRA or the whole transformer, with a model card; returns the files.
 

@@ -114,8 +114,8 @@ class RowSuite(Suite):
 class OwnSuite(RowSuite):
     """Data of the user, scored by a reward that ``--judge`` names. Its columns are those of the reward."""
 
-    source: ClassVar[str] = "the user's data"
-    licence: ClassVar[str] = "that of the user's data"
+    source: ClassVar[str] = "rows of your own"
+    licence: ClassVar[str] = "your licence"
     size: ClassVar[int] = 0
     protocol: ClassVar[str] = "One image of each row; the means of the reward's columns."
     columns: ClassVar[Mapping[str, Column]] = {}
