@@ -85,8 +85,8 @@ def test_every_key_is_documented():
         ({"phases": [{"name": "a", "step": 3}], "steps": None}, "phases.0.step: unknown key; did you mean phases.0.steps?"),
         (
             {"objective__kind": "nfl"},
-            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'dpo', 'supervised', 'sft', "
-            "'import'; did you mean 'nft'?",
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'opd', 'dpo', 'supervised', "
+            "'sft', 'import'; did you mean 'nft'?",
         ),
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding', 'import'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),

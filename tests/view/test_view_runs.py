@@ -122,10 +122,12 @@ def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(wri
     database = Database(folder.root / "ledger.sqlite")
     assert run.overview()["judges"] is None
     AnswerCache(database).record([JudgeCall(content="a", **paid)])
-    assert run.overview()["judges"] == {"requests": 1, "input_tokens": 1000, "output_tokens": 10, "cost": None, "unpriced": 1}
+    assert run.overview()["judges"] == {
+        **{"requests": 1, "retries": 0, "input_tokens": 1000, "output_tokens": 10, "cost": None, "unpriced": 1}
+    }
     AnswerCache(database).record([JudgeCall(content="b", cost=0.25, **paid), JudgeCall(content="c", cost=0.5, attempts=3, **paid)])
     found = run.overview()["judges"]
-    assert (found["requests"], found["cost"], found["unpriced"]) == (5, 0.75, 1)
+    assert (found["requests"], found["retries"], found["cost"], found["unpriced"]) == (5, 2, 0.75, 1)
     database.close()
     assert run.overview()["judges"] == found
     (folder.root / "ledger.sqlite").write_bytes(b"damaged" * 1000)

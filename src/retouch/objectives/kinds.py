@@ -9,6 +9,8 @@ _WEIGHTED = f"kind: 'awm' (for tokens, {_REINFORCE})"
 _BEST_OF_N = f"{_WEIGHTED}, and advantage: {{ kind: 'best' }}"
 _REWARD_WEIGHTED = f"{_WEIGHTED}, and advantage: {{ kind: 'exponential' }}"
 
+_DISTILLATION = "kind: 'opd', teachers: { earlier: { run: 'runs/NAME' } }"
+
 OBJECTIVES = Kinds(
     "objective",
     {
@@ -32,9 +34,9 @@ OBJECTIVES = Kinds(
         "rloo": f"{_REINFORCE}, and advantage: {{ kind: 'group', baseline: 'leave_one_out', scale: 'none' }}",
         "diffusion_nft": _NFT,
         "diffusionnft": _NFT,
-        "distillation": "kind: 'opd'",
-        "diffusion_opd": "kind: 'opd'",
-        "flow_opd": "kind: 'opd'",
+        "distillation": _DISTILLATION,
+        "diffusion_opd": _DISTILLATION,
+        "flow_opd": _DISTILLATION,
         "raft": _BEST_OF_N,
         "best_of_n": _BEST_OF_N,
         "rwr": _REWARD_WEIGHTED,

@@ -388,13 +388,9 @@ class DenoisingPolicy:
         """
         old_log_probs = trajectory.log_probs[part.rows, part.actions]
         shape = old_log_probs.shape
-        count = shape[1]
-        index = trajectory.first + torch.arange(part.actions.start, part.actions.stop, device=trajectory.latents.device)
-        x = trajectory.latents[part.rows, part.actions].flatten(0, 1)
+        index, x, sigma, sigma_next, group = self._states(trajectory, part)
         after = trajectory.latents[part.rows, part.actions.start + 1 : part.actions.stop + 1].flatten(0, 1)
-        sigma = trajectory.sigmas[index].repeat(shape[0])
-        sigma_next = trajectory.sigmas[index + 1].repeat(shape[0])
-        conditioning = trajectory.conditioning.take(trajectory.group[part.rows].repeat_interleave(count))
+        conditioning = trajectory.conditioning.take(group)
 
         at_once = self._forward_rows(trajectory.mask.shape[1])
         velocity = self._velocity(self.module, x, sigma, conditioning, at_once=at_once)
@@ -429,6 +425,14 @@ class DenoisingPolicy:
                 kl = gaussian_kl(made.mean, reference.mean, made.step_std, reduction=self.sampling.reduction).view(shape)
         values = self._values(trajectory, part) if needs.values else None
         return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, values=values, scale=scale)
+
+    def _states(self, trajectory: DenoisingTrajectory, part: Slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The steps of the slice; and for each of its actions, row by row, the state before it, its two sigmas, and its task."""
+        index = trajectory.first + torch.arange(part.actions.start, part.actions.stop, device=trajectory.latents.device)
+        x = trajectory.latents[part.rows, part.actions].flatten(0, 1)
+        rows = len(x) // len(index)
+        group = trajectory.group[part.rows].repeat_interleave(len(index))
+        return index, x, trajectory.sigmas[index].repeat(rows), trajectory.sigmas[index + 1].repeat(rows), group
 
     def _values(self, trajectory: DenoisingTrajectory, part: Slice) -> Float[Tensor, "r t"]:
         """The value head's prediction before each action of the slice."""
@@ -484,10 +488,7 @@ class DenoisingPolicy:
         Source: Flow-OPD (arXiv 2605.08063); DiffusionOPD, whose deterministic form weighs the distance by the step's length too.
         """
         shape = trajectory.log_probs[part.rows, part.actions].shape
-        index = trajectory.first + torch.arange(part.actions.start, part.actions.stop, device=trajectory.latents.device)
-        x = trajectory.latents[part.rows, part.actions].flatten(0, 1)
-        sigma, sigma_next = trajectory.sigmas[index].repeat(shape[0]), trajectory.sigmas[index + 1].repeat(shape[0])
-        group = trajectory.group[part.rows].repeat_interleave(shape[1])
+        _, x, sigma, sigma_next, group = self._states(trajectory, part)
         taught = torch.full_like(x, torch.nan)  # of a row without a teacher
         for lesson in lessons:
             places = lesson.places[group]
