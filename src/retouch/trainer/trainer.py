@@ -25,6 +25,7 @@ from retouch.objectives.base import Objective
 from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder, Summary
+from retouch.records.libraries import silence_libraries
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.judging import RewardScorer
 from retouch.run.build import Assembly
@@ -228,6 +229,7 @@ class Trainer:
         with ExitStack() as stack:
             if self._bar is not None:
                 if not log.hasHandlers() and os.environ.get("RANK", "0") == "0":  # the script has not said where logs go
+                    silence_libraries()
                     log.addHandler(shown := _Terminal())
                     stack.callback(log.removeHandler, shown)
                 stack.callback(self._bar.close)
