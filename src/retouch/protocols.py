@@ -228,17 +228,12 @@ class VelocityPolicy(Policy, Protocol):
 class TaughtPolicy(Policy, Protocol):
     """A policy as on-policy distillation uses it: how far its actions are from those of teachers in the same states."""
 
-    def lesson(
-        self,
-        batch: Batch,
-        tasks: Sequence[int],
-        *,
-        weights: str,
-        guidance_scale: float | None,
-        instructions: Sequence[Sequence[str]] | None,
-    ) -> Lesson:
-        """What the teacher with these weights sees of the tasks with these numbers in the batch. ``instructions``: what it reads
-        for each of these tasks in place of the task's instruction; of several, it follows all but the last one beforehand."""
+    def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:
+        """The image that the teacher with these weights makes for each row; None where it made none."""
+        ...
+
+    def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Any:
+        """The conditioning or the prompts of the tasks at the teacher's scale of guidance."""
         ...
 
     def divergence(self, trajectory: Trajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool) -> Float[Tensor, "r t"]:

@@ -15,7 +15,7 @@ DISTILLATION = (
     ),
     Mutant(
         "the teacher edits the source again, not the image of the edit before",
-        "policies/rollout.py",
+        "objectives/distillation.py",
         "asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))",
         "pass",
         _CHAIN,
@@ -30,8 +30,8 @@ DISTILLATION = (
     Mutant(
         "the teacher has the guidance of the policy",
         "policies/denoising.py",
-        "self._guided(lesson.guidance_scale).model",
-        "self.model",
+        "model, inputs = self._guided(lesson.guidance_scale), lesson",
+        "model, inputs = self.model, lesson",
         f"{_TESTS}::test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher[cps]",
     ),
     Mutant(

@@ -154,11 +154,15 @@ def test_image_tokens_are_taught_edit_by_edit():
     with policy.copies.using("reference"):
         (image,) = CodesDecoder(editor)(between.tasks, policy.sample(between))
     assert image is not None
-    lesson = policy.lesson(batch, [0, 1], weights="reference", guidance_scale=None, instructions=[*STEPS.values()])
+    encode, seen = policy.teacher_inputs, []
+    policy.teacher_inputs = lambda asked, **how: seen.append(encode(asked, **how)) or seen[-1]
+    objective = OPD(teachers={"single": Teacher(instructions="steps")})
+    tiny.gradient(policy, objective, tiny.minibatch(batch, policy.rollout(batch), [0.0] * len(batch)))
+    (inputs,) = seen
     wanted = [replace(first, instruction="make it blue"), replace(second, instruction="turn it over", images=(image,))]
-    assert torch.equal(lesson.inputs.ids, editor.encode(wanted).ids)
+    assert torch.equal(inputs.ids, editor.encode(wanted).ids)
     other = editor.encode([wanted[0], replace(wanted[1], images=second.images)])
-    assert not torch.equal(lesson.inputs.ids, other.ids)
+    assert not torch.equal(inputs.ids, other.ids)
 
 
 def test_each_task_learns_from_the_teacher_that_its_tag_names():

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from retouch.config.section import Section
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.protocols import TaughtPolicy
-from retouch.types import Loss, Minibatch, Task
+from retouch.types import Batch, Lesson, Loss, Minibatch, Task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class Teacher(Section):
@@ -86,14 +91,20 @@ class OPD(Objective):
         return "reference" if run is None else f"teacher-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
 
     def losses(self, policy: TaughtPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        import torch
+
         batch, lessons = minibatch.batch, []
         chosen = [self._teacher_of(task) for task in batch.tasks]
         for name, teacher in self.teachers.items():
             tasks = [number for number, theirs in enumerate(chosen) if theirs == name]
             if tasks:
                 texts = None if teacher.instructions is None else [teacher.texts(batch.tasks[number]) for number in tasks]
-                scale = teacher.guidance_scale
-                lessons.append(policy.lesson(batch, tasks, weights=self._copy(name), guidance_scale=scale, instructions=texts))
+                weights, scale = self._copy(name), teacher.guidance_scale
+                asked = _after_turns(batch, tasks, texts, partial(policy.teacher_images, weights=weights, guidance_scale=scale))
+                places = minibatch.weights.new_full((len(batch.tasks),), -1, dtype=torch.long)
+                places[tasks] = torch.arange(len(tasks), device=places.device)
+                inputs = policy.teacher_inputs(asked, guidance_scale=scale)
+                lessons.append(Lesson(weights=weights, inputs=inputs, places=places, guidance_scale=scale))
         for part in policy.microbatches(minibatch.trajectory):
             divergence = policy.divergence(minibatch.trajectory, part, lessons, forward=self.kl == "forward")
             value = (minibatch.weights[part.rows, part.actions] * divergence).sum()
@@ -124,3 +135,38 @@ class OPD(Objective):
             yield f"{key}: {why}; use sharding null or zero2"
         if context.engine and not context.stochastic:
             yield f"{context.rollout}.engine: an engine returns no state of a deterministic chain, which opd needs; remove it"
+
+
+def _after_turns(
+    batch: Batch,
+    tasks: Sequence[int],
+    instructions: Sequence[Sequence[str]] | None,
+    edit: Callable[[Batch], Sequence[Image | None]],
+) -> list[Task]:
+    """The tasks with these numbers as their teacher sees them.
+
+    Of several instructions, the teacher follows all but the last one by itself, each on the image before: ``edit`` makes the images
+    of a batch, and None leaves an image as it was. It then sees the image so far and the last instruction.
+    """
+    asked = [batch.tasks[number] for number in tasks]
+    if instructions is None:
+        return asked
+    for turn in range(max(map(len, instructions))):
+        asked = [
+            replace(task, instruction=texts[min(turn, len(texts) - 1)]) for task, texts in zip(asked, instructions, strict=True)
+        ]
+        rows = [row for row, texts in enumerate(instructions) if turn < len(texts) - 1]
+        if not rows:
+            break
+        between = Batch(
+            seed=batch.seed,
+            step=batch.step,
+            tasks=tuple(asked[row] for row in rows),
+            group_ids=tuple(batch.group_ids[tasks[row]] for row in rows),
+            group=tuple(range(len(rows))),
+            slot=(-1 - turn,) * len(rows),  # a slot that no sample of the group has
+        )
+        for row, image in zip(rows, edit(between), strict=True):
+            if image is not None:
+                asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))
+    return asked

@@ -26,7 +26,7 @@ from retouch.policies.decoding import (
     token_log_probs,
 )
 from retouch.policies.engine import EngineFault, Generation
-from retouch.policies.rollout import CachedEngine, Engine, TokenRollout, taught_tasks
+from retouch.policies.rollout import CachedEngine, Engine, TokenRollout
 from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DecodesCodes
@@ -257,35 +257,22 @@ class AutoregressivePolicy:
         return Evaluation(log_probs, log_probs - acted, kl=kl, values=values, entropy=entropy, scale=scale)
 
     @torch.no_grad()
-    def lesson(
-        self,
-        batch: Batch,
-        tasks: Sequence[int],
-        *,
-        weights: str,
-        guidance_scale: float | None,
-        instructions: Sequence[Sequence[str]] | None,
-    ) -> Lesson:
-        """What a teacher sees of these tasks (see ``TaughtPolicy``), without guidance.
+    def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:
+        """The most likely image of each row under the teacher's weights. Raises ValueError if the model writes no images."""
+        model = self.model
+        if not isinstance(model, DecodesCodes):
+            raise ValueError(
+                "objective.teachers: there are several instructions, and the policy makes no image in between; give one text"
+            )
+        with self.copies.using(weights):
+            made = self.decoder(batch, model.encode(batch.tasks), self.sampling, greedy=True)
+        found = [model.codes_in(row[:end]) for row, end in zip(made.ids.tolist(), made.lengths.tolist(), strict=True)]
+        return [None if codes is None else model.decode_codes(codes[None])[0] for codes in found]
 
-        An edit whose completion has no complete image leaves the image as it was. Raises ValueError for several instructions if
-        the model writes no images.
-        """
-
-        def edit(between: Batch) -> list[Image | None]:
-            model = self.model
-            if not isinstance(model, DecodesCodes):
-                raise ValueError(
-                    "objective.teachers: there are several instructions, and the policy makes no image in between; give one text"
-                )
-            with self.copies.using(weights):
-                made = self.decoder(between, model.encode(between.tasks), self.sampling, greedy=True)
-            found = [model.codes_in(row[:end]) for row, end in zip(made.ids.tolist(), made.lengths.tolist(), strict=True)]
-            return [None if codes is None else model.decode_codes(codes[None])[0] for codes in found]
-
-        asked, places = taught_tasks(batch, tasks, instructions, edit)
-        prompts = self.model.encode(asked)
-        return Lesson(weights=weights, inputs=prompts, places=places.to(prompts.ids.device))
+    @torch.no_grad()
+    def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Prompts:
+        """The prompts of the tasks; tokens have no guidance."""
+        return self.model.encode(tasks)
 
     def divergence(
         self, trajectory: AutoregressiveTrajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool

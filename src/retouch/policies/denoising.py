@@ -25,11 +25,11 @@ from retouch.core.transitions import gradient_balance, ratio_norm
 from retouch.models.parts import compute_device, to_device
 from retouch.models.pipeline import Guided
 from retouch.policies.engine import EngineFault
-from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep, taught_tasks
+from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
-from retouch.types import Batch, Conditioning, Evaluation, Kind, Lesson, Needs, Slice, Trajectory, Weights
+from retouch.types import Batch, Conditioning, Evaluation, Kind, Lesson, Needs, Slice, Task, Trajectory, Weights
 
 _COLUMNS = ("log_probs", "mask", "kind", "outputs", "latents", "means", "values", "behaviour_log_probs", "deviations")
 """The tensors of a trajectory with one row per sample; ``means`` and those after it may be None."""
@@ -450,34 +450,25 @@ class DenoisingPolicy:
             return self.model.velocity(self.model.module, x, sigma, conditioning)
 
     @torch.no_grad()
-    def lesson(
-        self,
-        batch: Batch,
-        tasks: Sequence[int],
-        *,
-        weights: str,
-        guidance_scale: float | None,
-        instructions: Sequence[Sequence[str]] | None,
-    ) -> Lesson:
-        """What a teacher sees of these tasks (see ``TaughtPolicy``)."""
-        teacher = self._guided(guidance_scale)
+    def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:
+        """The image of each row by the deterministic chain of evaluations, under the teacher's weights and guidance."""
+        teacher = copy(self)
+        teacher.model = self._guided(guidance_scale)
+        with self.copies.using(weights):
+            made = teacher._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
+        return [*teacher.model.decode(made.outputs, made.conditioning.take(made.group))]
 
-        def edit(between: Batch) -> list[Image | None]:
-            with self.copies.using(weights):
-                made = teacher._denoise(between, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
-            return [*teacher.model.decode(made.outputs, made.conditioning.take(made.group))]
+    @torch.no_grad()
+    def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Conditioning:
+        """The conditioning of the tasks, with the negative branch that this scale of guidance needs."""
+        return self._guided(guidance_scale).encode(tasks)
 
-        asked, places = taught_tasks(batch, tasks, instructions, edit)
-        places = places.to(compute_device(self.model.module))
-        return Lesson(weights=weights, inputs=teacher.model.encode(asked), places=places, guidance_scale=guidance_scale)
-
-    def _guided(self, scale: float | None) -> "DenoisingPolicy":
-        """This policy at another scale of guidance; None keeps its own."""
-        changed = copy(self)
-        if scale is not None:
-            plain = self.model.model if isinstance(self.model, Guided) else self.model
-            changed.model = Guided(plain, scale) if scale > 1 else plain
-        return changed
+    def _guided(self, scale: float | None) -> DenoisingModel:
+        """The model at another scale of guidance; None keeps that of the policy."""
+        if scale is None:
+            return self.model
+        plain = self.model.model if isinstance(self.model, Guided) else self.model
+        return Guided(plain, scale) if scale > 1 else plain
 
     def divergence(
         self, trajectory: DenoisingTrajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool
@@ -494,7 +485,7 @@ class DenoisingPolicy:
             places = lesson.places[group]
             rows = (places >= 0).nonzero()[:, 0]
             if len(rows):
-                model, inputs = self._guided(lesson.guidance_scale).model, lesson.inputs.take(places[rows])
+                model, inputs = self._guided(lesson.guidance_scale), lesson.inputs.take(places[rows])
                 with torch.no_grad(), self.copies.using(lesson.weights):
                     taught[rows] = model.velocity(self.model.module, x[rows], sigma[rows], inputs)
         velocity = self.model.velocity(self.module, x, sigma, trajectory.conditioning.take(group))

@@ -6,8 +6,8 @@ Recipes import this file, so it imports no torch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -21,11 +21,10 @@ from retouch.models.base import ImageModel
 from retouch.models.train import TrainSection
 from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel, DenoisingModel
-from retouch.types import Batch, Conditioning, Prompts, Task
+from retouch.types import Batch, Conditioning, Prompts
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from PIL.Image import Image
     from torch import Tensor
 
     from retouch.core.transitions import TransitionResult
@@ -35,45 +34,6 @@ TRUNCATE_AT = 2.0
 
 FirstGradientStep: TypeAlias = Callable[..., int]
 """``retouch.objectives.base.Objective.first_gradient_step``, called with (num_steps, seed=..., step=...)."""
-
-
-def taught_tasks(
-    batch: Batch,
-    tasks: Sequence[int],
-    instructions: Sequence[Sequence[str]] | None,
-    edit: Callable[[Batch], Sequence[Image | None]],
-) -> tuple[list[Task], Tensor]:
-    """The tasks with these numbers as their teacher sees them, and for each task of the batch its row in this list (p,), or -1.
-
-    Of several instructions, the teacher follows all but the last one by itself, each on the image before: ``edit`` returns its
-    images for a batch, None where it failed, which leaves the image as it was. It then sees the image so far and the last
-    instruction.
-    """
-    import torch
-
-    asked = [batch.tasks[number] for number in tasks]
-    for turn in range(max(map(len, instructions), default=0)) if instructions else ():
-        for row, texts in enumerate(instructions or ()):
-            asked[row] = replace(asked[row], instruction=texts[min(turn, len(texts) - 1)])
-        rows = [row for row, texts in enumerate(instructions or ()) if turn < len(texts) - 1]
-        if not rows:
-            break
-        images = edit(
-            Batch(
-                seed=batch.seed,
-                step=batch.step,
-                tasks=tuple(asked[row] for row in rows),
-                group_ids=tuple(batch.group_ids[tasks[row]] for row in rows),
-                group=tuple(range(len(rows))),
-                slot=(-1 - turn,) * len(rows),  # a slot that no sample of the group has
-            )
-        )
-        for row, image in zip(rows, images, strict=True):
-            if image is not None:
-                asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))
-    places = torch.full((len(batch.tasks),), -1)
-    places[list(tasks)] = torch.arange(len(tasks))
-    return asked, places
 
 
 class Refill(Section):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
 
@@ -271,10 +271,14 @@ class Trainer:
     def _table(self, result: EvaluationResult) -> ScoreTable:
         return ScoreTable(*score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline)))
 
-    def __getattr__(self, name: str) -> Any:
-        instead = {"save_model": "save_pretrained(folder)", "log": "callbacks", "predict": "evaluate() or retouch.sample"}.get(name)
-        hint = f"; write {instead}" if instead else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            instead = {"save_model": "save_pretrained(folder)", "log": "callbacks", "predict": "evaluate() or retouch.sample"}.get(
+                name
+            )
+            hint = f"; write {instead}" if instead else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
         """Write the trained weights, a LoRA or the whole transformer, with a model card; returns the files.
