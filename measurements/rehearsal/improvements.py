@@ -63,7 +63,7 @@ def concatenated_cache() -> AbstractContextManager[Any]:
     """Concatenate all keys and values of the cache for every new token, as transformers' DynamicCache does, inside this context."""
     from transformers.cache_utils import DynamicLayer
 
-    from retouch.models.causal import PreallocatedCacheLayer
+    from retouch_models.causal import PreallocatedCacheLayer
 
     return patch.object(PreallocatedCacheLayer, "update", DynamicLayer.update)
 

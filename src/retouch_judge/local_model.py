@@ -28,9 +28,9 @@ from retouch.core.random import generator
 from retouch.models.base import Bits
 from retouch.models.quantized import quantize, require_quantizer
 from retouch.records.files import read_json
-from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.rewards.worker import SideStream
 from retouch_judge.questions import Answer, JudgeReply, Question, first_tokens
+from retouch_rewards.weights import weights_digest, weights_folder
 
 _CLASSES: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,

@@ -5,6 +5,7 @@ becomes a run of image tokens, one for each merged patch.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from PIL.Image import Image, fromarray
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, Qwen3Model
+from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil, Qwen3Model
 from transformers.image_utils import SizeDict
+
+from retouch.models.parts import Source
 
 PAD = "<|image_pad|>"
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
@@ -81,6 +84,15 @@ class QwenTemplate:
                 texts[place] = head + "".join(PAD * next(counts) + part for part in rest)
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], **vision}
+
+
+def load_image_processor(source: Source) -> Any:
+    """The PIL version of the image processor of a pipeline with a Qwen vision-language model; it needs no torchvision."""
+    if not isinstance(source, Path | str):
+        from retouch.models.loaded import pil_image_processor
+
+        return pil_image_processor(source.components["processor"])
+    return Qwen2VLImageProcessorPil.from_pretrained(Path(source) / "processor", local_files_only=True)
 
 
 class ChatPrompts:

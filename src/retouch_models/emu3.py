@@ -11,7 +11,8 @@ autoencoder have separate folders, and the autoencoder's weights other names: sa
 """
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from jaxtyping import Int
 from PIL.Image import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoTokenizer,
     Emu3ForCausalLM,
@@ -33,11 +34,11 @@ from transformers import (
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
 from retouch.models.base import Attention
-from retouch.models.causal import CausalText, require_no_special_tokens, to_images, to_pixels
-from retouch.models.parts import LOCAL, evaluating, without_tf32
+from retouch.models.parts import LOCAL, evaluating
 from retouch.protocols import Grammar
 from retouch.records.files import read_json
 from retouch.types import Codes, Kind, Prompts, Task
+from retouch_models.causal import CausalText, require_no_special_tokens, to_images, to_pixels
 
 if TYPE_CHECKING:
     from retouch.models.loaded import LoadedLanguageModel
@@ -167,6 +168,17 @@ class NoGrammar:
         return in_image.long() * VISUAL, ids.new_full((rows, count + 1), -1)
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside the block, a GPU computes fp32 products and convolutions without TF32, which can change a nearest neighbour."""
+    kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = kept
+
+
 class Emu3ImageTokenizer:
     """A frozen image tokenizer for images of one ``size``, (height, width) in pixels.
 
@@ -247,11 +259,6 @@ class Emu3Editor(CausalText):
     def resized_images(self, task: Task) -> tuple[Image, ...]:
         """Empty: source images are part of the prompt's token ids, so an engine gets no images in addition."""
         return ()
-
-    @staticmethod
-    def decoder(module: nn.Module) -> nn.Module:
-        decoder: nn.Module = module.get_submodule("model")
-        return decoder
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
         """Encode the tasks' prompts.

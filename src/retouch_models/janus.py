@@ -19,10 +19,10 @@ from transformers import AutoTokenizer, JanusForConditionalGeneration, PreTraine
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel, JanusVQVAE
 
 from retouch.models.base import Attention
-from retouch.models.causal import CausalText, require_no_special_tokens, to_images, to_pixels
 from retouch.models.parts import LOCAL, evaluating
 from retouch.protocols import Grammar
 from retouch.types import Kind, Prompts, Task
+from retouch_models.causal import CausalText, require_no_special_tokens, to_images, to_pixels
 
 if TYPE_CHECKING:
     from retouch.models.loaded import LoadedLanguageModel
@@ -69,6 +69,8 @@ class JanusImageModel(CausalText):
     Source: Janus-Pro (arXiv 2501.17811); weights deepseek-community/Janus-Pro-1B.
     """
 
+    decoder_path = "model.language_model"
+
     def __init__(
         self,
         module: JanusImageModules,
@@ -89,11 +91,6 @@ class JanusImageModel(CausalText):
         self.stop: tuple[int, ...] = (codes,)
         self.pad = codes
         self.grammar: Grammar = FixedLengthGrammar(count=side * side, codes=codes, end=codes, device=module.device)
-
-    @staticmethod
-    def decoder(module: nn.Module) -> nn.Module:
-        decoder: nn.Module = module.get_submodule("model.language_model")
-        return decoder
 
     def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
         """The embeddings of codes. The id that ends an image gets the embedding of the last code, which is never used."""

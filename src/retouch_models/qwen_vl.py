@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from retouch.models.base import Attention, require_attention
-from retouch.models.causal import CausalText, LayerFeatures, TextGrammar, padded_left
 from retouch.models.parts import LOCAL, evaluating
 from retouch.models.pipeline import Area, fit
 from retouch.protocols import Grammar
 from retouch.records.files import read_json
 from retouch.types import Prompts, Task
+from retouch_models.causal import CausalText, LayerFeatures, TextGrammar, padded_left
 from retouch_models.chat_template import VISION, QwenTemplate
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ class QwenWriter(CausalText):
         rows = ({name: parts[row] for name, parts in columns.items()} for row in range(len(numbers)))
         return tuple(row if number else {} for row, number in zip(rows, numbers, strict=True))
 
-    @staticmethod
-    def decoder(module: nn.Module) -> nn.Module:
+    def decoder(self, module: nn.Module) -> nn.Module:
         return module.get_submodule("model.language_model" if isinstance(module, VisionModel) else "model")
 
     def embed_prompts(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p l d"], LayerFeatures | None]:

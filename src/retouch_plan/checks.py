@@ -33,7 +33,6 @@ from retouch.records.libraries import require_trackers
 from retouch.rewards.base import NoReward
 from retouch.rewards.function import range_text
 from retouch.rewards.judging import RewardScorer, ScoredBatch
-from retouch.rewards.weights import MissingWeights
 from retouch.run import checkpoint
 from retouch.run.build import Assembly, assemble, build_sets
 from retouch.run.evaluation import headline_tasks
@@ -42,6 +41,7 @@ from retouch.types import Batch, Sample
 from retouch_judge.calls import Calls, judge_calls
 from retouch_judge.models import without_waiting
 from retouch_plan.findings import Finding, failed, gigabytes, note, ok
+from retouch_rewards.weights import MissingWeights
 
 _LISTED_PROBLEMS = 5
 

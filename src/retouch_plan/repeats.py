@@ -10,12 +10,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from retouch.models.causal import PreallocatedCacheLayer
 from retouch.policies.autoregressive import TokenizesTargets, TokenizesText
 from retouch.policies.decoding import CHECK_EVERY, CachedDecoding
 from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
+from retouch_models.causal import PreallocatedCacheLayer
 from retouch_plan.accelerator import FakeTensor
 from retouch_plan.meter import Meter, Rise, Work
 

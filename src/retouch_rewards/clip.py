@@ -22,8 +22,8 @@ from pydantic import Field
 
 from retouch.models.base import Bits
 from retouch.rewards.base import Device, LoadedModel, ModelReward, PathText, RewardSection, score_images, source_image
-from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores, Task
+from retouch_rewards.weights import weights_digest
 
 if TYPE_CHECKING:
     import torch

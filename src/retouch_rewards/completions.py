@@ -15,8 +15,8 @@ from pydantic import model_validator
 from retouch.core.answers import answer_in
 from retouch.records.files import read_json
 from retouch.rewards.base import ModelReward, PathText, RewardSection, completion_of
-from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores
+from retouch_rewards.weights import weights_digest, weights_folder
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retouch.config.section import Share
 from retouch.rewards.base import Device, PathText, RewardSection
-from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
+from retouch_rewards.weights import weights_digest, weights_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from retouch.records.files import read_json
-from retouch.rewards.weights import require_processors, weights_digest, weights_folder
 from retouch.types import Sample
+from retouch_rewards.weights import require_processors, weights_digest, weights_folder
 
 # Model, image processor, and whether texts are padded to the full length. SigLIP was trained with such padding.
 _KINDS: dict[str, tuple[Any, Any, bool]] = {

@@ -21,7 +21,7 @@ from transformers import (
 from retouch.models.base import Bits
 from retouch.models.quantized import quantize, require_quantizer
 from retouch.records.files import read_json
-from retouch.rewards.weights import require_processors, weights_digest, weights_folder
+from retouch_rewards.weights import require_processors, weights_digest, weights_folder
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2_vl": (Qwen2VLModel, Qwen2VLConfig),

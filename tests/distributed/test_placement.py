@@ -30,12 +30,11 @@ from retouch.distributed.ranks import (
     set_numerics,
 )
 from retouch.models.offloading import on_device, parts_of
-from retouch.models.parts import without_tf32
 from retouch.recipe.keys import Devices
 from retouch.recipe.recipe import parse
 from retouch.renderers.base import RendererInContext
 from retouch.run.build import assemble, copies_in_cpu_memory
-from retouch_models.emu3 import Emu3ImageTokenizer
+from retouch_models.emu3 import Emu3ImageTokenizer, without_tf32
 from retouch_worlds.playground import playground_weights
 from tiny_models import image
 from tiny_recipes import SMALL

@@ -87,14 +87,14 @@ BRIDGING = (
     ),
     Mutant(
         "the preallocated cache keeps its buffers after rows are selected",
-        "models/causal.py",
+        "retouch_models/causal.py",
         "        super().batch_select_indices(indices)\n        self._buffers = None",
         "        super().batch_select_indices(indices)",
         f"{CACHE}::test_selected_rows_do_not_share_memory",
     ),
     Mutant(
         "the preallocated cache is written in place although gradients are enabled",
-        "models/causal.py",
+        "retouch_models/causal.py",
         "if torch.is_grad_enabled() or length == 0:",
         "if length == 0:",
         f"{CACHE}::test_appending_with_gradients_enabled_keeps_earlier_gradients_correct",

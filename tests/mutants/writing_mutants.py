@@ -45,7 +45,7 @@ WRITING = (
     ),
     Mutant(
         "vision tokens can be generated",
-        "models/causal.py",
+        "retouch_models/causal.py",
         '"vision" in token or ',
         "",
         f"{WRITER}::test_grammar_excludes_image_and_video_placeholder_tokens",
@@ -124,7 +124,7 @@ WRITING = (
     ),
     Mutant(
         "gradient checkpointing enables dropout",
-        "models/causal.py",
+        "retouch_models/causal.py",
         "layer.gradient_checkpointing = layer.training = True",
         "layer.train().gradient_checkpointing = True",
         "tests/policies/autoregressive/test_autoregressive.py::test_gradient_checkpointing_saves_memory_and_keeps_the_gradient",

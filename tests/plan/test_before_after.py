@@ -15,11 +15,11 @@ from torch import nn
 import tiny_policies as tiny
 import tiny_writing
 from dry_run_scripts import call_in_new_process, script
-from retouch.models.causal import PreallocatedCacheLayer
 from retouch.models.pipeline import Guided
 from retouch.policies.decoding import CachedDecoding
 from retouch.recipe.document import value_at
 from retouch.types import Needs, Slice
+from retouch_models.causal import PreallocatedCacheLayer
 from warm_python import run_python
 
 BEFORE_AFTER, IMPROVEMENTS, TABLE = script("before_after"), script("improvements"), script("table")

@@ -12,11 +12,11 @@ from PIL import Image, ImageDraw
 
 import tiny_sign_runs
 import tiny_writer_runs
-from retouch.inference.sampling import SideBySide
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch.types import Task
+from retouch_view.live.trial_worker import SideBySide
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import tiny_sign_runs
-from retouch.inference.sampling import SideBySide
 from retouch.records.folder import RunFolder
 from retouch_view.live.app import build_app
+from retouch_view.live.trial_worker import SideBySide
 from retouch_view.live.trying import trial_inputs
 
 OWN = {"Origin": "http://127.0.0.1:8765"}

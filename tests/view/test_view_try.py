@@ -15,12 +15,12 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import tiny_recipes
-from retouch.inference.sampling import SideBySide
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch.types import Task
 from retouch_view.live.app import build_app
+from retouch_view.live.trial_worker import SideBySide
 from retouch_view.live.trying import MOST_BYTES, MOST_CHARACTERS, TrialWorker
 
 OWN = {"Origin": "http://127.0.0.1:8765"}

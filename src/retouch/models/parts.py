@@ -91,17 +91,6 @@ def euler_scheduler(given: Scheduler, *, key: str) -> FlowMatchEulerDiscreteSche
     return usual.from_config(dict(config)) if isinstance(given, Mapping) else copy.deepcopy(given)
 
 
-def load_image_processor(source: Source) -> Any:
-    """The PIL version of the image processor of a pipeline with a Qwen vision-language model; it needs no torchvision."""
-    if not isinstance(source, Path | str):
-        from retouch.models.loaded import pil_image_processor
-
-        return pil_image_processor(source.components["processor"])
-    from transformers import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil.from_pretrained(Path(source) / "processor", local_files_only=True)
-
-
 def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
     """The configuration of a part of class ``kind``, without loading its weights."""
     if isinstance(source, Path | str):
@@ -238,17 +227,6 @@ def compute_device(module: nn.Module) -> torch.device:
     if mesh is None or mesh.device_type == weight.device.type:
         return weight.device
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Inside the block, a GPU computes fp32 products and convolutions without TF32, which can change a nearest neighbour."""
-    kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = kept
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:

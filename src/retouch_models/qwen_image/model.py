@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.base import TURNS
-from retouch.models.parts import Scheduler, Source, compute_device, load_image_processor, load_parts
+from retouch.models.parts import Scheduler, Source, compute_device, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit, reference_inputs
 from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
-from retouch_models.chat_template import VISION, QwenTemplate, Tokens
+from retouch_models.chat_template import VISION, QwenTemplate, Tokens, load_image_processor
 
 
 class QwenLatents(FrameLatents):

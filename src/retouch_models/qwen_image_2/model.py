@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
 from retouch.models.base import TURNS
-from retouch.models.parts import Source, load_image_processor, load_parts
+from retouch.models.parts import Source, load_parts
 from retouch.models.pipeline import Area, FrameLatents, PipelineModel, Size, common_size, fit
 from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
-from retouch_models.chat_template import VISION, ChatPrompts, QwenTemplate
+from retouch_models.chat_template import VISION, ChatPrompts, QwenTemplate, load_image_processor
 
 
 class QwenImage2Text(ChatPrompts):

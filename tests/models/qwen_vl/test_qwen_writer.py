@@ -13,10 +13,10 @@ from transformers import DynamicCache, ProcessorMixin, Qwen2_5_VLProcessor, Qwen
 import tiny_models
 import tiny_writers
 from retouch.models.base import TURNS, PretrainedLanguageModel, require_attention
-from retouch.models.causal import ROOM, PreallocatedCacheLayer, new_cache
 from retouch.models.pipeline import fit
 from retouch.recipe.policy import LanguageModelLora
 from retouch.types import Prompts, Task
+from retouch_models.causal import ROOM, PreallocatedCacheLayer, new_cache
 from retouch_models.chat_template import VISION
 from retouch_models.qwen_image.model import EDIT, EDIT_PLUS, QwenText
 from retouch_models.qwen_vl import QwenWriter, load_writer

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import retouch_rewards
 import tiny_writers
-from retouch.rewards.weights import MissingWeights
 from retouch.types import Sample, Task
 from retouch_rewards.clip import EditReward, HPSv3Reward
+from retouch_rewards.weights import MissingWeights
 from retouch_worlds.testing import check_reward
 
 REWARD = "<|Reward|>"

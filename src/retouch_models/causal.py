@@ -5,7 +5,6 @@ Decoder and head are called separately, so a stepper that shards weights must wr
 evaluation, in which ranks call it a different number of times.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +44,9 @@ class PreallocatedCacheLayer(DynamicLayer):
             return joined
         end = length + key_states.shape[-2]
         if self._buffers is None or self._buffers[0].shape[-2] < end:
-            self._buffers = _grown(self.keys, end + ROOM), _grown(self.values, end + ROOM)
+            keys, values = (each.new_empty(*each.shape[:-2], end + ROOM, each.shape[-1]) for each in (self.keys, self.values))
+            keys[..., :length, :], values[..., :length, :] = self.keys, self.values
+            self._buffers = keys, values
         keys, values = self._buffers
         keys[..., length:end, :] = key_states
         values[..., length:end, :] = value_states
@@ -55,12 +56,6 @@ class PreallocatedCacheLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         self._buffers = None  # the rows of the buffers are those of the old batch
-
-
-def _grown(tensor: Tensor, length: int) -> Tensor:
-    buffer = tensor.new_empty(*tensor.shape[:-2], length, tensor.shape[-1])
-    buffer[..., : tensor.shape[-2], :] = tensor
-    return buffer
 
 
 def new_cache(decoder: nn.Module) -> Cache:
@@ -170,12 +165,11 @@ class CausalText:
 
     axes: int = 1
     """The number of axes of positions: 3 for models with images."""
+    decoder_path: str = "model"
 
-    @staticmethod
-    @abstractmethod
-    def decoder(module: nn.Module) -> nn.Module:
+    def decoder(self, module: nn.Module) -> nn.Module:
         """The model without its output head."""
-        ...
+        return module.get_submodule(self.decoder_path)
 
     def embed(self, module: Any, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
         """Return the embeddings of generated tokens."""
