@@ -9,8 +9,9 @@ EARL (docs/coming-from.md): REINFORCE with a KL to the model before RL, groups o
 
 import sys
 
-import retouch
 from retouch.data.sources.tokens import TokenData
+
+import retouch
 from retouch_judge.kinds import Endpoint
 from retouch_models.language import Emu3Model
 

@@ -57,8 +57,8 @@ def test_the_package() -> None:
     files = list(source_files().values())
     assert len(files) > 50
     found = {str(file): said for file in files if (said := list(faults(file.read_text(encoding="utf-8"))))}
-    # Features of others, where a recipe trusts their maker.
-    exception = {file: said for file, said in found.items() if file.endswith("data/sources/features.py") and said == ["torch.load"]}
+    # Features of others, where a recipe trusts their maker, and IP-Adapters that are converted.
+    exception = {file: said for file, said in found.items() if file.endswith("models/parts.py") and said == ["torch.load"]}
     assert all(restricted(Path(file).read_text(encoding="utf-8")) for file in exception)
     # A method of a pipeline class that is already imported, with a `yield` in two places: no text from outside is compiled.
     method = {file for file, said in found.items() if file.endswith("any_pipeline/model.py") and said == ["exec", "compile"]}

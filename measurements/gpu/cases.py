@@ -18,13 +18,12 @@ from torch import nn
 from retouch.distributed.optimizer import Stepper
 from retouch.distributed.ranks import Ranks, plan_placement, set_numerics
 from retouch.models.base import packaged_config
-from retouch.models.ip_adapter import vision_part
 from retouch.recipe.recipe import Recipe, load
 from retouch.run.build import Assembly, connect
 from retouch.run.step import Phase, Run
 from retouch_models.qwen_image.model import QwenImageEdit
 from retouch_plan.dry_run import made_up_judge, made_up_sets, scores
-from retouch_plan.models import without_weights, write_folder, write_single
+from retouch_plan.models import vision_part, without_weights, write_folder, write_single
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 STD = 0.02

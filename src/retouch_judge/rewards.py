@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 from pydantic import Field, model_validator
 
 from retouch.config.section import Count
-from retouch.rewards.base import PathText, RunFacts, TaskFacts, completion_of, whole_group_problems
+from retouch.rewards.base import PathText, RunFacts, TaskFacts, whole_group_problems
 from retouch.types import Column, Sample, Scores, Task
 from retouch_judge.base import NAN, JudgeReward, Prompt, Verdict, edit_parts, image_parts, judged_image, quoted, rubric
 from retouch_judge.questions import ChoiceForm, Form, ScoresForm, WordForm
 from retouch_judge.wording import Scale
+from retouch_rewards.completions import completion_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float

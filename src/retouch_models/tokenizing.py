@@ -28,14 +28,14 @@ from retouch.config.section import Section
 from retouch.data.base import DataSource, usable_tasks
 from retouch.data.checks import OnBadRow
 from retouch.data.kinds import DATA, read_path
-from retouch.data.sources.features import Feature
-from retouch.data.sources.tokens import FEATURES, LIST
 from retouch.distributed.ranks import find_device
 from retouch.models.pretrained import MODEL, fetch_weights
 from retouch.recipe.document import evaluate
 from retouch.records.files import read_json, write_atomic, write_json, write_png
 from retouch.types import Codes, Task
 from retouch_models.emu3 import Emu3ImageTokenizer, load_autoencoder
+from retouch_models.features import Feature
+from retouch_models.image_tokens import FEATURES, LIST
 
 LONGEST_NAME = 200
 Encode = Callable[[Sequence[Image]], Int[Tensor, "r h w"]]

@@ -32,7 +32,7 @@ from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Steppe
 from retouch.distributed.ranks import Ranks, plan_placement
 from retouch.models.base import MEGAPIXEL, PretrainedLanguageModel, TaskInputs, packaged_config, read_description
 from retouch.models.offloading import SwappedBlocks
-from retouch.models.parts import bits_hash, stored_count
+from retouch.models.parts import bits_hash
 from retouch.models.pretrained import MODEL, find_weights
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import CachedDecoding
@@ -59,6 +59,7 @@ from retouch_plan.models import (
     extrapolated_work,
     fake_parameters,
     stacks_of,
+    stored_count,
     without_live,
     without_paths,
     without_weights,

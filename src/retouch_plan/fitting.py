@@ -17,7 +17,7 @@ import torch
 from retouch.config.imports import is_user_error
 from retouch.data.checks import available_cpus
 from retouch.models.base import DiffusersModel, PretrainedLanguageModel
-from retouch.models.parts import build_meta, repeated_blocks
+from retouch.models.parts import repeated_blocks
 from retouch.recipe.document import value_of
 from retouch.recipe.keys import Devices
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
@@ -37,7 +37,7 @@ from retouch_plan.dry_run import (
     step_work,
 )
 from retouch_plan.machines import FREE_SHARE, Machine
-from retouch_plan.models import UnknownConfiguration
+from retouch_plan.models import UnknownConfiguration, build_meta
 from retouch_plan.system import check_device, machine_of
 
 _log = logging.getLogger("retouch")

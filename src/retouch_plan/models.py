@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -31,7 +32,6 @@ from retouch.config.section import LIVE, live_object
 from retouch.models import quantized
 from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import Bits, DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
-from retouch.models.ip_adapter import vision_part
 from retouch.models.offloading import EmbeddingStore
 from retouch.models.pretrained import find_encoder, snapshot
 from retouch.recipe.recipe import Recipe
@@ -41,6 +41,7 @@ from retouch_models.language import Emu3Model
 from retouch_plan.accelerator import CPU, META, FakeTensor, is_dry_run
 from retouch_plan.meter import Event, Peaks, Stage, Work
 
+_VISION_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
 FEWEST = 4
 """The smallest number of blocks of a stack: the first, the last, and two inner ones with inner neighbours. With fewer blocks, the
 memory held while a block runs differs from that of a deep model."""
@@ -274,6 +275,50 @@ def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
 def _plain_config(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     return found
+
+
+def build_meta(part: Mapping[str, Any]) -> nn.Module:
+    """Build the part on the meta device, without storage. Raises ValueError for a class of neither diffusers nor transformers."""
+    return _build(json.dumps(part, sort_keys=True))
+
+
+def parameter_count(part: Mapping[str, Any]) -> int:
+    """Number of parameters of a part; shared parameters count once."""
+    return sum(weight.numel() for weight in build_meta(part).parameters())
+
+
+def stored_count(part: Mapping[str, Any]) -> int:
+    """Number of values in a part's checkpoint: parameters and persistent buffers (such as SD3's position table)."""
+    module = build_meta(part)
+    saved = module.state_dict()
+    return parameter_count(part) + sum(tensor.numel() for name, tensor in module.named_buffers() if name in saved)
+
+
+@cache
+def _build(part: str) -> nn.Module:
+    described = json.loads(part)
+    config = described["config"]
+    name = described["class"]
+    found: Any = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    bases = getattr(found, "__mro__", ())
+    with torch.device("meta"):
+        if diffusers.ModelMixin in bases:
+            made: nn.Module = found.from_config(config)  # it ignores keys of other versions, as from_pretrained does
+        elif transformers.PreTrainedModel in bases:
+            made = found(found.config_class(**config))
+        else:
+            raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
+    return made
+
+
+def vision_part(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class and configuration of the part of a described encoder that is loaded: the vision tower of a two-tower model
+    (CLIP, SigLIP), else the whole model."""
+    if described["class"] not in _VISION_TOWERS:
+        return dict(described)
+    config = described["config"]
+    projection = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
+    return {"class": _VISION_TOWERS[described["class"]], "config": {**config["vision_config"], **projection}}
 
 
 def without_paths(recipe: Recipe, folder: Path) -> Recipe:

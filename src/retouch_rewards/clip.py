@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from retouch.models.base import Bits
-from retouch.rewards.base import Device, LoadedModel, ModelReward, PathText, RewardSection, score_images, source_image
+from retouch.rewards.base import Device, LoadedModel, PathText, RewardSection, score_images, source_image
 from retouch.types import Column, Sample, Scores, Task
-from retouch_rewards.weights import weights_digest
+from retouch_rewards.weights import ModelReward, weights_digest
 
 if TYPE_CHECKING:
     import torch

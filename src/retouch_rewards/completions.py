@@ -14,14 +14,21 @@ from pydantic import model_validator
 
 from retouch.core.answers import answer_in
 from retouch.records.files import read_json
-from retouch.rewards.base import ModelReward, PathText, RewardSection, completion_of
+from retouch.rewards.base import PathText, RewardSection
 from retouch.types import Column, Sample, Scores
-from retouch_rewards.weights import weights_digest, weights_folder
+from retouch_rewards.weights import ModelReward, weights_digest, weights_folder
 
 if TYPE_CHECKING:
     import torch
     from jaxtyping import Float
     from torch import Tensor
+
+
+def completion_of(sample: Sample) -> str:
+    """The text that the policy wrote. Raises ValueError if there is none."""
+    if sample.completion is None:
+        raise ValueError(f"task {sample.task.id!r} has no completion to score; use this reward with a policy that writes text")
+    return sample.completion
 
 
 def think_format(completion: str, *, opening: str = "<think>", closing: str = "</think>") -> float:

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from retouch.config.section import Count
 from retouch.records.files import read_json
-from retouch.rewards.base import Device, LoadedModel, ModelReward, PathText, RewardSection, score_images, source_image
+from retouch.rewards.base import Device, LoadedModel, PathText, RewardSection, score_images, source_image
 from retouch.types import Column, Sample, Scores, Task
-from retouch_rewards.weights import weights_digest, weights_folder
+from retouch_rewards.weights import ModelReward, weights_digest, weights_folder
 
 if TYPE_CHECKING:
     import torch

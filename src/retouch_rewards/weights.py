@@ -1,10 +1,12 @@
-"""Find the weights of a reward's model on this machine. Nothing is downloaded; only safetensors and JSON are read."""
+"""Rewards with one model, and finding its weights on this machine. Nothing is downloaded; only safetensors and JSON are read."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from retouch.models.pretrained import require_complete, snapshot
+from retouch.rewards.base import Device, LoadedModel, PathText, RewardSection
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -112,3 +114,18 @@ def weights_digest(path: str | Path) -> str:
         with file.open("rb") as opened:
             whole.update(f"{file.name if place.is_dir() else ''}\n".encode() + hashlib.file_digest(opened, "sha256").digest())
     return whole.hexdigest()[:16]
+
+
+class ModelReward(RewardSection):
+    """Base class of rewards with one model that runs in this process."""
+
+    path: PathText
+    """Folder of the weights, or a model id in the Hugging Face cache; nothing is downloaded."""
+    device: Device = None
+    """Device of the model; null uses the run's device for rewards."""
+
+    cli_key: ClassVar[str | None] = "path"
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """Yield the model at ``path``."""
+        yield LoadedModel(self.path, "float32", self.device)

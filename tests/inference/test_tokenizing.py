@@ -9,12 +9,12 @@ from safetensors import safe_open
 
 import tiny_writer_runs
 from retouch.cli import main
-from retouch.data.sources.features import read_feature
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.run.build import assemble
 from retouch_models.emu3 import DRAW, THINK, load_emu3
+from retouch_models.features import read_feature
 from retouch_models.tokenizing import Job, merge, read_tasks, tokenize_shard
 from retouch_view.ledger import LedgerSample
 from retouch_view.rescoring import RunTasks

@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-from retouch.models.parts import build_meta, repeated_blocks
+from retouch.models.parts import repeated_blocks
 from retouch.recipe.recipe import load
 from retouch_plan.dry_run import dry_run, quiet
 from retouch_plan.machines import MACHINES
-from retouch_plan.models import with_blocks, write_folder
+from retouch_plan.models import build_meta, with_blocks, write_folder
 
 BLOCKS = {"num_layers": 7, "dual_attention_layers": 5}
 SETTINGS = {

@@ -414,7 +414,6 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
     from retouch.data.base import StoredData, resize_to
     from retouch.data.rows import RequiredRows
-    from retouch.data.sources.tokens import TokenData
     from retouch.recipe.recipe import load
     from retouch.run.build import required_rows
 
@@ -429,8 +428,8 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         if isinstance(phase.data, StoredData):
             rows = RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
             yield name, places, rows, resize_to(phase.data.image_size or recipe.image_size)
-        elif isinstance(phase.data, TokenData):
-            yield name, places, phase.data.rows(), None
+        elif (stored := getattr(phase.data, "rows", None)) is not None:  # image tokens, which no model resizes
+            yield name, places, stored(), None
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
 

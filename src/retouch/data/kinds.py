@@ -19,7 +19,6 @@ DATA = Kinds(
         "prompts": "retouch.data.sources.folder:PromptData",
         "table": "retouch.data.sources.hub:TableData",
         "iterable": "retouch.data.sources.stream:IterableData",
-        "tokens": "retouch.data.sources.tokens:TokenData",
     },
     with_wings=True,
 )

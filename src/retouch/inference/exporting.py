@@ -31,12 +31,11 @@ from torch import Tensor
 
 from retouch.config.section import LIVE
 from retouch.core.intervals import paired_change
-from retouch.data.sources.features import load_restricted
 from retouch.inference.opening import open_policy, read_target
 from retouch.models.base import COMFYUI_FILE
 from retouch.models.ip_adapter import FILE
 from retouch.models.lora import part_of_pipeline
-from retouch.models.parts import frozen_hashes
+from retouch.models.parts import frozen_hashes, load_restricted
 from retouch.models.train import ExportFiles, Format
 from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe

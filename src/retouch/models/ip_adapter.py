@@ -17,7 +17,7 @@ diffusers' Flux pipelines can load it. Others have the layout and names of the l
 an output that is added before the output projection. Files with the names of XLabs' adapters can be read too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -236,8 +236,6 @@ _KINDS: dict[str, tuple[Any, Any, str]] = {
     "siglip_vision_model": _SIGLIP,
 }
 
-_VISION_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
-
 
 class ImageEncoder:
     """Encodes images as CLIP's projected embedding (as diffusers' pipelines do) or SigLIP's pooled output.
@@ -297,16 +295,6 @@ def _config(folder: Path) -> dict[str, Any]:
     if (kind := config.get("model_type")) not in _KINDS:
         raise ValueError(f"policy.train.encoder: {folder} contains a model of type {kind!r}; use one of type {', '.join(_KINDS)}")
     return config
-
-
-def vision_part(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class and configuration of the part of a described encoder that is loaded: the vision tower of a two-tower model
-    (CLIP, SigLIP), else the whole model."""
-    if described["class"] not in _VISION_TOWERS:
-        return dict(described)
-    config = described["config"]
-    projection = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
-    return {"class": _VISION_TOWERS[described["class"]], "config": {**config["vision_config"], **projection}}
 
 
 class ReferenceModel(ModelWrapper[DenoisingModel]):

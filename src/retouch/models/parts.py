@@ -3,19 +3,17 @@ loaded pipelines; hashes and runs frozen parts; and copies tensors from the host
 
 import copy
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import diffusers
+import numpy as np
 import torch
-import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin, SchedulerMixin
+from numpy._core import multiarray
 from torch import Tensor, nn
 
 from retouch.models.quantized import plain_tensors
@@ -32,6 +30,12 @@ Scheduler: TypeAlias = Mapping[str, Any] | SchedulerMixin
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every ``from_pretrained`` call that loads weights."""
+
+_TYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+_PLAIN = [type(np.dtype(name)) for name in _TYPES]
+# The same function under the names that numpy 2 and numpy 1 write into a file.
+_ARRAYS = [(multiarray._reconstruct, f"numpy.{where}.multiarray._reconstruct") for where in ("_core", "core")]
+_FORBIDDEN = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
 
 def diffusers_folder(path: Path | str) -> Path:
@@ -91,11 +95,17 @@ def euler_scheduler(given: Scheduler, *, key: str) -> FlowMatchEulerDiscreteSche
     return usual.from_config(dict(config)) if isinstance(given, Mapping) else copy.deepcopy(given)
 
 
-def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
-    """The configuration of a part of class ``kind``, without loading its weights."""
-    if isinstance(source, Path | str):
-        return kind.load_config(diffusers_folder(source) / name)
-    return source.components[name].config
+def load_restricted(path: Path) -> Any:
+    """The contents of a file that torch saved. Raises ValueError if it contains anything but plain values, and for other files."""
+    # For the whole process: torch's context manager for this list is not safe where several threads read features.
+    torch.serialization.add_safe_globals([*_ARRAYS, *_PLAIN, np.ndarray, np.dtype])
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except _FORBIDDEN:
+        raise ValueError(f"{path}: contains more than numbers, texts and arrays, and is not opened") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+        reason = f" ({str(error).splitlines()[0]:.80})" if str(error) else ""
+        raise ValueError(f"{path}: not a file that torch saved{reason}") from None
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
@@ -227,38 +237,6 @@ def compute_device(module: nn.Module) -> torch.device:
     if mesh is None or mesh.device_type == weight.device.type:
         return weight.device
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def build_meta(part: Mapping[str, Any]) -> nn.Module:
-    """Build the part on the meta device, without storage. Raises ValueError for a class of neither diffusers nor transformers."""
-    return _build(json.dumps(part, sort_keys=True))
-
-
-def parameter_count(part: Mapping[str, Any]) -> int:
-    """Number of parameters of a part; shared parameters count once."""
-    return sum(weight.numel() for weight in build_meta(part).parameters())
-
-
-def stored_count(part: Mapping[str, Any]) -> int:
-    """Number of values in a part's checkpoint: parameters and persistent buffers (such as SD3's position table)."""
-    module = build_meta(part)
-    saved = module.state_dict()
-    return parameter_count(part) + sum(tensor.numel() for name, tensor in module.named_buffers() if name in saved)
-
-
-@cache
-def _build(part: str) -> nn.Module:
-    described = json.loads(part)
-    config = described["config"]
-    name = described["class"]
-    found: Any = getattr(diffusers, name, None) or getattr(transformers, name, None)
-    bases = getattr(found, "__mro__", ())
-    with torch.device("meta"):
-        if diffusers.ModelMixin in bases:
-            return found.from_config(config)  # it ignores keys of other versions, as from_pretrained does
-        if transformers.PreTrainedModel in bases:
-            return found(found.config_class(**config))
-    raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

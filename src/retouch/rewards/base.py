@@ -317,21 +317,6 @@ class NoReward(RewardSection):
         return {}
 
 
-class ModelReward(RewardSection):
-    """Base class of rewards with one model that runs in this process."""
-
-    path: PathText
-    """Folder of the weights, or a model id in the Hugging Face cache; nothing is downloaded."""
-    device: Device = None
-    """Device of the model; null uses the run's device for rewards."""
-
-    cli_key: ClassVar[str | None] = "path"
-
-    def loaded_models(self) -> Iterator[LoadedModel]:
-        """Yield the model at ``path``."""
-        yield LoadedModel(self.path, "float32", self.device)
-
-
 def visible_samples(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
     """The samples without the text that the policy wrote, unless the reward declares ``reads_completions``. So a policy cannot
     address its judge."""
@@ -361,13 +346,6 @@ def score_images(
     with torch.no_grad():
         found = [missing if sample.image is None else float(score(sample.task, sample.image)) for sample in samples]
     return torch.tensor(found, dtype=torch.float32)
-
-
-def completion_of(sample: Sample) -> str:
-    """The text that the policy wrote. Raises ValueError if there is none."""
-    if sample.completion is None:
-        raise ValueError(f"task {sample.task.id!r} has no completion to score; use this reward with a policy that writes text")
-    return sample.completion
 
 
 def close(part: object) -> None:

@@ -7,6 +7,7 @@ with each token of the noise (64 channels) the image without its masked part (64
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.parts import Scheduler, Source, load_parts, part_config
+from retouch.models.parts import Scheduler, Source, diffusers_folder, load_parts
 from retouch.models.pipeline import PackedLatents, PipelineModel, Size, common_size, pack, padded_ids, reference_inputs
 from retouch.models.quantized import compute_dtype
 from retouch.types import Conditioning, Task
@@ -124,9 +125,13 @@ class Flux(PipelineModel):
 
         ``max_sequence_length``: as in ``FluxText``.
         """
-        configs = part_config(path, "transformer", FluxTransformer2DModel), part_config(path, "vae", AutoencoderKL)
-        cls._check(*configs, guidance)  # before gigabytes are read
-        kinds = {"transformer": FluxTransformer2DModel, "vae": AutoencoderKL}
+        kinds: dict[str, Any] = {"transformer": FluxTransformer2DModel, "vae": AutoencoderKL}
+        if isinstance(path, Path | str):
+            configs = [kind.load_config(diffusers_folder(path) / name) for name, kind in kinds.items()]
+        else:
+            configs = [path.components[name].config for name in kinds]
+        transformer, vae = configs
+        cls._check(transformer, vae, guidance)  # before gigabytes are read
         kinds |= {"text_encoder": CLIPTextModel, "tokenizer": CLIPTokenizer}
         kinds |= {"text_encoder_2": T5EncoderModel, "tokenizer_2": T5Tokenizer}
         parts = load_parts(path, dtype=dtype, device=device, **kinds)

@@ -15,9 +15,9 @@ from retouch.data.base import DataContext
 from retouch.data.checks import accept_rows
 from retouch.data.kinds import check, read_path
 from retouch.data.rows import LONGEST_THOUGHT, thought_of
-from retouch.data.sources.features import Feature, read_feature
-from retouch.data.sources.tokens import TokenData, TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
+from retouch_models.features import Feature, read_feature
+from retouch_models.image_tokens import TokenData, TokenRows, mixed, with_decoded_images
 
 GRID = (2, 3)
 

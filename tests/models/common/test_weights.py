@@ -14,13 +14,13 @@ import tiny_models
 import tiny_writer_runs
 from retouch import cli
 from retouch.models.base import packaged_config
-from retouch.models.parts import parameter_count, stored_count
 from retouch.models.pretrained import MODEL, TOKENIZER, IncompleteWeights, fetch_weights, find_weights
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from retouch_models.flux2 import Flux2KleinModel
 from retouch_models.language import QwenLanguageModel
 from retouch_models.qwen_image_2 import QwenImage2Model
+from retouch_plan.models import parameter_count, stored_count
 
 # ``complete``
 

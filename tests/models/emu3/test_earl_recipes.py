@@ -12,12 +12,12 @@ import tiny_writer_runs
 from changed_recipes import values
 from retouch.cli import main
 from retouch.config.packaged import available, find
-from retouch.data.sources.features import Feature
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import Recipe, check_ranks, load, parse
 from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch_models.emu3 import DRAW, load_emu3
+from retouch_models.features import Feature
 from slow_params import slow_after, slow_except
 
 # EARL's ten RL recipes and their supervised stages

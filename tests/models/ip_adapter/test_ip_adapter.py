@@ -24,11 +24,11 @@ import tiny_models
 from retouch.models import ip_adapter
 from retouch.models.base import packaged_config
 from retouch.models.ip_adapter import ImageEncoder, ReferenceModel, embed_width
-from retouch.models.parts import build_meta, parameter_count
 from retouch.models.train import IpAdapter
 from retouch.types import Conditioning, Task
 from retouch_models.flux.model import Flux, FluxFill
 from retouch_models.qwen_image.model import QwenImageEdit
+from retouch_plan.models import build_meta, parameter_count
 from retouch_worlds.testing.models import check_model
 
 SMALL = IpAdapter(encoder="playground", tokens=4, projection="linear", blocks="double")

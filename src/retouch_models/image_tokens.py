@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from retouch.data.sources.features import Feature
+    from retouch_models.features import Feature
 
 FEATURES, LIST = "feature", "list/tokenized_datalist.json"
 SPLITS = ("train", "validation", "test")
@@ -227,7 +227,7 @@ class TokenRows:
         return len(self._entries)
 
     def __getitem__(self, index: int) -> Row:
-        from retouch.data.sources.features import read_feature
+        from retouch_models.features import read_feature
 
         name, root, entry = self._entries[index]
         try:

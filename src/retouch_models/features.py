@@ -15,19 +15,11 @@ import numpy as np
 import safetensors.torch
 import torch
 from jaxtyping import Int
-from numpy._core import multiarray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retouch.data.rows import thought_of
-
-_TYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
-_PLAIN = [type(np.dtype(name)) for name in _TYPES]
-# The same function under the names that numpy 2 and numpy 1 write into a file.
-_ARRAYS = [(multiarray._reconstruct, f"numpy.{where}.multiarray._reconstruct") for where in ("_core", "core")]
-# Once for the process: torch's context manager for this list is not safe where several threads read features.
-torch.serialization.add_safe_globals([*_ARRAYS, *_PLAIN, np.ndarray, np.dtype])
-_FORBIDDEN = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
+from retouch.models.parts import load_restricted
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,17 +92,6 @@ def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ())
         thought=_thought(path, fields.get("CoT"), thought_keys),
         task=task,
     )
-
-
-def load_restricted(path: Path) -> Any:
-    """The contents of a file that torch saved. Raises ValueError if it contains anything but plain values, and for other files."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except _FORBIDDEN:
-        raise ValueError(f"{path}: contains more than numbers, texts and arrays, and is not opened") from None
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
-        reason = f" ({str(error).splitlines()[0]:.80})" if str(error) else ""
-        raise ValueError(f"{path}: not a file that torch saved{reason}") from None
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
