@@ -1,17 +1,13 @@
-"""Starts the ranks of a run on this machine, and ends them together.
+"""Starts the ranks of a run on this machine, one process each with torchrun's environment variables, and ends them together.
 
-Kills the ranks of a run when their launcher, or torchrun's agent, dies, even by SIGKILL.
+If one rank fails, all ranks are terminated. If the launcher, or torchrun's agent, dies, even by SIGKILL, so do its ranks: a small
+guardian process reads a pipe from the launcher, and if the pipe closes before the launcher wrote "done", it kills every rank
+together with the rank's child processes. On Linux each rank also asks the kernel to kill it when its parent dies, in case the
+guardian was killed too.
 
-A small guardian process reads a pipe from the launcher. If the pipe closes before the launcher wrote "done", the guardian kills
-every rank together with the rank's child processes. On Linux each rank also asks the kernel to kill it when its parent dies, in
-case the guardian was killed too.
-
-Launches several ranks on this machine: one process per rank, with torchrun's environment variables.
-
-If one rank fails, all ranks are terminated; if the launcher is killed, the ranks are killed too. Each rank has its own process
-group, so Ctrl-C in the terminal reaches only the launcher, which forwards it once. torchrun's agent is not used, because after the
-first signal it kills ranks that need more than 30 s to save a checkpoint, also signals the worker processes of the ranks, and
-always exits with 1.
+Each rank has its own process group, so Ctrl-C in the terminal reaches only the launcher, which forwards it once. torchrun's agent
+is not used, because after the first signal it kills ranks that need more than 30 s to save a checkpoint, also signals the worker
+processes of the ranks, and always exits with 1.
 """
 
 import ctypes

@@ -144,7 +144,8 @@ def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
         live, built, path = pending.pop()
         while isinstance(live, BaseTunerLayer):  # a LoRA of an earlier run in this process
             live = live.base_layer
-        if id(live) in seen or (isinstance(live, nn.Module | Tensor) and is_quantized_part(live)):
+        weight = getattr(live, "weight", None) if isinstance(live, nn.Linear) else live
+        if id(live) in seen or (isinstance(weight, nn.Parameter) and is_quantized(weight)):
             continue
         if type(live) is not type(built):
             yield path
@@ -173,12 +174,6 @@ def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
             pending.append((vars(live), vars(built), path))
         elif getattr(live, "__qualname__", None) != getattr(built, "__qualname__", None):
             yield path
-
-
-def is_quantized_part(part: Any) -> bool:
-    """Whether a part of a model is a quantised weight, or a linear layer with one."""
-    weight = getattr(part, "weight", None) if isinstance(part, nn.Linear) else part
-    return isinstance(weight, nn.Parameter) and is_quantized(weight)
 
 
 def _of_libraries(name: Any, value: Any) -> bool:

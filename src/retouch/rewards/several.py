@@ -36,7 +36,19 @@ _COMMON = ("combine", "max_missing")
 PARTS_OF_SEVERAL = Kinds("reward", {**SINGLE, "calibrated": "retouch.rewards.several:CalibratedReward"}, with_wings=True)
 
 
-class SeveralRewards(RewardSection):
+class ContainingReward(RewardSection):
+    """Base class of rewards that contain rewards (``parts``): those say what the tasks lack, and which keys are changeable."""
+
+    def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
+        for inner, _, section in self.parts(path):
+            yield from section.task_problems(inner, tasks)
+
+    def changeable_paths(self, path: str) -> Iterator[str]:
+        for inner, _, section in self.parts(path):
+            yield from section.changeable_paths(inner)
+
+
+class SeveralRewards(ContainingReward):
     """Several rewards, which score in parallel; the column ``alignment`` of the reward ``judge`` is named ``judge/alignment``.
 
     ``draft`` and ``refl`` differentiate the weighted sum of the rewards, if all of them are differentiable.
@@ -56,7 +68,6 @@ class SeveralRewards(RewardSection):
         return documents
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """The columns of all rewards by full name; None if the columns of a reward are not known yet."""
         columns: dict[str, Column] = {}
         for name, part in self.rewards.items():
             own = part.known_columns()
@@ -79,16 +90,6 @@ class SeveralRewards(RewardSection):
                     f"{path}.rewards.{name}: combine and max_missing belong to all rewards together; move them next to `rewards`"
                 )
             yield from part.problems(f"{path}.rewards.{name}", f"{name}/", run)
-
-    def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
-        """Yield the task problems of the rewards."""
-        for name, part in self.rewards.items():
-            yield from part.task_problems(f"{path}.rewards.{name}", tasks)
-
-    def changeable_paths(self, path: str) -> Iterator[str]:
-        """Yield the paths of the rewards that may differ when a run is resumed."""
-        for name, part in self.rewards.items():
-            yield from part.changeable_paths(f"{path}.rewards.{name}")
 
     def build(
         self,
@@ -119,7 +120,7 @@ class SeveralRewards(RewardSection):
         return weighted_scores(self.rewards, self.combine, images, tasks)
 
 
-class CalibratedReward(RewardSection):
+class CalibratedReward(ContainingReward):
     """A wrapper that maps the score of another reward to the probability that people prefer the image. ``retouch votes RUN
     calibrate COLUMN --to FILE`` fits the map on votes.
 
@@ -143,12 +144,10 @@ class CalibratedReward(RewardSection):
         return {key: value for key, value in PARTS.document(of).items() if key not in _COMMON}
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """The two added columns and those of the wrapped reward; None if the columns of the wrapped reward are not known yet."""
         own = self.of.known_columns()
         return None if own is None else {**WIN_PROBABILITY, **own}
 
     def parts(self, path: str = "reward") -> Iterator[tuple[str, str, RewardSection]]:
-        """Yield the wrapped reward."""
         yield from self.of.parts(f"{path}.of")
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
@@ -163,15 +162,6 @@ class CalibratedReward(RewardSection):
         if self.of.compares_groups:
             found += whole_group_problems(run, column=f"{prefix}win_probability", reward=self.of.name)
         yield from dict.fromkeys(found)
-
-    def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
-        """Yield the task problems of the wrapped reward."""
-        for inner, _, section in self.parts(path):
-            yield from section.task_problems(inner, tasks)
-
-    def changeable_paths(self, path: str) -> Iterator[str]:
-        """Yield the paths of the wrapped reward that may differ when a run is resumed."""
-        yield from self.of.changeable_paths(f"{path}.of")
 
     def build(
         self,

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder, Summary, split_label
 from retouch.rewards.combination import WeightedSum
+from retouch.rewards.identity import short
 from retouch.rewards.judging import BatchScorer
 from retouch.run.build import Assembly, has_demonstration
-from retouch.run.ledger import content_hash, task_content
+from retouch.run.ledger import task_content
 from retouch.run.metrics import completion_texts
 from retouch.run.step import TooManyMissing, wait_for_rewards
 from retouch.types import Batch, Sample, Scores, Task
@@ -66,7 +66,7 @@ class EvaluationResult:
         return {
             **({"shares": list(self.shares)} if self.shares else {}),
             "tasks": [task.id for task in self.tasks],
-            "contents": [content_hash(task_content(task)) for task in self.tasks],
+            "contents": [short(task_content(task)) for task in self.tasks],
             **({"sources": self.sources} if self.has_shared_sources else {}),
             "rewards": self.rewards.tolist(),
             "scores": {name: column.tolist() for name, column in self.scores.items()},
@@ -76,17 +76,18 @@ class EvaluationResult:
     def from_json(cls, record: Mapping[str, Any], tasks: Sequence[Task]) -> "EvaluationResult":
         """Read the result of ``to_json``. Raises ValueError if ``tasks`` are not the tasks of the record, by their content, in any
         order."""
-        then, now = record["contents"], [content_hash(task_content(task)) for task in tasks]
+        then, now = record["contents"], [short(task_content(task)) for task in tasks]
         if sorted(then) != sorted(now):
             raise ValueError("the held-out tasks differ from those at the start of the run; start a new run with --fresh")
         rows = dict(zip(sorted(range(len(now)), key=now.__getitem__), sorted(range(len(then)), key=then.__getitem__), strict=True))
         order = [rows[place] for place in range(len(now))]
-        scores = {name: _column(values)[order] for name, values in record["scores"].items()}
-        return cls(tasks, scores, _column(record["rewards"])[order], shares=tuple(record.get("shares", ())))
+        scores = {name: column_of(values)[order] for name, values in record["scores"].items()}
+        return cls(tasks, scores, column_of(record["rewards"])[order], shares=tuple(record.get("shares", ())))
 
 
-def _column(values: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+def column_of(values: Sequence[float | None], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Stored scores as a column (n,), NaN for a missing one."""
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +298,11 @@ class RunEvaluations:
         self.evaluator = build_evaluator(parts, parts.judge.for_split("heldout", 0))
         self.policy = parts.policy(recipe.rollout)
         self.headline = headline_tasks(self.evaluator.tasks, recipe.eval.headline)
+        self._headline_sources = [
+            task.source for task, mine in zip(self.evaluator.tasks, self.headline.tolist(), strict=True) if mine
+        ]
+        self._split_label = split_label(recipe.eval.split)
+        self._baselines_path = folder.root / "evals" / "baselines.json"
 
     def evaluate(self, step: int) -> EvaluationResult:
         """Evaluate the policy after ``step`` steps and store every score.
@@ -454,10 +460,6 @@ class RunEvaluations:
         return float(values[self.headline].nanmean())
 
     @property
-    def _split_label(self) -> str:
-        return split_label(self.recipe.eval.split)
-
-    @property
     def _column(self) -> str:
         if self.recipe.eval.column is not None:
             return self.recipe.eval.column
@@ -470,14 +472,6 @@ class RunEvaluations:
 
     def _values(self, evaluated: EvaluationResult) -> Tensor:
         return evaluated.scores.get(self._column, evaluated.rewards)
-
-    @property
-    def _headline_sources(self) -> list[str]:
-        return [task.source for task, included in zip(self.evaluator.tasks, self.headline.tolist(), strict=True) if included]
-
-    @property
-    def _baselines_path(self) -> Path:
-        return self.folder.root / "evals" / "baselines.json"
 
 
 def _cell(before: float | None, after: float | None, step: int) -> str:

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from PIL import Image
-from torch import Tensor
 
 from retouch.config import wings
 from retouch.core.intervals import MeanEstimate, estimate_mean
@@ -29,7 +27,7 @@ from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, RewardScorer, Sc
 from retouch.rewards.pixels import AppearanceReward, to_tensor
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.run.build import Assembly
-from retouch.run.evaluation import EVALUATION_STEP, build_evaluator
+from retouch.run.evaluation import EVALUATION_STEP, build_evaluator, column_of
 from retouch.run.hooks import Alarm, Hook, StepResult
 from retouch.run.ledger import Ledger
 from retouch.run.step import Metrics, ScoredRollout, wait_for_chunks
@@ -69,7 +67,9 @@ class Observation:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Observation":
         """Read the result of ``to_json``."""
-        scores, canaries = ({name: _column(record[part][name]) for name in record[part]} for part in ("scores", "canaries"))
+        scores, canaries = (
+            {name: column_of(each, torch.float32) for name, each in record[part].items()} for part in ("scores", "canaries")
+        )
         return cls(record["step"], tuple(record["tasks"]), scores, canaries, record["judge"], tuple(record.get("sources", ())))
 
 
@@ -83,10 +83,6 @@ def read_observations(folder: Path, step: int) -> list[Observation]:
     """Return the observations that are stored in ``folder`` up to and including ``step``, in order."""
     found = [Observation.from_json(files.read_record(path)) for path in folder.glob("step-*.json")]
     return sorted((each for each in found if each.step <= step), key=lambda each: each.step)
-
-
-def _column(values: Sequence[float | None]) -> Float[Tensor, " n"]:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
 
 
 def find_alarms(

@@ -298,10 +298,7 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 class SampledGroups:
     """The result of ``sample``. Row ``i`` belongs to ``prompts[i // group_size]``.
 
-    ``images``: one per row; None if the latents of the row were not finite. ``log_probs``: of each stochastic step, NaN if there is
-    none.
-    ``states``: the latents before each stochastic step and after the last one. ``sigmas``: the noise levels of the schedule, from
-    1 to 0. ``trajectory``: what an objective trains on.
+    ``images``: one per row; None if the latents of the row were not finite. ``trajectory``: what an objective trains on.
     """
 
     prompts: Sequence[str]
@@ -311,7 +308,7 @@ class SampledGroups:
 
     @property
     def log_probs(self) -> Float[Tensor, "b t"]:
-        """The log-probability of each stochastic step under the policy that sampled it."""
+        """The log-probability of each stochastic step under the policy that sampled it, NaN if there is none."""
         return self.trajectory.log_probs
 
     @property

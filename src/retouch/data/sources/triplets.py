@@ -87,7 +87,9 @@ class TripletRows:
         for entry in table.entries:
             if (item := _item(entry)) is not None:
                 self._first.setdefault(item[0], entry.line)
-        prompts = [entry.line for entry in table.entries if (item := _item(entry)) is not None and self._is_odd(item[1])]
+        # Texts that the template is put around although they look like prompts themselves: they quote words.
+        items = [(entry.line, item[1]) for entry in table.entries if (item := _item(entry)) is not None]
+        prompts = [line for line, text in items if self._prompt(text)[0] != text and quoted(text) is not None]
         lines = ", ".join(map(str, prompts[:8]))
         found = f"{len(prompts)} texts look like prompts (lines {lines}); data.template '{{}}' takes a line as the prompt"
         self.problems: tuple[Problem, ...] = (
@@ -172,11 +174,6 @@ class TripletRows:
             inner = text.removeprefix(before).removesuffix(after)
             return text, (quoted(text) or text) if self._template == "{}" else inner
         return self._template.replace("{}", text), text
-
-    def _is_odd(self, text: str) -> bool:
-        """Whether a text that the template is put around looks like a prompt itself: it quotes words."""
-        prompt, _ = self._prompt(text)
-        return prompt != text and quoted(text) is not None
 
     def _name(self, number: int, part: str) -> str:
         """The name of an item's file. A folder may leave out the word "test"."""
