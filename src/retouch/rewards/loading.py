@@ -73,23 +73,12 @@ class LoadedReward:
         for name, values in lists.items():
             if values is not None and len(values) != count:
                 raise ValueError(f"{name} has length {len(values)}, but there are {count} images; give one per image")
-        columns: dict[str, Any] = {name: [None] * count if values is None else list(values) for name, values in lists.items()}
-        samples = [
-            Sample(
-                Task(
-                    str(row),
-                    columns["prompts"][row] or "",
-                    () if columns["sources"][row] is None else (columns["sources"][row],),
-                    columns["masks"][row],
-                    columns["references"][row],
-                    columns["targets"][row],
-                    columns["texts"][row],
-                ),
-                image,
-                columns["completions"][row],
-            )
-            for row, image in enumerate(images)
-        ]
+        columns: list[Sequence[Any]] = [[None] * count if values is None else values for values in lists.values()]
+        samples = []
+        for row, (image, prompt, *given, text, completion) in enumerate(zip(images, *columns, strict=True)):
+            source, target, mask, reference = given
+            task = Task(str(row), prompt or "", () if source is None else (source,), mask, reference, target, text)
+            samples.append(Sample(task, image, completion))
         return {name: column.tolist() for name, column in scores_of(self.reward, samples).items()}
 
 

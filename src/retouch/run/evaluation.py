@@ -237,7 +237,11 @@ def score_table(
     means: dict[str, Row] = {}
     intervals: dict[str, dict[str, tuple[float, float]]] = {}
     columns = {"reward": evaluated.rewards, **{name: values for name, values in evaluated.scores.items() if name != "reward"}}
-    groups = _groups(evaluated.tasks)
+    groups = {"all": list(range(len(evaluated.tasks)))}
+    for tag in sorted({tag for task in evaluated.tasks for tag in task.tags}):
+        found = sorted({task.tags[tag] for task in evaluated.tasks if tag in task.tags})
+        for value in found if len(found) <= MOST_TAG_VALUES else ():
+            groups[f"{tag}={value}"] = [row for row, task in enumerate(evaluated.tasks) if task.tags.get(tag) == value]
     if headline is not None and not headline.all():
         groups = {"all": groups.pop("all"), "headline": headline.nonzero().flatten().tolist(), **groups}
     for name, rows in groups.items():
@@ -272,16 +276,6 @@ def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] 
             "eval.headline to null"
         )
     return mask
-
-
-def _groups(tasks: Sequence[Task]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {"all": list(range(len(tasks)))}
-    for tag in sorted({tag for task in tasks for tag in task.tags}):
-        values = sorted({task.tags[tag] for task in tasks if tag in task.tags})
-        if len(values) <= MOST_TAG_VALUES:
-            for value in values:
-                groups[f"{tag}={value}"] = [row for row, task in enumerate(tasks) if task.tags.get(tag) == value]
-    return groups
 
 
 class RunEvaluations:

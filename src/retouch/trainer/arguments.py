@@ -116,21 +116,16 @@ def base_document(config: Any) -> dict[str, Any] | None:
             raise ValueError("quantization_config: only the transformer and all text encoders, in one way, can be quantised")
         return {"quantize": found.get("transformer"), "text_encoders": next(iter(encoders), None)}
     skipped = getattr(config, "modules_to_not_convert", None) or getattr(config, "llm_int8_skip_modules", None)
+    bits = "8bit"
     if name == "BitsAndBytesConfig" and config.load_in_4bit:
         given = (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
         problem = None if given == ("nf4", True) else "only bnb_4bit_quant_type='nf4' with bnb_4bit_use_double_quant=True is used"
         bits = "4bit"
     elif name == "BitsAndBytesConfig":
-        bits, problem = (
-            "8bit",
-            "in 8 bits it picks outliers over all rows of a batch, so that a probability depends on the other rows",
-        )
+        problem = "in 8 bits it picks outliers over all rows of a batch, so that a probability depends on the other rows"
     elif name == "TorchAoConfig":
         quantizer = type(config.quant_type).__name__
-        bits, problem = (
-            "8bit",
-            None if quantizer == "Int8WeightOnlyConfig" else f"{quantizer} is not used, only Int8WeightOnlyConfig",
-        )
+        problem = None if quantizer == "Int8WeightOnlyConfig" else f"{quantizer} is not used, only Int8WeightOnlyConfig"
     elif name == "GGUFQuantizationConfig":
         raise ValueError(
             "quantization_config: a GGUF file is loaded with from_single_file of the transformer; give the loaded pipeline as model"

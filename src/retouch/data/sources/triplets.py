@@ -77,10 +77,8 @@ class TripletRows:
     ) -> None:
         self._target, self._template = target, template
         self._root = Path(folder)
-        table = read_metadata(self._root.resolve() / LIST, text_field="line")
+        table = self._table = read_metadata(self._root.resolve() / LIST, text_field="line")
         self._file = table.file
-        self._digest = table.digest
-        self._entries = table.entries
         self._reference = reference
         self._seed = seed
         self._first: dict[int, int] = {}
@@ -108,10 +106,10 @@ class TripletRows:
             self._others |= {style: styles[place - 1] for place, style in enumerate(styles)}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._table.entries)
 
     def __getitem__(self, index: int) -> Row:
-        entry = self._entries[index]
+        entry = self._table.entries[index]
         item = _item(entry)
         if item is None:
             raise InvalidRow(
@@ -184,7 +182,7 @@ class TripletRows:
         """The identity of the list, including the choice of the reference and target images and of the prompts."""
         styles = self._styles if self._reference == "other" else []
         chosen = [self._reference, self._target, self._template, self._seed if styles else 0, styles]
-        content = json.dumps([self._digest, *chosen, self._root.resolve().name])
+        content = json.dumps([self._table.digest, *chosen, self._root.resolve().name])
         return Identity(hashlib.sha256(content.encode()).hexdigest(), self._file, self._root)
 
 
