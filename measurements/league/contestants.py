@@ -65,14 +65,18 @@ def _clipped(surrogate: str, clip: float, **more: Any) -> dict[str, Any]:
     return {"kind": "policy_gradient", "surrogate": surrogate, "clip_low": clip, "clip_high": clip, **more}
 
 
+def _dppo(limit: float) -> dict[str, Any]:
+    return {"kind": "policy_gradient", "surrogate": "dppo", "kl_limit": limit}
+
+
 def _clip(default: float, low: float, high: float) -> Knob:
     return Knob("clip", ("objective.clip_low", "objective.clip_high"), default, low, high)
 
 
 REINFORCE = {"kind": "policy_gradient", "surrogate": "reinforce"}
 
-# With one optimizer step per rollout the ratio is 1, and clip, gspo, cispo and reinforce have the same gradient. Algorithms that
-# differ in their use of the ratio therefore take four optimizer steps per rollout.
+# With one optimizer step per rollout the ratio is 1, and clip, gspo, cispo, dppo and reinforce have the same gradient. Algorithms
+# that differ in their use of the ratio therefore take four optimizer steps per rollout.
 DENOISING = (
     Contestant(
         "Flow-GRPO",
@@ -129,6 +133,12 @@ DENOISING = (
         "2506.13585",
         {"minibatches": 4, "objective": {"kind": "policy_gradient", "surrogate": "cispo", "clip_high": 1e-3}},
         (LEARNING_RATE, Knob("clip", ("objective.clip_high",), 1e-3, 1e-5, 1e-2)),
+    ),
+    Contestant(
+        "Flow-DPPO",
+        "2606.11025",
+        {"minibatches": 4, "rollout.transition": SDE, "objective": _dppo(1e-5)},
+        (LEARNING_RATE, Knob("KL limit", ("objective.kl_limit",), 1e-5, 1e-7, 1e-3)),
     ),
     Contestant("REINFORCE", "Williams 1992", {"advantage": BATCH, "objective": REINFORCE}, (LEARNING_RATE, NOISE)),
     Contestant("RLOO", "2402.14740", {"advantage": LEAVE_ONE_OUT, "objective": REINFORCE}, (LEARNING_RATE, NOISE)),
@@ -219,6 +229,12 @@ TOKENS = (
         "2506.13585",
         {"minibatches": 4, "objective": {"kind": "policy_gradient", "surrogate": "cispo", "clip_high": 0.5}},
         (LEARNING_RATE, Knob("clip", ("objective.clip_high",), 0.5, 0.1, 0.9)),
+    ),
+    Contestant(
+        "DPPO",
+        "2602.04879",
+        {"minibatches": 4, "objective": _dppo(0.05)},
+        (LEARNING_RATE, Knob("KL limit", ("objective.kl_limit",), 0.05, 5e-3, 0.5)),
     ),
     Contestant("REINFORCE", "Williams 1992", {"advantage": BATCH, "objective": REINFORCE}, (LEARNING_RATE,)),
     Contestant("RLOO", "2402.14740", {"advantage": LEAVE_ONE_OUT, "objective": REINFORCE}, (LEARNING_RATE,)),

@@ -43,9 +43,9 @@ judge and the same number of network evaluations. `make league` makes this page,
   evaluations; the median of the seeds, and a dash if it is a run that did not reach it.
 - **Diverged**: the trials that ended with an error or with a share of the gap below -0.1.
 
-With one optimizer step per rollout, the ratio of current to old probability is 1, so a clipped ratio, GSPO, CISPO and REINFORCE
-have the same gradient. This is why GSPO, CISPO and GRPO-Guard take four optimizer steps per rollout here. On policies that write
-tokens, GRPO and PPO with a value head take four too.
+With one optimizer step per rollout, the ratio of current to old probability is 1, so a clipped ratio, GSPO, CISPO, DPPO and
+REINFORCE have the same gradient. This is why GSPO, CISPO, DPPO and GRPO-Guard take four optimizer steps per rollout here. On
+policies that write tokens, GRPO and PPO with a value head take four too.
 
 Best-of-n distillation is RAFT for a student with few denoising steps: it samples with as many steps as the others, pairs each of
 the best images with the noise that it was sampled from (reflow), and is evaluated with fewer steps.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from retouch.objectives.nft import AWM as AWM
     from retouch.objectives.nft import NFT as NFT
     from retouch.objectives.policy_gradient import CISPO as CISPO
+    from retouch.objectives.policy_gradient import DPPO as DPPO
     from retouch.objectives.policy_gradient import GRPO as GRPO
     from retouch.objectives.policy_gradient import GSPO as GSPO
     from retouch.objectives.policy_gradient import REINFORCE as REINFORCE
@@ -67,6 +68,7 @@ _NAMES = {
     "Callback": "retouch.trainer.trainer",
     "CrossEntropy": "retouch.objectives.imitation",
     "DPO": "retouch.objectives.dpo",
+    "DPPO": "retouch.objectives.policy_gradient",
     "DRaFT": "retouch.objectives.reward_gradient",
     "ExponentialAdvantage": "retouch.objectives.advantages",
     "FullWeights": "retouch.models.train",
@@ -97,6 +99,7 @@ _WINGS = ("benchmarks", "judge_audit", "serve", "testing")
 
 _OTHER_NAMES = {
     **{"ppo": "use retouch.GRPO(), and advantage=retouch.GAEAdvantage() for a value head", "flowgrpo": "use retouch.GRPO()"},
+    "flowdppo": "use retouch.DPPO(kl_limit=1e-5)",
     "rloo": "use retouch.REINFORCE() with advantage=retouch.GroupAdvantage(baseline='leave_one_out', scale='none')",
     **dict.fromkeys(("dapo", "drgrpo"), "use retouch.GRPO(normalise='token'), or 'dr_grpo'"),
     **dict.fromkeys(("diffusionnft", "flownft"), "use retouch.NFT()"),

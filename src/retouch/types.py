@@ -150,6 +150,7 @@ class Needs:
     values: bool = False
     log_ratio: Literal["plain", "norm"] = "plain"
     step_weights: Literal["equal", "noise"] = "equal"
+    divergence: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -172,7 +173,8 @@ class Evaluation:
 
     ``log_ratio``: log of the current probability divided by the acting probability, normalised by RatioNorm (arXiv 2510.22319) if
     the objective needs that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, the
-    weight of the action's step by its noise, or the importance weight of an action that an engine sampled."""
+    weight of the action's step by its noise, or the importance weight of an action that an engine sampled. ``divergence``: the KL
+    of the acting policy to the current one, without gradient: of the Gaussian step, or of sampling this token or another one."""
 
     log_probs: Float[Tensor, "b t"]
     log_ratio: Float[Tensor, "b t"]
@@ -180,6 +182,7 @@ class Evaluation:
     entropy: Float[Tensor, "b t"] | None = None
     values: Float[Tensor, "b t"] | None = None
     scale: Float[Tensor, "b t"] | None = None
+    divergence: Float[Tensor, "b t"] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.distributions import Categorical
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from retouch.core.surrogates import approx_kl, cispo, clip_fraction, clipped_surrogate, loss_weights, reinforce, sequence_log_ratio
+from retouch.core.surrogates import (
+    approx_kl,
+    bernoulli_kl,
+    cispo,
+    clip_fraction,
+    clipped_surrogate,
+    dppo,
+    loss_weights,
+    reinforce,
+    sequence_log_ratio,
+)
 from retouch.core.tokens import entropy, gather_logits, log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
 
 # Surrogates against the textbook formulas in ratio space, their closed-form gradients, and that maske
@@ -89,6 +99,7 @@ def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
         clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2, dual=3.0),
         cispo(log_ratio, log_probs, advantages, low=None, high=0.2),
         clipped_surrogate(sequence, advantages, low=3e-4, high=4e-4),
+        dppo(log_ratio, torch.zeros(B, T), advantages, limit=1e-6)[0],
     ):
         assert torch.equal(gradient(loss, log_probs), -advantages)
 
@@ -97,6 +108,8 @@ SURROGATES = {
     "clipped": lambda x, a, m: clipped_surrogate(x, a, low=0.2, high=0.2, mask=m),
     "cispo": lambda x, a, m: cispo(x, x, a, low=0.2, high=0.2, mask=m),
     "reinforce": lambda x, a, m: reinforce(x, a, mask=m),
+    "dppo": lambda x, a, m: dppo(x, x, a, limit=0.2, mask=m)[0],
+    "dppo, left out": lambda x, a, m: dppo(x, x, a, limit=0.2, mask=m)[1] + 0 * x.nan_to_num(0, 0, 0),
     "gspo": lambda x, a, m: clipped_surrogate(sequence_log_ratio(x, m), a, low=0.2, high=0.2, mask=m),
     "gspo-token": lambda x, a, m: clipped_surrogate(sequence_log_ratio(x, m, gradient="token"), a, low=0.2, high=0.2, mask=m),
     "clip_fraction": lambda x, a, m: clip_fraction(x, a, low=0.2, high=0.2, mask=m) + 0 * x.nan_to_num(0, 0, 0),
@@ -118,6 +131,27 @@ def test_masked_actions_have_no_loss_and_no_gradient(name, padding):
     same = SURROGATES[name](other, advantages, mask)
     assert torch.equal(loss, same)
     assert torch.equal(gradient(SURROGATES[name](padded, advantages, mask), padded), gradient(same, other))
+
+
+def test_dppo_leaves_out_actions_at_the_limit_that_moved_with_their_advantage():
+    """The last one has a ratio above the largest float."""
+    ratios, advantages = [2.0, 0.5, 2.0, 0.5, 2.0, 1.0], [3.0, -3.0, -3.0, 3.0, 3.0, 3.0, 3.0]
+    log_ratio = torch.tensor([[*(math.log(ratio) for ratio in ratios), 200.0]], requires_grad=True)
+    divergence = torch.tensor([[0.25, 0.5, 0.5, 0.5, 0.2, 0.5, 0.5]])
+    loss, left_out = dppo(log_ratio, divergence, torch.tensor([advantages]), limit=0.25)
+    torch.testing.assert_close(loss, torch.tensor([[0.0, 0.0, 6.0, -1.5, -6.0, -3.0, 0.0]]))
+    assert left_out.tolist() == [[True, True, False, False, False, False, True]]
+    assert gradient(loss, log_ratio)[left_out].tolist() == [0, 0, 0]
+
+
+def test_bernoulli_kl_equals_torch_distributions():
+    p, q = torch.tensor([[0.2, 0.99, 0.5, 1e-4]]), torch.tensor([[0.3, 0.75, 0.5, 1e-2]])
+    expected = torch.distributions.kl_divergence(torch.distributions.Bernoulli(p), torch.distributions.Bernoulli(q))
+    torch.testing.assert_close(bernoulli_kl(p.log(), q.log()), expected, rtol=1e-4, atol=1e-6)
+    certain = bernoulli_kl(
+        torch.zeros(1, 3), torch.tensor([[0.0, math.log(0.5), math.nan]]), mask=torch.tensor([[True, True, False]])
+    )
+    torch.testing.assert_close(certain, torch.tensor([[0.0, math.log(2.0), 0.0]]))
 
 
 def test_sequence_log_ratio_is_the_mean_over_the_row():

@@ -1,5 +1,6 @@
 """Deliberate bugs: each is a small change to the source that its test must notice."""
 
+from algorithm_mutants import ALGORITHMS
 from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
 from consent_mutants import CONSENT
@@ -324,6 +325,7 @@ MUTANTS = (
     *REFERENCES,
     *FLUX,
     *FLUX2,
+    *ALGORITHMS,
     *DISTILLATION,
     *GRADIENTS,
     *Z_IMAGE,

@@ -168,6 +168,7 @@ ODE = {"kind": "ode"}
         ({"rollout__reduction": "sum"}, "objective.clip_low, objective.clip_high"),
         ({"objective__surrogate": "reinforce"}, "objective.clip_low, objective.clip_high"),
         ({"objective__surrogate": "gspo", "microbatch": 1}, "microbatch"),
+        ({"objective": {"kind": "policy_gradient", "surrogate": "dppo"}}, "objective.kl_limit"),
         ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "epochs": 2}, "epochs, minibatches"),
         ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce", "ratio_norm": True}}, "objective.ratio_norm"),
         ({"objective__surrogate": "cispo", "objective__dual": 3.0}, "objective.dual"),

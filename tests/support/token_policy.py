@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from retouch.core.random import generator
-from retouch.core.surrogates import k3
+from retouch.core.surrogates import bernoulli_kl, k3
 from retouch.policies.weights import WeightCopies
 from retouch.types import Evaluation, Kind, Slice, Trajectory
 
@@ -76,8 +76,9 @@ class TokenPolicy:
             with torch.no_grad(), self.copies.using("reference"):
                 reference = self._log_probs(tokens)[:, part.actions]
             kl = k3(log_probs, reference)
-        log_ratio = log_probs - trajectory.log_probs[part.rows, part.actions]
         entropy = None
         if needs.entropy:
             entropy = torch.distributions.Categorical(logits=self._logits(tokens)[:, part.actions]).entropy()
-        return Evaluation(log_probs=log_probs, log_ratio=log_ratio, kl=kl, entropy=entropy)
+        acted = trajectory.log_probs[part.rows, part.actions]
+        divergence = bernoulli_kl(acted, log_probs, mask=trajectory.mask[part.rows, part.actions]) if needs.divergence else None
+        return Evaluation(log_probs=log_probs, log_ratio=log_probs - acted, kl=kl, entropy=entropy, divergence=divergence)

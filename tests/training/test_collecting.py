@@ -193,7 +193,8 @@ REFILL = 'rollout.refill={"rounds":2}'
             for change, told in (
                 ('objective={"kind": "nft"}', "nft has no probabilities"),
                 ("objective.surrogate=gspo", "gspo has one ratio per row"),
-                ("objective.ratio_norm=true", "ratio_norm needs the means"),
+                ("objective.ratio_norm=true", "ratio_norm and surrogate dppo need the means"),
+                ('objective={"kind": "policy_gradient", "surrogate": "dppo", "kl_limit": 1e-5}', "surrogate dppo need the means"),
                 ('advantage={"kind": "gae"}', "a value head would be stale"),
                 ('objective={"kind": "supervised"}', "supervised samples nothing; remove it"),
             )

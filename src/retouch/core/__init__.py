@@ -28,6 +28,7 @@ _FUNCTIONS = {
         "cispo",
         "clip_fraction",
         "clipped_surrogate",
+        "dppo",
         "importance_weights",
         "reinforce",
         "sequence_log_ratio",

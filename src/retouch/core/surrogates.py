@@ -73,6 +73,31 @@ def cispo(
     return -ratio * advantages.float() * _masked(log_probs, mask)
 
 
+def dppo(
+    log_ratio: Float[Tensor, "b t"],
+    divergence: Float[Tensor, "b t"],
+    advantages: Float[Tensor, "b t"],
+    *,
+    limit: float,
+    mask: Bool[Tensor, "b t"] | None = None,
+) -> tuple[Float[Tensor, "b t"], Bool[Tensor, "b t"]]:
+    """-A r, and exactly 0 for the actions that are left out; and which ones these are (Flow-DPPO, arXiv 2606.11025).
+
+    An action is left out if its ``divergence``, the KL of the acting policy to the current one (at least 0, in nats), is at or
+    above ``limit`` and (r - 1) A > 0. An action whose ratio has moved against its advantage always trains.
+
+    Example::
+
+        >>> log_ratio, divergence = torch.tensor([[0.0, 0.5]]), torch.tensor([[0.0, 0.1]])
+        >>> retouch.core.dppo(log_ratio, divergence, torch.ones(1, 2), limit=0.05)
+        (tensor([[-1.,  0.]]), tensor([[False,  True]]))
+    """
+    moved = _masked(log_ratio.detach(), mask) * advantages.float() > 0
+    left_out = moved & (_masked(divergence.detach(), mask) >= limit)
+    trains = ~left_out if mask is None else mask & ~left_out
+    return _masked(-advantages.float() * _masked(log_ratio, trains).exp(), trains), left_out
+
+
 def reinforce(
     log_probs: Float[Tensor, "b t"], advantages: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | None = None
 ) -> Float[Tensor, "b t"]:
@@ -197,6 +222,20 @@ def k3(
     if mask is not None:
         d = d.masked_fill(~mask, 0)
     return torch.expm1(d) - d
+
+
+def bernoulli_kl(
+    acting: Float[Tensor, "b t"], current: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | None = None
+) -> Float[Tensor, "b t"]:
+    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)), in nats, without gradient: the KL of sampling this token or another one.
+
+    ``acting`` log p and ``current`` log q are log-probabilities, (b, t). Returns 0 for masked actions.
+
+    A lower bound of the KL over all tokens, which needs no other logits. Source: DPPO (arXiv 2602.04879).
+    """
+    log_p, log_q = (_masked(each.detach(), mask) for each in (acting, current))
+    other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)
+    return log_p.exp() * (log_p - log_q) + torch.xlogy(other_p, other_p) - torch.xlogy(other_p, other_q)
 
 
 def gaussian_kl(

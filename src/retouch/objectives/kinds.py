@@ -3,6 +3,8 @@
 from retouch.config.section import Kinds
 
 _CLIP = "kind: 'policy_gradient', surrogate: 'clip', and clip_low and clip_high"
+_DPPO = "kind: 'policy_gradient', surrogate: 'dppo', kl_limit:"
+_DPPO = f"{_DPPO} 1e-5 (for tokens, {_DPPO} 0.05)"
 _REINFORCE = "kind: 'policy_gradient', surrogate: 'reinforce'"
 _NFT = "kind: 'nft'"
 _WEIGHTED = f"kind: 'awm' (for tokens, {_REINFORCE})"
@@ -30,6 +32,8 @@ OBJECTIVES = Kinds(
         "ppo": f"{_CLIP}; advantage: {{ kind: 'gae' }} adds a value head",
         "gspo": "kind: 'policy_gradient', surrogate: 'gspo', and clip_low and clip_high",
         "cispo": "kind: 'policy_gradient', surrogate: 'cispo', and clip_high",
+        "dppo": _DPPO,
+        "flow_dppo": _DPPO,
         "reinforce": _REINFORCE,
         "rloo": f"{_REINFORCE}, and advantage: {{ kind: 'group', baseline: 'leave_one_out', scale: 'none' }}",
         "diffusion_nft": _NFT,

@@ -66,13 +66,20 @@ class PolicyGradient(Objective):
     """
 
     kind: Literal["policy_gradient"] = "policy_gradient"
-    surrogate: Literal["clip", "cispo", "reinforce", "gspo"] = "clip"
+    surrogate: Literal["clip", "cispo", "reinforce", "gspo", "dppo"] = "clip"
     """``clip``: PPO's clipped ratio (arXiv 1707.06347). ``cispo``: a clipped weight on the log-probability (arXiv 2506.13585).
-    ``reinforce``: no ratio. ``gspo``: PPO's clipped ratio, with one ratio for the whole chain or completion (arXiv 2507.18071)."""
+    ``reinforce``: no ratio. ``gspo``: PPO's clipped ratio, with one ratio for the whole chain or completion (arXiv 2507.18071).
+    ``dppo``: the ratio without a clip; an action does not train once its KL from the acting policy has reached ``kl_limit`` and its
+    ratio has moved in the direction of its advantage (Flow-DPPO, arXiv 2606.11025; for tokens DPPO, arXiv 2602.04879)."""
     clip_low: Positive | None = None
     """The ratio is clipped below at 1 - clip_low; ``clip`` and ``gspo`` need it, ``cispo`` may have no lower bound."""
     clip_high: Positive | None = None
-    """The ratio is clipped above at 1 + clip_high; all but ``reinforce`` need it. 1e-6 to 1e-4 is usual with reduction ``mean``."""
+    """The ratio is clipped above at 1 + clip_high; ``clip``, ``gspo`` and ``cispo`` need it. 1e-6 to 1e-4 is usual with reduction
+    ``mean``."""
+    kl_limit: Positive | None = Field(default=None, exclude_if=lambda limit: limit is None)
+    """``dppo`` needs it: the KL from which on an action can stop training. For a transition it is the KL of the acting step to the
+    current one, reduced like its log-probability (1e-6 to 1e-5 is usual with reduction ``mean``); for a token the KL of sampling
+    this token or not (0.05 is usual)."""
     dual: Annotated[float, Field(gt=1.0)] | None = None
     """Dual clip: the loss of an action with a negative advantage A is at most dual * |A|; null sets no bound."""
     kl: Annotated[NoKl | Kl, Field(discriminator="kind")] = NoKl()
@@ -101,11 +108,11 @@ class PolicyGradient(Objective):
     _value_head: ValueHead | None = PrivateAttr(default=None)
 
     def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> PolicyGradient:
-        """Build the objective of a run (see ``Objective.build``). Raises ValueError if a clip bound is missing."""
-        low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
-        if not low or (self.clip_high is None and self.surrogate != "reinforce"):
-            bounds = f"clip_low {self.clip_low}, clip_high {self.clip_high}"
-            raise ValueError(f"surrogate {self.surrogate!r} with {bounds}: give the missing one")
+        """Build the objective of a run (see ``Objective.build``). Raises ValueError if a clip bound or ``kl_limit`` is missing."""
+        needed = {"reinforce": (), "cispo": ("clip_high",), "dppo": ("kl_limit",)}.get(self.surrogate, ("clip_low", "clip_high"))
+        if any(getattr(self, key) is None for key in needed):
+            given = ", ".join(f"{key} {getattr(self, key)}" for key in needed)
+            raise ValueError(f"surrogate {self.surrogate!r} with {given}: give the missing one")
         objective = self.model_copy()
         objective._entropy, objective._value_head = entropy, value_head
         return objective
@@ -134,6 +141,7 @@ class PolicyGradient(Objective):
             values=self._value_head is not None,
             log_ratio="norm" if self.ratio_norm else "plain",
             step_weights=self.step_weights,
+            divergence=self.surrogate == "dppo",
         )
         for part in policy.microbatches(trajectory):
             mask, weights, advantages = (
@@ -166,6 +174,10 @@ class PolicyGradient(Objective):
                 loss = surrogates.cispo(log_ratio, now.log_probs, advantages, mask=of_ratio, low=low, high=high)
                 ratio = log_ratio.detach().masked_fill(~of_ratio, 0.0).exp()
                 clipped = (ratio > 1 + high) | (ratio < 1 - (math.inf if low is None else low))
+            elif self.surrogate == "dppo":  # -A ratio, or 0 for an action that has moved far enough
+                assert self.kl_limit is not None
+                assert now.divergence is not None
+                loss, clipped = surrogates.dppo(log_ratio, now.divergence, advantages, mask=of_ratio, limit=self.kl_limit)
             else:  # max(-A ratio, -A clip(ratio, 1 - low, 1 + high))
                 assert low is not None
                 assert high is not None
@@ -205,7 +217,7 @@ class PolicyGradient(Objective):
 
     @property
     def needs_acting_means(self) -> bool:
-        return self.ratio_norm
+        return self.ratio_norm or self.surrogate == "dppo"
 
     @property
     def kl_kind(self) -> Literal["k3", "closed", "velocity"] | None:
@@ -238,7 +250,7 @@ class PolicyGradient(Objective):
             yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; use {right}"
         if self.ratio_norm and context.is_autoregressive:
             yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; remove it"
-        elif self.ratio_norm and self.surrogate in ("gspo", "cispo"):
+        elif self.ratio_norm and self.surrogate in ("gspo", "cispo", "dppo"):
             yield f"{here}.ratio_norm: it balances the steps only with surrogate clip; remove it, or use clip"
         if self.step_weights == "noise" and context.is_autoregressive:
             yield f"{here}.step_weights: it weights denoising steps, and tokens have none; remove it"
@@ -263,15 +275,19 @@ class PolicyGradient(Objective):
                 yield f"{transition}.kind: ode has no log-probabilities, which a policy gradient needs; use cps or sde"
             elif context.noise_level == 0:
                 yield f"{transition}.noise_level: 0 explores nothing, so nothing would be learned; 0.7 is usual"
+        if self.surrogate in ("reinforce", "dppo") and (self.clip_low is not None or self.clip_high is not None):
+            yield f"{here}.clip_low, {here}.clip_high: {self.surrogate} does not clip; remove both"
+        yield from self._limit_problems(context)
         if self.surrogate == "reinforce":
-            if self.clip_low is not None or self.clip_high is not None:
-                yield f"{here}.clip_low, {here}.clip_high: reinforce does not clip; remove both"
             if self.ratio_norm:
                 yield f"{here}.ratio_norm: reinforce has no ratio; remove it"
             if context.optimizer_steps > 1:
                 yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; use 1 and 1, or surrogate clip"
-        else:
+        elif self.surrogate != "dppo":
             yield from self._clip_problems(context)
+        if self.has_ratio and context.lora_dropout is not None and context.lora_dropout[1] > 0:
+            key, dropout = context.lora_dropout
+            yield f"{key}: {dropout} makes the ratio differ from 1 before the first update; use 0"
         actions = 0 if context.actions is None else context.actions
         if self.surrogate == "gspo" and context.microbatch < actions:
             split = f"{context.microbatch} splits the {actions} actions of a row"
@@ -290,9 +306,15 @@ class PolicyGradient(Objective):
                 check_clip(context.reduction, low, high)
             except ValueError as error:
                 yield f"{upper if low is None else both}: {error}"
-        if context.lora_dropout is not None and context.lora_dropout[1] > 0:
-            key, dropout = context.lora_dropout
-            yield f"{key}: {dropout} makes the ratio differ from 1 before the first update; use 0"
+
+    def _limit_problems(self, context: ObjectiveContext) -> Iterator[str]:
+        here, limit = f"{context.objective}.kl_limit", self.kl_limit
+        if self.surrogate == "dppo" and limit is None:
+            yield f"{here}: dppo needs it; {'0.05 is usual' if context.is_autoregressive else '1e-5 is usual with reduction mean'}"
+        elif limit is not None and self.surrogate != "dppo":
+            yield f"{here}: {self.surrogate} does not read it; remove it"
+        elif limit is not None and limit > 1e-2 and context.reduction == "mean":
+            yield f"{here}: a KL averaged over a transition's elements never reaches {limit}; use 1e-6 to 1e-4, or reduction 'sum'"
 
 
 def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, high: float) -> None:
@@ -359,6 +381,18 @@ def CISPO(*, clip: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
         0.2
     """
     return PolicyGradient(surrogate="cispo", clip_high=clip, kl=_kl(kl), **keys)
+
+
+def DPPO(*, kl_limit: float, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:
+    """Divergence proximal policy optimisation: an action stops training once its KL from the acting policy reaches ``kl_limit``
+    (Flow-DPPO, arXiv 2606.11025; for tokens arXiv 2602.04879). 1e-6 to 1e-5 is usual for denoising policies, 0.05 for tokens.
+
+    Example::
+
+        >>> retouch.DPPO(kl_limit=1e-5).surrogate
+        'dppo'
+    """
+    return PolicyGradient(surrogate="dppo", kl_limit=kl_limit, kl=_kl(kl), **keys)
 
 
 def REINFORCE(*, kl: AnyKl = 0.0, **keys: Any) -> PolicyGradient:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.core.surrogates import importance_weights, k3
+from retouch.core.surrogates import bernoulli_kl, importance_weights, k3
 from retouch.policies.decoding import (
     AutoregressiveTrajectory,
     CachedDecoding,
@@ -254,7 +254,9 @@ class AutoregressivePolicy:
         if trajectory.behaviour_log_probs is not None and self.limits.truncate_at is not None:
             behaviour = trajectory.behaviour_log_probs[part.rows, part.actions]
             scale = importance_weights(acted, behaviour, mask, cap=self.limits.truncate_at)
-        return Evaluation(log_probs, log_probs - acted, kl=kl, values=values, entropy=entropy, scale=scale)
+        divergence = bernoulli_kl(acted, log_probs, mask=mask) if needs.divergence else None
+        log_ratio = log_probs - acted
+        return Evaluation(log_probs, log_ratio, divergence=divergence, kl=kl, values=values, entropy=entropy, scale=scale)
 
     @torch.no_grad()
     def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:

@@ -39,8 +39,8 @@ _COLUMNS = ("log_probs", "mask", "kind", "outputs", "latents", "means", "values"
 class DenoisingTrajectory(Trajectory):
     """The trajectory of a denoising policy. ``latents``: the fp32 states before each action and after the last action.
 
-    ``group``: for each row, the index of its task in ``conditioning``. ``means``: the means of the transitions, if RatioNorm needs
-    them. ``sigmas``: the whole schedule. ``first``: the number of the denoising step that is action 0. Without transitions,
+    ``group``: for each row, the index of its task in ``conditioning``. ``means``: the means of the transitions, if they are
+    needed. ``sigmas``: the whole schedule. ``first``: the number of the denoising step that is action 0. Without transitions,
     ``latents`` is a single state (b, 1, ...), the state before step ``first``: the end of the chain, or the state that was kept for
     the loss: for a gradient through the steps after it, or the initial noise. ``deviations``: for chains that an engine sampled,
     the mean squared distance between the engine's and the policy's means, in units of the variance of the step; else None.
@@ -128,8 +128,8 @@ class DenoisingPolicy:
 
     ``sampling``: the rollout section of the recipe. ``acting``: the weights that sample rollouts. ``microbatch``: number of
     velocities per forward pass with gradient. ``eval_steps``: number of deterministic denoising steps in evaluation and inference.
-    ``copies`` may contain ``reference``, ``old`` and ``average`` weights. ``keep_means``: store the means of the transitions, which
-    RatioNorm needs. ``head``: the value head, which predicts the reward before each action. ``engine``: samples the chains of
+    ``copies`` may contain ``reference``, ``old`` and ``average`` weights. ``keep_means``: store the means of the transitions, for
+    RatioNorm and DPPO. ``head``: the value head, which predicts rewards before each action. ``engine``: samples the chains of
     rollouts, with other numerics than the model; None means that the model samples them. ``any_rank``: tells whether a flag is true
     on at least one rank. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstrations are encoded without the reference
     image; rollouts always use it, otherwise their ratio would not be 1. ``first_gradient_step``: gives the step before which a
@@ -398,9 +398,13 @@ class DenoisingPolicy:
         made = transition(x, velocity, sigma, sigma_next, next=after)
         # With reduction "sum", log p is a sum over 10^5 elements: in fp32 this difference is then exact to a few 0.01 only.
         log_ratio, scale = made.log_prob.view(shape) - old_log_probs, None
-        if needs.log_ratio == "norm":
-            assert trajectory.means is not None, "RatioNorm needs the means of the rollout: build the policy with keep_means"
+        divergence = None
+        if needs.log_ratio == "norm" or needs.divergence:
+            assert trajectory.means is not None, "the rollout stored no means: build the policy with keep_means"
             means = trajectory.means[part.rows, part.actions].flatten(0, 1)
+        if needs.divergence:
+            divergence = gaussian_kl(made.mean.detach(), means, made.step_std, reduction=self.sampling.reduction).view(shape)
+        if needs.log_ratio == "norm":
             log_ratio = ratio_norm(after, made.mean, means, step_std=made.step_std, reduction=self.sampling.reduction).view(shape)
             scale = gradient_balance(sigma, sigma_next).view(shape)
         if trajectory.behaviour_log_probs is not None:
@@ -424,7 +428,8 @@ class DenoisingPolicy:
                 reference = transition(x, reference_velocity, sigma, sigma_next, next=after)
                 kl = gaussian_kl(made.mean, reference.mean, made.step_std, reduction=self.sampling.reduction).view(shape)
         values = self._values(trajectory, part) if needs.values else None
-        return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, values=values, scale=scale)
+        log_probs = made.log_prob.view(shape)
+        return Evaluation(log_probs, log_ratio, kl=kl, values=values, scale=scale, divergence=divergence)
 
     def _states(self, trajectory: DenoisingTrajectory, part: Slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The steps of the slice; and for each of its actions, row by row, the state before it, its two sigmas, and its task."""

@@ -580,7 +580,8 @@ def _exploration(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -
         yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
     yield from phase.rollout.problems(at["rollout"])
     if phase.objective.needs_acting_means and not phase.rollout.is_autoregressive and phase.rollout.engine is not None:
-        yield f"{at['objective']}.ratio_norm: an engine does not return the means that it needs; remove ratio_norm, or the engine"
+        why = "an engine does not return the means that ratio_norm and surrogate dppo need"
+        yield f"{at['objective']}: {why}; use surrogate clip without ratio_norm, or remove {at['rollout']}.engine"
 
 
 def _staleness(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
@@ -590,8 +591,9 @@ def _staleness(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> 
         yield f"{key}: {objective.label} has no probabilities that stale samples could be weighted by; use 0, or policy_gradient"
     elif objective.one_ratio_per_row:
         yield f"{key}: the weights are those of single actions, and gspo has one ratio per row; use 0, or surrogate clip"
-    if objective.needs_acting_means:
-        yield f"{key}: {at['objective']}.ratio_norm needs the means under the weights that sampled; use 0, or remove ratio_norm"
+    if objective.needs_acting_means and not phase.rollout.is_autoregressive:
+        why = "ratio_norm and surrogate dppo need the means under the weights that sampled"
+        yield f"{key}: {why}; use 0, or surrogate clip without ratio_norm"
     if recipe.advantage.value_head is not None:
         yield f"{key}: the predictions of a value head would be stale too; use 0, or an advantage without value head"
 
