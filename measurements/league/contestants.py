@@ -217,6 +217,18 @@ DENOISING = (
         (LEARNING_RATE, Knob("first step", ("objective.low",), 2, choices=(0, 2, 4))),
     ),
 )
+GDPO = Contestant(
+    "GDPO",
+    "2601.05242",
+    {
+        "minibatches": 4,
+        "rollout.transition": SDE,
+        "reward.combine": {"IF": 0.5, "IP": 0.5},
+        "advantage": {"kind": "gdpo", "weights": {"IF": 0.5, "IP": 0.5}},
+    },
+    (LEARNING_RATE, Knob("weight of IP", ("advantage.weights.IP",), 0.5, 0.1, 1.0)),
+)
+"""For an exact judge of edits alone: the judges that err have a single column."""
 TOKENS = (
     Contestant(
         "GRPO", "2402.03300", {"minibatches": 4, "objective": _clipped("clip", 0.2)}, (LEARNING_RATE, _clip(0.2, 0.05, 0.5))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from budget import steps_within
-from contestants import DENOISING, TOKENS, Contestant
+from contestants import DENOISING, GDPO, TOKENS, Contestant
 
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import Recipe, parse
@@ -142,6 +142,7 @@ def noisy(world: World, judge: str, *, max_missing: float | None = None, **argum
         world,
         name=world.name.replace("exact", "noisy"),
         title=world.title + ", with a judge that errs and abstains",
+        contestants=[each for each in world.contestants if each is not GDPO],
         changes={**world.changes, "reward": reward},
         allow_imports=("noisy_judges",),
     )
@@ -152,7 +153,7 @@ EDITOR = World(
     title="The editor",
     recipe="measurements/league/editor.jsonnet",
     budget=10_000,
-    contestants=DENOISING,
+    contestants=(*DENOISING, GDPO),
     column="overall",
     strata=("complexity", ("2", "3")),
     preservation="IP",

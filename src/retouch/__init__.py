@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retouch.objectives.advantages import BestAdvantage as BestAdvantage
     from retouch.objectives.advantages import ExponentialAdvantage as ExponentialAdvantage
     from retouch.objectives.advantages import GAEAdvantage as GAEAdvantage
+    from retouch.objectives.advantages import GDPOAdvantage as GDPOAdvantage
     from retouch.objectives.advantages import GroupAdvantage as GroupAdvantage
     from retouch.objectives.distillation import OPD as OPD
     from retouch.objectives.distillation import Teacher as Teacher
@@ -73,6 +74,7 @@ _NAMES = {
     "ExponentialAdvantage": "retouch.objectives.advantages",
     "FullWeights": "retouch.models.train",
     "GAEAdvantage": "retouch.objectives.advantages",
+    "GDPOAdvantage": "retouch.objectives.advantages",
     "GRPO": "retouch.objectives.policy_gradient",
     "GSPO": "retouch.objectives.policy_gradient",
     "GroupAdvantage": "retouch.objectives.advantages",
@@ -103,6 +105,7 @@ _OTHER_NAMES = {
     "rloo": "use retouch.REINFORCE() with advantage=retouch.GroupAdvantage(baseline='leave_one_out', scale='none')",
     **dict.fromkeys(("dapo", "drgrpo"), "use retouch.GRPO(normalise='token'), or 'dr_grpo'"),
     **dict.fromkeys(("diffusionnft", "flownft"), "use retouch.NFT()"),
+    "gdpo": "use retouch.GRPO() with advantage=retouch.GDPOAdvantage(weights={'alignment': 0.6, 'quality': 0.4})",
     "sft": "use retouch.CrossEntropy() for text, and retouch.Supervised() for images",
     **dict.fromkeys(
         ("raft", "bestofn"), "use retouch.AWM(), or retouch.REINFORCE() for text, with advantage=retouch.BestAdvantage()"

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from retouch.core.advantages import batch_relative, best_of_group, exponential_weights, group_relative, zero_std_groups
+from retouch.core.advantages import (
+    batch_relative,
+    best_of_group,
+    decoupled,
+    exponential_weights,
+    group_relative,
+    zero_std_groups,
+)
 from retouch.core.gae import clipped_value_loss, discounted_returns, explained_variance, gae, whiten
 
 # Advantages against a plain loop over groups, and properties that every advantage must have
@@ -43,6 +50,32 @@ def by_hand(rewards, group, *, baseline, scale, ddof, eps, clip):
             advantage /= spread(everything, ddof) + eps
         result.append(max(-clip, min(clip, advantage)))
     return torch.tensor(result)
+
+
+@settings(properties, max_examples=30)
+@given(rows=st.lists(st.tuples(reward | st.just(NAN), reward | st.just(NAN), st.integers(-2, 3)), min_size=1, max_size=24))
+def test_decoupled_advantages_equal_a_loop_over_columns_and_groups(rows):
+    """Also if a column is missing in some rows, which are in no mean of the other column either."""
+    whole = [row for row in rows if not any(map(math.isnan, row))]
+    sums = []
+    for row in whole:
+        total = 0.0
+        for column, weight in ((0, 2.0), (1, -0.5)):
+            members = [other[column] for other in whole if other[2] == row[2]]
+            total += weight * (row[column] - statistics.fmean(members)) / (spread(members, 1) + 1e-3)
+        sums.append(total)
+    wanted = iter([max(-2.0, min(2.0, (each - statistics.fmean(sums)) / (spread(sums, 1) + 1e-3))) for each in sums])
+    expected = [0.0 if any(map(math.isnan, row)) else next(wanted) for row in rows]
+    *scores, group = (torch.tensor(column) for column in zip(*rows, strict=True))
+    ours = decoupled(scores, [2.0, -0.5], group, eps=1e-3, clip=2.0)
+    torch.testing.assert_close(ours, torch.tensor(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_decoupled_advantages_of_a_small_column_are_as_large_as_those_of_a_large_one():
+    scores = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 100.0, 0.0])]
+    for kept in (scores, scores[::-1]):
+        ours = decoupled(kept, [1.0, 1.0], torch.zeros(3, dtype=torch.long), eps=1e-9)
+        torch.testing.assert_close(ours, torch.tensor([1.0, 1.0, -2.0]) / math.sqrt(3))
 
 
 @pytest.mark.parametrize("ddof", [0, 1])

@@ -228,7 +228,7 @@ def counted(league, world, contestant, **changes):
         rewards = torch.arange(float(len(samples)))  # all different, so that every group has a best and a worst sample
         if refill:
             rewards[:4] = 0  # a third of the groups, again in every round
-        future.set_result(ScoredBatch({"overall": rewards}, rewards, 0))
+        future.set_result(ScoredBatch(dict.fromkeys(parts.judge.combination.columns, rewards), rewards, 0))
         return future
 
     hook = parts.model.module.register_forward_pre_hook(count, with_kwargs=True)

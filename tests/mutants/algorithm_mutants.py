@@ -27,4 +27,19 @@ ALGORITHMS = (
         "return log_p.exp() * (log_p - log_q)",
         f"{_POLICY}::test_loss_and_gradient_match_hand_written_surrogates[0-dppo]",
     ),
+    Mutant(
+        "a row of GDPO without one score is in the means of the other columns",
+        "core/advantages.py",
+        "group_relative(column.masked_fill(missing, math.nan), group, ddof=1",
+        "group_relative(column, group, ddof=1",
+        "tests/core/test_advantages.py::test_decoupled_advantages_equal_a_loop_over_columns_and_groups",
+    ),
+    Mutant(
+        "GDPO adds the columns without their weights",
+        "core/advantages.py",
+        "[weight * column for weight, column in",
+        "[column for weight, column in",
+        "tests/training/test_collecting.py::"
+        "test_gdpo_normalises_the_columns_of_all_ranks_and_gives_a_row_with_a_missing_score_the_advantage_0[1]",
+    ),
 )

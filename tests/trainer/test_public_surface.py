@@ -23,14 +23,14 @@ from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {
     "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "DPPO", "DRaFT",
-    "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GRPO", "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT",
-    "ODETransition", "OPD", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised", "Teacher",
-    "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score",
-    "serve", "testing",
+    "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GDPOAdvantage", "GRPO", "GSPO", "GroupAdvantage", "IpAdapter", "Kl",
+    "Lora", "NFT", "ODETransition", "OPD", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised",
+    "Teacher", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample",
+    "score", "serve", "testing",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "best_of_group", "check_reward_range", "cispo", "clip_fraction",
-    "clipped_surrogate", "clipped_value_loss", "discounted_returns", "dppo", "equal_groups", "explained_variance",
+    "clipped_surrogate", "clipped_value_loss", "decoupled", "discounted_returns", "dppo", "equal_groups", "explained_variance",
     "exponential_weights", "gae", "group_relative", "importance_weights", "reinforce", "rescale_rewards", "sequence_log_ratio",
     "surrogates", "whiten", "zero_std_groups",
 }  # fmt: skip

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import sqlite3
+import statistics
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,16 +23,17 @@ from retouch.core.advantages import equal_groups, exponential_weights, group_rel
 from retouch.core.random import generator
 from retouch.core.surrogates import importance_weights, loss_weights
 from retouch.data.tasks import further_tasks, tasks_for_step
-from retouch.objectives.advantages import BestAdvantage, ExponentialAdvantage
+from retouch.objectives.advantages import BestAdvantage, ExponentialAdvantage, GDPOAdvantage
 from retouch.objectives.nft import AWM
 from retouch.objectives.policy_gradient import REINFORCE, PolicyGradient
 from retouch.policies.rollout import CachedEngine
 from retouch.policies.weights import stale_copies
 from retouch.recipe.recipe import load
+from retouch.rewards.judging import ScoredBatch
 from retouch.run.build import build_phase
 from retouch.run.collecting import collect_ahead, collect_refilled, under_current_weights
-from retouch.run.step import begin_collecting, collect, make_minibatch, train, update, weighted_rows
-from retouch.types import Minibatch, Needs
+from retouch.run.step import begin_collecting, collect, compute_advantages, make_minibatch, train, update, weighted_rows
+from retouch.types import Column, Minibatch, Needs
 from slow_params import slow_after
 from token_policy import TokenPolicy
 
@@ -185,6 +187,8 @@ REFILL = 'rollout.refill={"rounds":2}'
     [
         ([REFILL, 'advantage={"kind":"batch"}'], r"rollout.refill: advantage batch also learns from groups of equal rewards"),
         ([REFILL, 'advantage={"kind":"exponential","over":"step"}'], r"rollout.refill: advantage exponential also learns"),
+        (['advantage={"kind":"gdpo","weights":{"IF":1}}'], "advantage.weights: has 'IF', and reward.combine uses 'overall'; give"),
+        ([REFILL, 'advantage={"kind":"gdpo","weights":{"overall":1}}'], r"rollout.refill: advantage gdpo also learns from groups"),
         ([REFILL, "rollout.staleness=1"], r"rollout.refill: with rollout.staleness, samples of later steps are made before"),
         ([REFILL, 'objective={"kind":"supervised"}'], r"rollout.refill: supervised samples nothing; remove it"),
         ([REFILL, "rollout.refill.rounds=0"], r"rollout.refill.rounds: should be greater than or equal to 1"),
@@ -502,6 +506,45 @@ def test_gradient_and_metrics_on_several_ranks_match_one_rank(world, advantage):
         assert rows == results[0][3], "every rank evaluates equally many rows"
         for name, value in wanted.items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gdpo_normalises_the_columns_of_all_ranks_and_gives_a_row_with_a_missing_score_the_advantage_0(world):
+    good, cost = [1.0, 0.0, 0.0, 5.0, 5.0, 4.0], [10.0, 30.0, 20.0, 0.0, 40.0, math.nan]
+
+    def z(values):
+        return [(value - statistics.fmean(values)) / (statistics.stdev(values) + 1e-4) for value in values]
+
+    sums = [a - 0.5 * b for rows in (slice(0, 3), slice(3, 5)) for a, b in zip(z(good[rows]), z(cost[rows]), strict=True)]
+    wanted = torch.tensor([*z(sums), 0.0])
+    policies = [tiny.policy(kind="ode") for _ in range(world)]
+
+    def act(ranks):
+        advantage = GDPOAdvantage(weights={"cost": -0.5, "good": 1.0})
+        run, phase = tiny_loop.run(policies[ranks.rank], ranks=ranks), tiny_loop.phase(ranks=ranks, advantage=advantage)
+        mine = phase.order.view(world, -1)[ranks.rank]
+        scores = {"good": torch.tensor(good)[mine].double(), "note": torch.full((len(mine),), math.nan).double()}
+        scores["cost"] = torch.tensor(cost)[mine].double()
+        found, _ = compute_advantages(run, phase, ScoredBatch(scores, scores["good"] - scores["cost"], 0))
+        torch.testing.assert_close(found, wanted[mine], atol=1e-5, rtol=1e-4)
+        assert (found[scores["cost"].isnan()] == 0).all()
+        return len(mine)
+
+    assert tiny_loop.run_on_threads(world, act) == [6 // world] * world
+
+
+@pytest.mark.parametrize(
+    ("weights", "combined", "says"),
+    [
+        ({"good": 1.0}, ["good", "cost"], "has 'good', and reward.combine uses 'good', 'cost'; give each of these a weight"),
+        ({"good": 1.0, "cost": 0.5}, ["good", "cost"], "lower is better for 'cost'; give it a weight below 0"),
+        ({"good": 0.0}, ["good"], "all weights are 0"),
+    ],
+)
+def test_gdpo_refuses_weights_that_do_not_fit_the_reward(weights, combined, says):
+    columns = {"good": Column(0.0, 1.0), "cost": Column(0.0, 9.0, higher_is_better=False)}
+    with pytest.raises(ValueError, match=f"advantage.weights: {says}"):
+        GDPOAdvantage(weights=weights).check_columns(columns, combined)
 
 
 @pytest.mark.parametrize("kind", ["best", "exponential"])

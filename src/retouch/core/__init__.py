@@ -16,6 +16,7 @@ _FUNCTIONS = {
         "batch_relative",
         "best_of_group",
         "check_reward_range",
+        "decoupled",
         "equal_groups",
         "exponential_weights",
         "group_relative",

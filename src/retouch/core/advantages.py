@@ -6,6 +6,7 @@ identified by an integer id, never by its prompt. Groups may differ in size and 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -80,6 +81,35 @@ def batch_relative(
     """
     everything = torch.zeros(rewards.shape, dtype=torch.long, device=rewards.device)
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)
+
+
+def decoupled(
+    scores: Sequence[Float[Tensor, " b"]],
+    weights: Sequence[float],
+    group: Int[Tensor, " b"],
+    *,
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+) -> Float[Tensor, " b"]:
+    """Normalise each column of scores over its group, sum the columns with their weights, and normalise the sums over the batch.
+
+    ``scores``: columns (b,), NaN if missing. ``weights``: one for each column, of any sign. ``group``, ``eps`` and ``clip`` as in
+    ``group_relative``; the standard deviations are those of a sample (ddof 1). A row with a missing score is in no mean, and its
+    advantage is exactly 0. Unlike ``group_relative`` of the weighted sum, columns with different spreads count equally, and scores
+    that cancel in the sum still give advantages.
+
+    Source: GDPO (arXiv 2601.05242). Raises ValueError like ``group_relative``.
+
+    Example::
+
+        >>> scores = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 10.0, 0.0])]
+        >>> retouch.core.decoupled(scores, [1.0, 1.0], torch.tensor([0, 0, 0]))
+        tensor([ 0.5772,  0.5774, -1.1546])
+    """
+    missing = torch.stack(list(scores)).isnan().any(dim=0)
+    columns = [group_relative(column.masked_fill(missing, math.nan), group, ddof=1, eps=eps, clip=None) for column in scores]
+    total = torch.stack([weight * column for weight, column in zip(weights, columns, strict=True)]).sum(dim=0)
+    return batch_relative(total.masked_fill(missing, math.nan), ddof=1, eps=eps, clip=clip)
 
 
 def best_of_group(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"], *, keep: int = 1) -> Float[Tensor, " b"]:

@@ -6,7 +6,7 @@ weight 0 in the loss. ``group`` (rows,) is the number of each row's group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from retouch.protocols import Collectives
-    from retouch.types import Trajectory
+    from retouch.types import Column, Scores, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +39,8 @@ class Advantage(Section):
     weighs: ClassVar[bool] = False
     """Whether the advantages are factors of the loss weights, at least 0. Rows with 0 are left out of the update, which saves their
     forward and backward passes."""
+    reads_scores: ClassVar[bool] = False
+    """Whether ``__call__`` has a keyword ``scores``: each column of the reward of all ranks, (rows,), by its full name."""
 
     def __call__(
         self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
@@ -62,6 +64,10 @@ class Advantage(Section):
 
     def check_range(self, low: float, high: float) -> None:
         """Raise ValueError if rewards of this range cannot be used."""
+
+    def check_columns(self, columns: Mapping[str, Column], combined: Sequence[str]) -> None:
+        """Raise ValueError if this reward cannot be used. ``columns``: all of its columns. ``combined``: those that ``combine``
+        uses, all of which have a score if a sample has a reward."""
 
     @property
     def smallest_group(self) -> int:
@@ -136,6 +142,54 @@ class BatchAdvantage(Advantage):
         return batch_relative(rewards, ddof=self.ddof, eps=self.eps, clip=self.clip)
 
 
+class GDPOAdvantage(Advantage):
+    """Each column of the reward is normalised within its group by itself; their weighted sum is normalised over the step (GDPO,
+    arXiv 2601.05242).
+
+    With ``group``, the column with the largest spread decides, and samples whose scores have the same sum have the same advantage.
+    Both normalisations are (value - mean) / (std + eps), with the sample standard deviation. A sample without a score in one of the
+    columns is in no mean and has advantage 0.
+
+    Example::
+
+        >>> retouch.GDPOAdvantage(weights={"alignment": 0.6, "quality": 0.4}).label
+        'gdpo'
+    """
+
+    kind: Literal["gdpo"] = "gdpo"
+    weights: Mapping[str, float]
+    """The weight of each column that ``reward.combine`` uses, by its full name; below 0 for a column of which lower is better."""
+    eps: Positive = 1e-4
+    """Added to the standard deviations."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null does not clip."""
+
+    reads_scores: ClassVar[bool] = True
+
+    def __call__(
+        self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float], scores: Scores | None = None
+    ) -> Tensor:
+        from retouch.core.advantages import decoupled
+
+        assert scores is not None, "the run gives scores to an advantage that reads them"
+        columns = [scores[name] for name in self.weights]
+        return decoupled(columns, list(self.weights.values()), group, eps=self.eps, clip=self.clip)
+
+    @property
+    def smallest_group(self) -> int:
+        return 2
+
+    def check_columns(self, columns: Mapping[str, Column], combined: Sequence[str]) -> None:
+        if set(self.weights) != set(combined):
+            given, needed = (", ".join(map(repr, names)) or "none" for names in (self.weights, combined))
+            raise ValueError(f"advantage.weights: has {given}, and reward.combine uses {needed}; give each of these a weight")
+        for name, weight in self.weights.items():
+            if weight > 0 and not columns[name].higher_is_better:
+                raise ValueError(f"advantage.weights: lower is better for {name!r}; give it a weight below 0")
+        if not any(self.weights.values()):
+            raise ValueError("advantage.weights: all weights are 0, so nothing would be learned; give one column another weight")
+
+
 class BestAdvantage(Advantage):
     """Only the best samples of each group train, with equal weights: RAFT, also called best-of-n or rejection-sampling
     fine-tuning (Dong et al. 2023, arXiv 2304.06767).
@@ -191,11 +245,9 @@ class ExponentialAdvantage(Advantage):
     weighs: ClassVar[bool] = True
 
     def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
-        import torch
-
         from retouch.core.advantages import exponential_weights
 
-        compared = group if self.over == "group" else torch.zeros_like(group)
+        compared = group if self.over == "group" else group * 0
         return exponential_weights(rewards, compared, temperature=self.temperature, eps=self.eps)
 
     @property

@@ -53,6 +53,7 @@ ADVANTAGES = Kinds(
     {
         "group": "retouch.objectives.advantages:GroupAdvantage",
         "batch": "retouch.objectives.advantages:BatchAdvantage",
+        "gdpo": "retouch.objectives.advantages:GDPOAdvantage",
         "best": "retouch.objectives.advantages:BestAdvantage",
         "exponential": "retouch.objectives.advantages:ExponentialAdvantage",
         "gae": "retouch.objectives.advantages:GAEAdvantage",

@@ -131,8 +131,7 @@ class PolicyGradient(Objective):
         """Yield the loss of each microbatch (see ``Objective.losses``). Raises ValueError if gspo gets a part of a row."""
         import torch
 
-        from retouch.core import surrogates
-        from retouch.core.gae import clipped_value_loss
+        from retouch.core import gae, surrogates
 
         trajectory, low, high = minibatch.trajectory, self.clip_low, self.clip_high
         needs = Needs(
@@ -159,7 +158,7 @@ class PolicyGradient(Objective):
                 assert trajectory.values is not None
                 assert minibatch.returns is not None
                 old, returns = trajectory.values[part.rows, part.actions], minibatch.returns[part.rows, part.actions]
-                error = clipped_value_loss(now.values, old, returns, clip=self._value_head.clip, mask=mask)
+                error = gae.clipped_value_loss(now.values, old, returns, clip=self._value_head.clip, mask=mask)
                 value_loss = (weights * error).sum()
 
             # The surrogate of each action. One ratio of a row (gspo) has the gradient of all actions that it contains, whatever

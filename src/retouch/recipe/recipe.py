@@ -298,6 +298,11 @@ def reward_problems(recipe: RecipeKeys) -> Iterator[str]:
             raise ValueError("all weights are 0, so nothing would be learned; set a weight for one column")
     except ValueError as error:
         yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
+    if combined is not None and columns is not None:
+        try:
+            recipe.advantage.check_columns(columns, combined.columns)
+        except ValueError as error:
+            yield str(error)
     column = recipe.eval.column
     if columns is not None and column is not None and column not in columns and column not in evaluated_columns(recipe, ()):
         instead = did_you_mean(column, columns) or f"; it gives {', '.join(columns)}"
@@ -603,7 +608,7 @@ def _refill(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Ite
     key = f"{at['rollout']}.refill"
     if not phase.objective.uses_advantages:
         yield f"{key}: {phase.objective.label} also learns from groups of equal rewards; remove it"
-    elif recipe.advantage.smallest_group < 2:
+    elif recipe.advantage.smallest_group < 2 or recipe.advantage.reads_scores:
         why = f"advantage {recipe.advantage.label} also learns from groups of equal rewards"
         yield f"{key}: {why}; remove it, or use advantage.kind group"
     if phase.rollout.staleness:

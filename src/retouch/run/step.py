@@ -241,7 +241,9 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
         )
     # 6. GRPO: A = (reward - mean of the group) / (std of the group + eps), clamped if `clip` is set. A missing
     #    reward is in no mean, and its A is 0.
-    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range).float()
+    scores = dict(zip(names, gathered[:, 1:].unbind(dim=1), strict=True))
+    read: dict[str, Any] = {"scores": scores} if phase.advantage.reads_scores else {}
+    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range, **read).float()
     valid = rewards[~rewards.isnan()]
     metrics = {
         "reward/mean": valid.mean().item(),
@@ -252,7 +254,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
         "reward/fault_fraction": run.ranks.sum(torch.tensor(float(judged.faults))).item() / len(rewards),
         "group/zero_std_fraction": zero_std_groups(rewards, phase.group),
     }
-    for name, column in zip(names, gathered[:, 1:].unbind(dim=1), strict=True):
+    for name, column in scores.items():
         metrics[f"reward/{name}"] = column.nanmean().item()
         if name in run.counted:
             metrics[f"missing/{name}"] = column.isnan().double().mean().item()
