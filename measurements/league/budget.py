@@ -25,11 +25,11 @@ def _policy_gradient(objective: Any, actions: int, group: int) -> float:
 
 
 def _nft(objective: Any, actions: int, group: int) -> float:
-    return objective.samples * (TRAINED + 1 + (objective.reference_weight > 0))
+    return objective.samples * (TRAINED + 1 + objective.compares_reference)
 
 
 def _awm(objective: Any, actions: int, group: int) -> float:
-    return objective.samples * (TRAINED + (objective.reference_weight > 0))
+    return objective.samples * (TRAINED + objective.compares_reference)
 
 
 def _dpo(objective: Any, actions: int, group: int) -> float:

@@ -168,6 +168,12 @@ DENOISING = (
         (LEARNING_RATE, Knob("reference weight", ("objective.reference_weight",), 0.1, 0.01, 1.0)),
     ),
     Contestant(
+        "AWM, NormGuard",
+        "2606.27771",
+        {**ODE, "objective": {"kind": "awm", "shift": 3, "reference_weight": 0.1, "norm_guard": {"weight": 0.1}}},
+        (LEARNING_RATE, Knob("weight of the hinge", ("objective.norm_guard.weight",), 0.1, 0.01, 10.0)),
+    ),
+    Contestant(
         "DPO, online",
         "2311.12908",
         {**ODE, "objective": {"kind": "dpo", "shift": 3, "beta": 2000.0}},

@@ -5,6 +5,8 @@ from mutant import Mutant
 _POLICY = "tests/objectives/test_policy_gradient.py"
 _DPPO = f"{_POLICY}::test_dppo_leaves_out_transitions_whose_means_have_moved_far_with_the_advantage[mean]"
 
+_FLOW = "tests/objectives/test_flow_matching.py"
+
 ALGORITHMS = (
     Mutant(
         "dppo leaves out every action that has moved far",
@@ -41,5 +43,12 @@ ALGORITHMS = (
         "[column for weight, column in",
         "tests/training/test_collecting.py::"
         "test_gdpo_normalises_the_columns_of_all_ranks_and_gives_a_row_with_a_missing_score_the_advantage_0[1]",
+    ),
+    Mutant(
+        "the norm guard also penalises short velocities",
+        "objectives/nft.py",
+        "(ratio - 1 - self.norm_guard.margin).clamp_min(0.0)",
+        "(ratio - 1 - self.norm_guard.margin).abs()",
+        f"{_FLOW}::test_norm_guard_adds_a_hinge_on_the_norm_of_the_velocity[0.0-NFT]",
     ),
 )

@@ -114,6 +114,33 @@ def test_gradient_adds_the_kl_to_the_reference_with_its_weight():
     torch.testing.assert_close(sum(loss.sums["policy/kl"] for loss in losses), kl.detach(), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("kind", [NFT, AWM])
+@pytest.mark.parametrize("reference_weight", [0.0, 0.3])
+def test_norm_guard_adds_a_hinge_on_the_norm_of_the_velocity(kind, reference_weight):
+    """One of four images has no reward."""
+    policy, batch, trajectory = old_rollout(moved=0.2, microbatch=3)
+    some = tiny.minibatch(batch, trajectory, ADVANTAGES)
+    some = replace(some, weights=some.weights * torch.tensor([[1.0], [1.0], [0.0], [1.0]]))
+    x, _, sigma = kind().draw_points(trajectory.outputs, batch, slice(0, 4), purpose=kind().label, epoch=0, draw=0)
+    now, then = (policy.velocity(trajectory, slice(0, 4), x, sigma, which) for which in ("current", "reference"))
+    ratio = torch.stack([(a.square().sum() / b.square().sum()).sqrt() for a, b in zip(now, then, strict=True)])
+    longer = (ratio[[0, 1, 3]] - 1).sort().values
+    margin = max(0.0, longer[1:].mean().item())
+    assert longer[1] < margin < longer[2]
+    hinge = 0.7 * (some.weights[:, 0] * torch.where(ratio > 1 + margin, ratio - 1 - margin, 0.0)).sum()
+    keys = {"reference_weight": reference_weight}
+    plain, before = tiny.gradient(policy, kind(**keys), some)
+    found, after = tiny.gradient(policy, kind(**keys, norm_guard={"weight": 0.7, "margin": margin}), some)
+    slopes = slopes_of(policy, hinge)
+    assert tiny.distance(found, {name: slope + slopes[name] for name, slope in plain.items()}) < 1e-4
+    added = sum(loss.value for loss in after) - sum(loss.value for loss in before)
+    torch.testing.assert_close(added, hinge, rtol=1e-3, atol=1e-5)
+    told = sum(loss.sums["policy/velocity_norm"] for loss in after)
+    torch.testing.assert_close(told, (some.weights[:, 0] * ratio).sum().detach(), rtol=1e-4, atol=0)
+    assert ("policy/kl" in after[0].sums) == bool(reference_weight)
+    assert "norm_guard" not in kind().model_dump()
+
+
 def test_gradient_is_independent_of_microbatch_size_and_number_of_actions():
     """An image that was sampled with several stochastic steps counts as one image."""
     batch, gradients = tiny.batch(), []

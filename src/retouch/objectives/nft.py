@@ -79,6 +79,47 @@ def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r 
     return (velocity - target).square().flatten(1).mean(dim=1)
 
 
+class NormGuard(Section):
+    """A hinge on the norm of the velocity: weight * max(|v| / |v_ref| - 1 - margin, 0) is added to the loss of a row, |v| over all
+    elements of a latent.
+
+    Training on rewards makes velocities longer than those of the reference, which shows as too much sharpness and saturation.
+    Source: the idea of NormGuard (arXiv 2606.27771), a penalty of what exceeds the norm of the reference. Its formula may differ.
+    """
+
+    weight: Positive
+    """Weight of the hinge in the loss."""
+    margin: NonNegative = 0.0
+    """The share by which a velocity may be longer than that of the reference."""
+
+
+class NearReference(SampledPoints):
+    """An objective that can keep its velocity close to the reference's."""
+
+    reference_weight: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity."""
+    norm_guard: NormGuard | None = Field(default=None, exclude_if=lambda guard: guard is None)
+    """A penalty of velocities that are longer than those of the reference; null adds none."""
+
+    @property
+    def compares_reference(self) -> bool:
+        """Whether the loss needs the reference's velocity."""
+        return self.reference_weight > 0 or self.norm_guard is not None
+
+    def penalty(
+        self, velocity: Float[Tensor, "r ..."], reference: Float[Tensor, "r ..."]
+    ) -> tuple[Float[Tensor, " r"], dict[str, Float[Tensor, " r"]]]:
+        """What is added to the loss of each row, and the metrics of each row, without gradient."""
+        distance = squared_distance(velocity, reference)
+        told = {"policy/kl": distance.detach()} if self.reference_weight else {}
+        added = self.reference_weight * distance
+        if self.norm_guard is not None:
+            ratio = velocity.flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1).clamp_min(1e-5)
+            added = added + self.norm_guard.weight * (ratio - 1 - self.norm_guard.margin).clamp_min(0.0)
+            told["policy/velocity_norm"] = ratio.detach()
+        return added, told
+
+
 class OldDecay(Section):
     """How the old policy follows the current one: after step n it becomes d * old + (1 - d) * current,
     d = min(rate * max(n - flat, 0), max).
@@ -99,7 +140,7 @@ class OldDecay(Section):
         return min(self.rate * max(step - self.flat, 0), self.max)
 
 
-class NFT(SampledPoints):
+class NFT(NearReference):
     """DiffusionNFT: move towards good images and away from bad ones, both relative to the old policy.
 
     The advantage A of a row gives r = clip(A / (2 advantage_clip) + 1/2, 0, 1). At a drawn point of the forward process, the old
@@ -125,8 +166,6 @@ class NFT(SampledPoints):
     )
     """How the advantages A are used, as in the published code. ``all``: unchanged. ``positive``, ``negative``: the advantages of
     the other sign are set to 0. ``indicator``: 1 for A > 0, else 0. ``sign``: -1, 0 or 1."""
-    reference_weight: NonNegative = 0.0
-    """Weight of the squared distance to the reference's velocity."""
     old_decay: OldDecay = OldDecay()
     """How the old policy follows the current one."""
 
@@ -136,7 +175,7 @@ class NFT(SampledPoints):
 
     @property
     def weight_copies(self) -> frozenset[str]:
-        return frozenset({"old", "reference"} if self.reference_weight > 0 else {"old"})
+        return frozenset({"old", "reference"} if self.compares_reference else {"old"})
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         trajectory = minibatch.trajectory
@@ -156,10 +195,10 @@ class NFT(SampledPoints):
                     + (1 - goodness) * _reconstruction_loss(negative, x, x0, sigma)
                 ) / self.beta
                 sums = {"policy/old_distance": (weights * squared_distance(velocity.detach(), old)).sum()}
-                if self.reference_weight:
-                    distance = squared_distance(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
-                    loss = loss + self.reference_weight * distance
-                    sums["policy/kl"] = (weights * distance.detach()).sum()
+                if self.compares_reference:
+                    penalty, told = self.penalty(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
+                    loss = loss + penalty
+                    sums |= {name: (weights * value).sum() for name, value in told.items()}
                 value = (weights * loss).sum()
                 yield Loss(value, {"policy/loss": value.detach(), **sums})
 
@@ -192,7 +231,7 @@ def _mean(tensor: Tensor) -> Float[Tensor, " r"]:
     return tensor.flatten(1).mean(dim=1)
 
 
-class AWM(SampledPoints):
+class AWM(NearReference):
     """Advantage-weighted matching. Loss of a row: A |v - (noise - x0)|^2 + reference_weight |v - v_ref|^2, norms as means over a
     latent's elements. The loss of a negative advantage has no bound, so take one optimizer step per rollout and set
     ``reference_weight``. With ``BestAdvantage`` this is best-of-n fine-tuning (RAFT), with ``ExponentialAdvantage`` it is
@@ -207,8 +246,6 @@ class AWM(SampledPoints):
     """
 
     kind: Literal["awm"] = "awm"
-    reference_weight: NonNegative = 0.0
-    """Weight of the squared distance to the reference's velocity."""
     noise: Literal["drawn", "initial"] = Field(default="drawn", exclude_if=lambda chosen: chosen == "drawn")
     """The noise of the points. ``drawn``: new noise for every point. ``initial``: the noise z from which the image was sampled, so
     the loss is A |v((1 - sigma) x0 + sigma z, sigma) - (z - x0)|^2, that of reflow (Liu et al. 2022, arXiv 2209.03003). The policy
@@ -219,7 +256,7 @@ class AWM(SampledPoints):
 
     @property
     def weight_copies(self) -> frozenset[str]:
-        return frozenset({"reference"}) if self.reference_weight > 0 else frozenset()
+        return frozenset({"reference"}) if self.compares_reference else frozenset()
 
     @property
     def needs_initial_noise(self) -> bool:
@@ -249,9 +286,9 @@ class AWM(SampledPoints):
                 error = squared_distance(velocity, noise - x0)
                 loss = minibatch.advantages[rows, 0] * error
                 sums = {"policy/matching": (weights * error.detach()).sum()}
-                if self.reference_weight:
-                    distance = squared_distance(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
-                    loss = loss + self.reference_weight * distance
-                    sums["policy/kl"] = (weights * distance.detach()).sum()
+                if self.compares_reference:
+                    penalty, told = self.penalty(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
+                    loss = loss + penalty
+                    sums |= {name: (weights * value).sum() for name, value in told.items()}
                 value = (weights * loss).sum()
                 yield Loss(value, {"policy/loss": value.detach(), **sums})
