@@ -37,6 +37,11 @@ def _dpo(objective: Any, actions: int, group: int) -> float:
     return objective.samples * (TRAINED + 1) * 2 / group
 
 
+def _dgpo(objective: Any, actions: int, group: int) -> float:
+    """A group fits into a microbatch; otherwise its images are evaluated once more, without gradient."""
+    return objective.samples * (TRAINED + 1)
+
+
 def _draft(objective: Any, actions: int, group: int) -> float:
     """The last ``objective.steps`` steps of the chain are computed again. The passes of the autoencoder do not count."""
     return objective.steps * TRAINED
@@ -51,6 +56,7 @@ UPDATE: Mapping[str, Callable[[Objective, int, int], float]] = {
     "nft": _nft,
     "awm": _awm,
     "dpo": _dpo,
+    "dgpo": _dgpo,
     "draft": _draft,
     "refl": _imitation,
     "supervised": _imitation,

@@ -180,6 +180,12 @@ DENOISING = (
         (LEARNING_RATE, Knob("beta", ("objective.beta",), 2000.0, 100.0, 10000.0)),
     ),
     Contestant(
+        "DGPO",
+        "2510.08425",
+        {**ODE, "objective": {"kind": "dgpo", "shift": 3, "beta": 100.0}},
+        (LEARNING_RATE, Knob("beta", ("objective.beta",), 100.0, 10.0, 5000.0)),
+    ),
+    Contestant(
         "RAFT",
         "2304.06767",
         {**ODE, "advantage": {"kind": "best", "keep": 2}, "objective": {"kind": "awm", "shift": 3, "samples": 4}},

@@ -6,6 +6,7 @@ _POLICY = "tests/objectives/test_policy_gradient.py"
 _DPPO = f"{_POLICY}::test_dppo_leaves_out_transitions_whose_means_have_moved_far_with_the_advantage[mean]"
 
 _FLOW = "tests/objectives/test_flow_matching.py"
+_DGPO = f"{_FLOW}::test_dgpo_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch[3]"
 
 ALGORITHMS = (
     Mutant(
@@ -50,5 +51,19 @@ ALGORITHMS = (
         "(ratio - 1 - self.norm_guard.margin).clamp_min(0.0)",
         "(ratio - 1 - self.norm_guard.margin).abs()",
         f"{_FLOW}::test_norm_guard_adds_a_hinge_on_the_norm_of_the_velocity[0.0-NFT]",
+    ),
+    Mutant(
+        "DGPO prefers the bad images of a group",
+        "objectives/dpo.py",
+        "factor = -weight",
+        "factor = weight",
+        _DGPO,
+    ),
+    Mutant(
+        "DGPO counts images without a score in the mean of their group",
+        "objectives/dpo.py",
+        "count = (row_weights[group] > 0).sum()",
+        "count = (row_weights[group] >= 0).sum()",
+        _DGPO,
     ),
 )

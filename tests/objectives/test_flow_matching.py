@@ -1,19 +1,22 @@
 """Objectives that compare velocities: DiffusionNFT, AWM, DPO and supervised flow matching, against hand-written losses."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+import tiny_loop
 import tiny_models
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.base import ObjectiveContext
-from retouch.objectives.dpo import DPO, HELDOUT_POINTS
+from retouch.objectives.dpo import DGPO, DPO, HELDOUT_POINTS
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import AWM, NFT, OldDecay
 from retouch.recipe.recipe import load
+from retouch.run.step import train
 from retouch_worlds.testing import check_objective
 
 # DiffusionNFT
@@ -372,6 +375,64 @@ def test_dpo_on_data_pairs_passes_the_contract_checks():
     check_objective(DPO(beta=10.0, pairs="data"), moved(), pairs())
     with pytest.raises(ValueError, match=r"task t0 has no chosen and rejected image; add both to the data"):
         DPO(pairs="data").demonstrate(tiny.policy(), tiny.batch())
+
+
+# Direct group preference optimisation
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 8])
+def test_dgpo_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch(microbatch):
+    """Two groups of four; one image has no score, so the mean of its group is over three."""
+    policy, batch = moved(microbatch=microbatch), tiny.batch(2, 4)
+    trajectory, valid = policy.rollout(batch), torch.tensor([True, True, False, *[True] * 5])
+    advantages = torch.tensor([1.5, -0.5, 0.0, -1.0, 0.3, 2.0, -1.5, -0.8])
+    some = tiny.minibatch(batch, trajectory, advantages, valid=valid, epoch=1)
+    found, losses = tiny.gradient(policy, DGPO(beta=30.0, shift=2.0, samples=2), some)
+    total, preferred = torch.zeros(()), 0.0
+    for group, draw in itertools.product((0, 1), (0, 1)):
+        key = generator(batch.seed, "dgpo", batch.step, batch.group_ids[group], 0, 1, draw)
+        s = torch.rand((), generator=key)
+        sigma, noise = 2 * s / (1 + s), torch.randn(trajectory.outputs.shape[1:], generator=key)
+        scored = [row for row in range(4 * group, 4 * group + 4) if valid[row]]
+        preference = torch.zeros(())
+        for row in scored:
+            x0 = trajectory.outputs[row]
+            x = ((1 - sigma) * x0 + sigma * noise)[None]
+            now, then = (
+                policy.velocity(trajectory, slice(row, row + 1), x, sigma[None], which)[0] for which in ("current", "reference")
+            )
+            risen = (now - (noise - x0)).square().mean() - (then - (noise - x0)).square().mean()
+            preference = preference + advantages[row] * risen / len(scored)
+        total = total - torch.log(torch.sigmoid(-30.0 * preference)) * len(scored) / 7 / 2
+        preferred += float(preference < 0) * len(scored) / 7 / 2
+    assert abs(total.item() - math.log(2)) > 1e-2
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
+    told = [sum(float(loss.sums[f"policy/{name}"]) for loss in losses) for name in ("loss", "preferred", "pairs")]
+    assert told == pytest.approx([total.item(), preferred, 1.0], rel=1e-4)
+    equal = advantages.clone()
+    equal[:4] = 0
+    half, losses = tiny.gradient(policy, DGPO(beta=30.0), tiny.minibatch(batch, trajectory, equal, valid=valid))
+    assert sum(float(loss.sums["policy/pairs"]) for loss in losses) == pytest.approx(4 / 7)
+    assert any(slope.any() for slope in half.values())
+    none, _ = tiny.gradient(policy, DGPO(), tiny.minibatch(batch, trajectory, torch.zeros(8)))
+    assert not any(slope.any() for slope in none.values())
+
+
+def test_dgpo_on_two_ranks_matches_one_rank():
+    policies = [moved(kind="ode", microbatch=2) for _ in range(3)]
+
+    def act(ranks, policy=None):
+        run = tiny_loop.run(policy or policies[ranks.rank], judge=tiny_loop.RandomJudge([(1, 1)]), ranks=ranks)
+        phase = tiny_loop.phase(DGPO(beta=30.0), ranks=ranks, steps=range(1))
+        ((_, _, metrics),) = train(run, phase, start=0)
+        return tiny_loop.gradient(run), metrics
+
+    alone, wanted = act(tiny_loop.ALONE, policies[2])
+    for found, metrics in tiny_loop.run_on_threads(2, act):
+        assert tiny.distance(found, alone) < 1e-4
+        for name in ("policy/loss", "policy/preferred", "policy/pairs"):
+            assert metrics[name] == pytest.approx(wanted[name], rel=1e-4), name
 
 
 # Supervised flow matching, and the points (noise and sigma) at which its loss is computed

@@ -22,11 +22,11 @@ from retouch.rewards.parts import PARTS
 from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {
-    "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "DPPO", "DRaFT",
-    "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GDPOAdvantage", "GRPO", "GSPO", "GroupAdvantage", "IpAdapter", "Kl",
-    "Lora", "NFT", "ODETransition", "OPD", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised",
-    "Teacher", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample",
-    "score", "serve", "testing",
+    "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DGPO", "DPO", "DPPO",
+    "DRaFT", "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GDPOAdvantage", "GRPO", "GSPO", "GroupAdvantage",
+    "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "OPD", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition",
+    "Supervised", "Teacher", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward",
+    "rewards", "sample", "score", "serve", "testing",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "best_of_group", "check_reward_range", "cispo", "clip_fraction",

@@ -208,6 +208,7 @@ REFILL = 'rollout.refill={"rounds":2}'
         (['advantage={"kind":"exponential"}', "group_size=1"], "group_size: 1 gives every sample the advantage 0; use 2 or more"),
         (['advantage={"kind":"best"}', 'objective={"kind":"nft"}'], "objective.kind: nft also learns from bad samples"),
         (['advantage={"kind":"exponential"}', 'objective={"kind":"dpo"}'], "objective.kind: dpo also learns from bad samples"),
+        (['advantage={"kind":"best"}', 'objective={"kind":"dgpo"}'], "objective.kind: dgpo also learns from bad samples"),
         (['advantage={"kind":"best","keep":0}'], "advantage.keep: should be greater than or equal to 1"),
     ],
 )

@@ -24,7 +24,32 @@ HELDOUT_POINTS = 8
 """Number of points of the forward process at which the margin of a held-out pair is measured."""
 
 
-class DPO(SampledPoints):
+class Preference(SampledPoints):
+    """An objective that compares the images of a group by how much their squared errors have fallen relative to the reference."""
+
+    needs_velocities: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
+    needs_both_signs: ClassVar[bool] = True
+    purpose: ClassVar[str]
+    """Keys the points of the objective."""
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"reference"})
+
+    def _improvement(
+        self, policy: VelocityPolicy, trajectory: Trajectory, batch: Batch, rows: slice, *, epoch: int, draw: int
+    ) -> Float[Tensor, " r"]:
+        """How much each row's squared error has fallen relative to the reference, at the point of its group."""
+        x0 = trajectory.outputs[rows]
+        of_group = replace(batch, slot=(0,) * len(batch))  # the point depends on the group alone
+        x, noise, sigma = self.draw_points(x0, of_group, rows, purpose=self.purpose, epoch=epoch, draw=draw)
+        velocity = policy.velocity(trajectory, rows, x, sigma, "current")
+        reference = policy.velocity(trajectory, rows, x, sigma, "reference")
+        return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
+
+
+class DPO(Preference):
     """Diffusion DPO: one image of a pair is preferred to the other. Loss of a pair:
     - log sigmoid(- beta [ (e(best) - e_ref(best)) - (e(worst) - e_ref(worst)) ]).
 
@@ -50,9 +75,7 @@ class DPO(SampledPoints):
     """Which images are compared. ``group``: the best and the worst image of each group of samples. ``data``: the images ``chosen``
     and ``rejected`` of the data."""
 
-    needs_velocities: ClassVar[bool] = True
-    compares_groups: ClassVar[bool] = True
-    needs_both_signs: ClassVar[bool] = True
+    purpose: ClassVar[str] = "dpo"
 
     @property
     def imitates(self) -> bool:  # type: ignore[override]
@@ -61,10 +84,6 @@ class DPO(SampledPoints):
     @property
     def needs_pairs(self) -> bool:  # type: ignore[override]
         return self.pairs == "data"
-
-    @property
-    def weight_copies(self) -> frozenset[str]:
-        return frozenset({"reference"})
 
     @property
     def heldout_columns(self) -> Mapping[str, Literal["share", "mean"]]:
@@ -137,16 +156,64 @@ class DPO(SampledPoints):
                 sums = {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0), "policy/pairs": weight}
                 yield Loss(value, sums)
 
-    def _improvement(
-        self, policy: VelocityPolicy, trajectory: Trajectory, batch: Batch, rows: slice, *, epoch: int, draw: int
-    ) -> Float[Tensor, " r"]:
-        """How much each row's squared error has fallen relative to the reference, at the point of its group."""
-        x0 = trajectory.outputs[rows]
-        of_group = replace(batch, slot=(0,) * len(batch))  # the point of a pair depends on its group alone
-        x, noise, sigma = self.draw_points(x0, of_group, rows, purpose="dpo", epoch=epoch, draw=draw)
-        velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-        reference = policy.velocity(trajectory, rows, x, sigma, "reference")
-        return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
+
+class DGPO(Preference):
+    """Direct group preference optimisation: the good images of a group are preferred to its bad ones. Loss of a group:
+    - log sigmoid(- beta mean_i A_i (e_i - e_ref_i)).
+
+    A_i is the advantage; its sign puts an image among the good or the bad ones, and its size is the image's weight. e is as in
+    ``DPO``, at one noise and sigma for the whole group; the mean is over the scored images. So, unlike in ``DPO``, all images of a
+    group train. A group has the weight of its scored images, and 0 if its advantages are equal; ``policy/pairs`` and
+    ``policy/preferred`` are as in ``DPO``. Images can be sampled by transition ``ode``.
+
+    Source: Luo et al. 2025 (arXiv 2510.08425); the mean over the group is that of their code, whose optional clip is left out.
+
+    Example::
+
+        >>> retouch.DGPO(beta=100.0).samples
+        1
+    """
+
+    kind: Literal["dgpo"] = "dgpo"
+    beta: Positive = 100.0
+    """Larger values stay closer to the reference; the published code uses 10 to 100."""
+
+    purpose: ClassVar[str] = "dgpo"
+
+    def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        """Yield one share per draw and microbatch of a group.
+
+        The factor of a row's gradient depends on the whole group. It is computed first, without gradient if the group has several
+        microbatches; then the loss of a row is linear in its error. The gradient equals that of the loss of the group.
+        """
+        import torch
+
+        improvement_of = partial(self._improvement, policy, minibatch.trajectory, minibatch.batch, epoch=minibatch.epoch)
+        size = next(iter(policy.row_slices(minibatch.trajectory))).stop
+        row_weights = minibatch.weights.sum(dim=1) / self.samples
+        advantages = minibatch.advantages[:, 0] * (row_weights > 0)
+        for draw in range(self.samples):
+            for number in sorted(set(minibatch.batch.group)):
+                members = [row for row, of in enumerate(minibatch.batch.group) if of == number]
+                group = slice(members[0], members[-1] + 1)
+                parts = [slice(row, min(row + size, group.stop)) for row in range(group.start, group.stop, size)]
+                with torch.set_grad_enabled(len(parts) == 1):
+                    improvements = [improvement_of(rows, draw=draw) for rows in parts]
+                count = (row_weights[group] > 0).sum().clamp(min=1)
+                weight = row_weights[group].sum() * float(advantages[group].any())
+                margin = self.beta * (advantages[group] * torch.cat(improvements).detach()).sum() / count
+                loss = torch.nn.functional.softplus(-margin)  # -log sigmoid(margin)
+                factor = -weight * (-margin).sigmoid() * self.beta / count
+                for rows, found in zip(parts, improvements, strict=True):
+                    improvement = found if len(parts) == 1 else improvement_of(rows, draw=draw)
+                    linear = (factor * advantages[rows] * improvement).sum()
+                    share = weight * loss / len(parts)
+                    sums = {
+                        "policy/loss": share,
+                        "policy/preferred": weight * (margin > 0) / len(parts),
+                        "policy/pairs": weight / len(parts),
+                    }
+                    yield Loss(share + linear - linear.detach(), sums)
 
 
 def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:

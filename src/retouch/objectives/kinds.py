@@ -23,6 +23,7 @@ OBJECTIVES = Kinds(
         "refl": "retouch.objectives.reward_gradient:ReFL",
         "opd": "retouch.objectives.distillation:OPD",
         "dpo": "retouch.objectives.dpo:DPO",
+        "dgpo": "retouch.objectives.dpo:DGPO",
         "supervised": "retouch.objectives.imitation:Supervised",
         "sft": "retouch.objectives.imitation:CrossEntropy",
     },
