@@ -127,6 +127,7 @@ class ResponseSampler:
             raise ValueError(f"cached {cached}: give at least 1")
         self.editor = editor
         self.config = config
+        editor.model.module.requires_grad_(False)
         self.sampler = OdeSampler(editor.model, num_steps=config.num_steps, guidance_scale=config.guidance_scale)
         self.sharded = sharded
         self._negatives = _NegativeStates(lambda task: editor.encode_negative([task])[0], size=cached)

@@ -66,15 +66,15 @@ RENDERING = (
     Mutant(
         "a truncated completion is rendered although cut_off is fault",
         "renderers/prompts.py",
-        'None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)',
-        "_prompt_in(completion)",
+        'elif completion.truncated and self.cut_off == "fault":',
+        "elif False:",
         f"{PROMPTS}::test_cut_off_completions_are_rendered_with_draw_and_none_with_fault",
     ),
     Mutant(
         "the image is made from the task's own prompt",
         "renderers/prompts.py",
-        "enhanced[row] = replace(task, instruction=prompt, images=())",
-        "enhanced[row] = replace(task, images=())",
+        "return replace(task, instruction=prompt, images=()) if prompt",
+        "return replace(task, images=()) if prompt",
         f"{PROMPTS}::test_images_match_those_of_the_diffusers_pipeline",
     ),
     Mutant(

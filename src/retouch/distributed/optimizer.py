@@ -445,7 +445,36 @@ class ReplicatedStepper:
 
 
 _HEAD = "value_head/"
+_PAINTER = "painter/"
 _WEIGHTS = "weights/"
+
+
+class JointStepper:
+    """The steppers of a writer and of the painter that trains with it, as one (implements ``Stepper``): ``state`` has both.
+
+    ``backward`` and ``step`` are those of the writer; the training loop calls the painter's own. ``module`` is the writer's.
+    """
+
+    def __init__(self, writer: Stepper, painter: ReplicatedStepper) -> None:
+        self.module, self.writer, self.painter = writer.module, writer, painter
+        self.backward, self.step = writer.backward, writer.step
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {**self.writer.state(), **{f"{_PAINTER}{name}": tensor for name, tensor in self.painter.state().items()}}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.writer.load({name: tensor for name, tensor in state.items() if not name.startswith(_PAINTER)})
+        own = ((name.removeprefix(_PAINTER), tensor) for name, tensor in state.items() if name.startswith(_PAINTER))
+        self.painter.load(dict(own))
+
+    def snapshot(self) -> Callable[[], None]:
+        undo = self.writer.snapshot(), self.painter.snapshot()
+
+        def restore() -> None:
+            for each in undo:
+                each()
+
+        return restore
 
 
 class HeadStepper:

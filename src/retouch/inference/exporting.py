@@ -49,6 +49,8 @@ from retouch.run.step import ScoredRollout
 
 Which = Literal["average", "current"]
 IMAGE = "before-and-after.png"
+PAINTER = "painter"
+"""The folder of the image model's weights, if it trained together with the writer."""
 _BASE = "BASE_MODEL"
 _LICENCES: tuple[tuple[str, str, str | None], ...] = (
     ("stabilityai/stable-diffusion-3", "other", "stabilityai-ai-community"),
@@ -127,6 +129,12 @@ def write_export(
         folder = "writer" if policy.is_autoregressive else part_of_pipeline(parts.model.module)
         written = ExportFiles(folder=folder, pipeline=model.pipeline, comfyui=model.comfyui, format=format)
         policy.train.export(parts.model.module, to, written)
+    if parts.painted is not None and parts.recipe.painter is not None:
+        image_model, module = parts.recipe.image_model, parts.image_model.module
+        with parts.painted.using("average") if chosen == "average" else nullcontext():
+            of_painter = ExportFiles(folder=part_of_pipeline(module), pipeline=image_model.pipeline, comfyui=image_model.comfyui)
+            (to / PAINTER).mkdir()
+            parts.recipe.painter.train.export(module, to / PAINTER, of_painter)
     about = {"recipe": (recipe or parts.recipe).document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)
     write_card(parts, to, run or RunFolder(parts.recipe.folder), step=step)

@@ -84,10 +84,11 @@ def _complete(document: dict[str, Any]) -> None:
     """
     policy, renderer = document["policy"], document.get("renderer")
     samplers: list[Any] = [(renderer, renderer)]
-    for phase in (document, *(document.get("phases") or ())) if policy["kind"] == "denoising" else ():
+    phases = (document, *(document.get("phases") or ())) if policy["kind"] == "denoising" else (document.get("painter") or {},)
+    for phase in phases:
         objective = phase.get("objective") or document["objective"]
         if not getattr(OBJECTIVES.load(objective.get("kind")), "needs_velocities", False):
-            samplers.append((phase.get("rollout"), policy))
+            samplers.append((phase.get("rollout"), policy if renderer is None else renderer))
     for sampler, owner in samplers:
         family = None if sampler is None or sampler.get("kind") == "tokens" else IMAGE_MODELS.load(owner["model"].get("kind"))
         if family is not None and issubclass(family, DiffusersModel):
@@ -148,6 +149,60 @@ def engine_problems(recipe: RecipeKeys) -> Iterator[str]:
         full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar
         for problem in rollout.engine.problems(rollout, full_weights=full_weights, image_grammar=image_grammar):
             yield f"{at}.{problem}"
+
+
+def painter_problems(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that the renderer's image model can explore and train on the writer's samples."""
+    painter, renderer = recipe.painter, recipe.renderer
+    if painter is None:
+        return
+    if renderer is None or not renderer.can_train:
+        yield "painter: only the image model of a renderer of kind prompt trains together with a writer; remove it"
+        return
+    objective, rollout, key = painter.objective, painter.rollout, "painter.objective"
+    learns = objective.uses_advantages and not objective.imitates and not objective.rewards
+    if not learns or objective.compares_groups or objective.needs_initial_noise:
+        yield f"{key}.kind: {objective.label} does not learn from the advantages of single samples; use policy_gradient, nft or awm"
+    for name in ("engine", "staleness", "refill"):
+        if getattr(rollout, name):
+            yield f"painter.rollout.{name}: the painter follows the rollout of its writer, in this process; remove it"
+    if rollout.window.branches:
+        yield "painter.rollout.window: the samples of a group have different prompts, so they share no steps; use mode window"
+    yield from rollout.problems("painter.rollout")
+    yield from recipe.advantage.problems(objective, objective_key=key, is_autoregressive=False)
+    yield from objective.problems(
+        ObjectiveContext(
+            objective=key,
+            rollout="painter.rollout",
+            model=recipe.image_model.kind,
+            is_autoregressive=False,
+            token_kinds=None,
+            stochastic=rollout.transition.stochastic,
+            noise_level=rollout.transition.exploration,
+            reduction=rollout.reduction,
+            actions=rollout.actions,
+            microbatch=painter.microbatch,
+            optimizer_steps=recipe.epochs * recipe.minibatches,
+            lora_dropout=None if painter.train.lora is None else ("painter.train.dropout", painter.train.lora.dropout),
+            num_steps=rollout.num_steps,
+        )
+    )
+    if getattr(recipe.image_model, "dtype", None) == "float16":
+        yield "renderer.model.dtype: float16 cannot train, as most gradients would underflow to 0; use bfloat16 or float32"
+    wrong = {
+        f"sharding: {recipe.sharding} shards only the writer; set sharding to null, or remove painter": recipe.sharding is not None,
+        "advantage.kind: a value head predicts rewards for tokens only; use group or batch with a painter": (
+            recipe.advantage.value_head is not None
+        ),
+        "devices.offload: a painter that trains stays on its device; remove it, or painter": (
+            recipe.devices is not None and bool(recipe.devices.offload)
+        ),
+    }
+    yield from (why for why, found in wrong.items() if found)
+    for at, each in _rollouts(recipe):
+        for name in ("staleness", "refill"):
+            if getattr(each, name):
+                yield f"{at}.{name}: with a painter, all samples of a step are made in that step and once; remove it, or painter"
 
 
 def base_problems(recipe: RecipeKeys) -> Iterator[str]:
@@ -399,6 +454,7 @@ def problems(recipe: RecipeKeys) -> list[str]:
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe), *base_problems(recipe)]
+    found += painter_problems(recipe)
     policy = recipe.policy
     if isinstance(policy, DenoisingPolicyKeys):
         if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):

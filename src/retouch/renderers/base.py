@@ -41,6 +41,8 @@ class RendererSection(Section):
     """The kind of tokens from which the renderer makes images."""
     uses_sources: ClassVar[bool] = True
     """Whether the image model reads the tasks' source images."""
+    can_train: ClassVar[bool] = False
+    """Whether the image model can be trained too (``painter``); the renderer then says what it reads (``written_task``)."""
     keeps_first_reference: ClassVar[bool] = False
     """Whether the reference weights of all phases must be the weights from before the first phase."""
     loads_on_cpu: ClassVar[bool] = False
@@ -159,7 +161,7 @@ class OdeSampler:
     """Samples from a frozen flow-matching model: deterministic Euler steps along the model's own sigmas.
 
     ``guidance_scale``: 1 needs no negative branch; above 1, the two branches are combined as in the model's own pipeline. The
-    constructor freezes the transformer and sets it to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
+    constructor sets the transformer to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
 
     Source: diffusers' FlowMatchEulerDiscreteScheduler.
     """
@@ -172,7 +174,7 @@ class OdeSampler:
         self.model = model
         self.num_steps = num_steps
         self.guidance_scale = guidance_scale
-        model.module.requires_grad_(False).eval()
+        model.module.eval()
 
     @property
     def guided(self) -> bool:

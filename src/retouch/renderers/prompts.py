@@ -13,7 +13,6 @@ from retouch.core.answers import answer_in
 from retouch.models.base import LanguageModel
 from retouch.renderers.base import (
     HasCompletions,
-    IgnoreCompletionsRenderer,
     ImageModelRenderer,
     OdeSampler,
     WeightContext,
@@ -35,6 +34,18 @@ class PromptRenderer(ImageModelRenderer):
     kind: Literal["prompt"] = "prompt"
 
     uses_sources: ClassVar[bool] = False
+    can_train: ClassVar[bool] = True
+
+    def written_task(self, model: DenoisingModel, task: Task, completion: Completion) -> Task | None:
+        """The task that the image model reads in place of ``task``: the prompt in the completion. None, the policy's own fault, if
+        there is no prompt, or one that the model cannot read."""
+        if self.ignore_completions:
+            prompt: str | None = task.instruction
+        elif completion.truncated and self.cut_off == "fault":
+            prompt = None
+        else:  # the text of a completion without token ids is the instruction, which is not parsed
+            prompt = answer_in(completion.text) if completion.ids else completion.text
+        return replace(task, instruction=prompt, images=()) if prompt and accepts_prompt(model, prompt) else None
 
     def problems(self, writer: LanguageModel) -> Iterator[str]:
         takes = self.model.takes
@@ -64,8 +75,7 @@ class PromptRenderer(ImageModelRenderer):
             num_steps=self.num_steps,
             guidance_scale=self.guidance_scale,
         )
-        sampler = PromptSampler(text_to_image, self)
-        return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
+        return PromptSampler(text_to_image, self)
 
 
 class FlowTextToImage:
@@ -92,8 +102,7 @@ class FlowTextToImage:
 class PromptSampler:
     """Samples images from the prompts in completions (implements ``retouch.protocols.Renderer``).
 
-    ``config``: only ``batch``, ``cut_off`` and ``shared_noise`` are used. The image of a completion is None, the policy's own
-    fault, if the completion has no prompt or has a prompt that the model cannot read.
+    The image of a completion is None, the policy's own fault, if ``PromptRenderer.written_task`` finds no prompt in it.
     """
 
     text_to_image: FlowTextToImage
@@ -102,11 +111,9 @@ class PromptSampler:
     def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
         config, completions = self.config, trajectory.outputs
         generators = noise_generators(completions, shared=config.shared_noise)
-        enhanced: dict[int, Task] = {}
-        for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
-            prompt = None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)
-            if prompt is not None and accepts_prompt(self.text_to_image.sampler.model, prompt):
-                enhanced[row] = replace(task, instruction=prompt, images=())
+        model, pairs = self.text_to_image.sampler.model, zip(tasks, completions, strict=True)
+        written = (config.written_task(model, *pair) for pair in pairs)
+        enhanced = {row: task for row, task in enumerate(written) if task is not None}
         images: list[Image | None] = [None] * len(completions)
         for rows in sort_by_length(list(enhanced), length=lambda row: len(enhanced[row].instruction), batch=config.batch):
             sampled = self.text_to_image.sample([enhanced[row] for row in rows], [generators[row] for row in rows])
@@ -127,8 +134,3 @@ def accepts_prompt(model: object, prompt: str) -> bool:
         except ValueError:
             return False
     return True
-
-
-def _prompt_in(completion: Completion) -> str | None:
-    """The prompt in a completion, or None. The text of a completion without token ids is the instruction, which is not parsed."""
-    return answer_in(completion.text) if completion.ids else completion.text or None

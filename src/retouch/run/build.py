@@ -26,7 +26,7 @@ from retouch.data.tasks import (
     places_in_step,
     steps_for_passes,
 )
-from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper, gathered_state
+from retouch.distributed.optimizer import HeadStepper, JointStepper, ReplicatedStepper, Stepper, gathered_state
 from retouch.distributed.ranks import Placement, Ranks, plan_placement
 from retouch.models.offloading import SwappedBlocks, on_device, page_lock, parts_of
 from retouch.models.parts import compute_device, frozen_hashes
@@ -54,12 +54,14 @@ from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, check_ranks, evaluated_columns, rewards_of
 from retouch.records.folder import RunFolder
 from retouch.renderers.base import LatentRenderer, RendererInContext
+from retouch.renderers.prompts import PromptRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
-from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_copy, restore_weights, set_generators
+from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_copy, restore_weights, set_generators, with_painter
 from retouch.run.collecting import collect_ahead, collect_refilled
 from retouch.run.ledger import Ledger, require_same_data, require_same_weights
 from retouch.run.metrics import Clock
+from retouch.run.painting import Painting
 from retouch.run.preflight import Check, trial_steps
 from retouch.run.step import Phase, Run
 from retouch.types import Batch, Json, Task
@@ -257,12 +259,21 @@ class PolicyParts:
     image_model: DenoisingModel | AutoregressiveModel
     copies: WeightCopies
     head: LatentValues | TokenValues | None = None
+    painted: WeightCopies | None = None
+    """The weights of ``image_model`` that train together with the writer (``painter``), and their copies; None if it is frozen."""
     hashes: Mapping[str, str] | None = None
     """The result of ``weights``, if it was computed before the weights were sharded."""
 
     def weights(self) -> Mapping[str, str]:
         """A hash of the frozen weights of each part (``retouch.models.parts.frozen_hashes``)."""
         return _weights(self.model, self.image_model) if self.hashes is None else self.hashes
+
+    def stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """The trained weights and their copies, by their names in a checkpoint; those of a painter too."""
+        weights, copies, painted = self.copies.parameters, self.copies.state(), self.painted
+        if painted is None:
+            return weights, copies
+        return with_painter(weights, painted.parameters), with_painter(copies, painted.state())
 
     def policy(
         self,
@@ -340,10 +351,12 @@ class PolicyParts:
         return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
 
     def users_renderer(self) -> Renderer:
-        """Build the renderer for the policy's ``sample``. If the policy encodes responses, it uses its averaged weights too."""
+        """Build the renderer for the policy's ``sample``. It computes with the averages of trained weights, if there are any."""
         renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
-        if section is not None and section.policy_encodes and "average" in self.copies.copies:
-            return RendererInContext(renderer, partial(self.copies.using, "average"))
+        encoded = section is not None and section.policy_encodes
+        for copies in (self.copies if encoded else None, self.painted):
+            if copies is not None and "average" in copies.copies:
+                renderer = RendererInContext(renderer, partial(copies.using, "average"))
         return renderer
 
 
@@ -369,6 +382,8 @@ class Assembly(PolicyParts):
         kind = ReplicatedStepper if sharding is None else import_class(_SHARDED_STEPPERS[sharding])
         stepper: Stepper = kind(self.model.module, self.ranks, **options)
         section = self.recipe.advantage.value_head
+        if self.painted is not None:
+            return JointStepper(stepper, ReplicatedStepper(self.image_model.module, self.ranks, **options))
         if self.head is None or section is None:
             return stepper
         return HeadStepper(
@@ -400,7 +415,7 @@ class Assembly(PolicyParts):
             ranks=self.ranks,
             chunk=resolved.rollout.chunk,
             max_missing=self.recipe.reward.max_missing,
-            average=self._average,
+            average=partial(self._average, self.copies),
             clock=self.clock,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
@@ -413,7 +428,41 @@ class Assembly(PolicyParts):
             ranks=self.ranks,
             reward_range=(combined.low, combined.high),
         )
+        if isinstance(stepper, JointStepper) and not resolved.imitates:
+            run = replace(run, painting=self._painting(run, phase, stepper.painter))
         return run, phase
+
+    def _painting(self, run: Run, phase: Phase, stepper: ReplicatedStepper) -> Painting:
+        """Build the painter of a phase, which learns from the samples and advantages of its writer."""
+        section, renderer, model = self.recipe.painter, self.recipe.renderer, self.image_model
+        assert section is not None
+        assert isinstance(renderer, PromptRenderer)
+        assert self.painted is not None
+        assert isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+        objective = section.objective.build()
+        scale = section.rollout.guidance_scale
+        policy = DenoisingPolicy(
+            Guided(model, scale) if scale > 1 else model,
+            sampling=section.rollout,
+            acting=objective.acts_with,
+            eval_steps=section.rollout.num_steps,
+            microbatch=section.microbatch,
+            copies=self.painted,
+            keep_means=objective.needs_acting_means,
+            any_rank=self.ranks.any,
+        )
+        return Painting(
+            run=replace(run, policy=policy, stepper=stepper, average=partial(self._average, self.painted)),
+            phase=replace(
+                phase,
+                objective=objective,
+                learning_rate=self.recipe.optimizer.learning_rate(peak=section.learning_rate, steps=phase.steps),
+                max_length=section.rollout.longest if objective.loss_weights == "dr_grpo" else None,
+            ),
+            read=partial(renderer.written_task, model),
+            decode=LatentRenderer(model),
+            trains=section.trains,
+        )
 
     def trial_steps(self, *, stepper: Stepper, judge: BatchScorer, done: int) -> Iterator[Check]:
         """Run the preflight of each phase that is not finished after ``done`` steps. It calls no judge and restores every bit."""
@@ -429,6 +478,8 @@ class Assembly(PolicyParts):
         """
         if "old" in self.plan[index][0].objective.weight_copies:
             self.copies.snapshot("old")
+        if self.painted is not None and "old" in self.painted.copies:
+            self.painted.snapshot("old")
         earlier = [phase for phase, steps in self.plan[:index] if steps]
         warmed_up = bool(earlier) and earlier[-1].imitates
         fixed = self.recipe.renderer is not None and self.recipe.renderer.keeps_first_reference
@@ -468,10 +519,11 @@ class Assembly(PolicyParts):
         Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state. Data streams store their
         position, which only avoids reading their rows from the start.
         """
+        weights, copies = self.stored()
         found: tuple[Mapping[str, Tensor], ...] = (
-            gathered_state(self.copies.parameters, self.ranks),
+            gathered_state(weights, self.ranks),
             stepper.state(),
-            self.copies.state(),
+            copies,
             all_generators(self.ranks),
         )
         tensors = dict(zip(GROUPS, found, strict=True))
@@ -483,7 +535,7 @@ class Assembly(PolicyParts):
 
     def restore(self, state: TrainState, stepper: Stepper) -> None:
         """Restore everything that ``capture`` captured."""
-        restore_weights(self.copies, state)
+        restore_weights(self.copies, state, self.painted)
         stepper.load(state.tensors["optimizer"])
         streams = state.numbers.get("streams")
         for sets, stored in zip(self.sets, streams if isinstance(streams, list) else (), strict=False):
@@ -497,12 +549,12 @@ class Assembly(PolicyParts):
             if (close := getattr(engine, "close", None)) is not None:  # the engine may be used again after it
                 close()
 
-    def _average(self, taken: int) -> None:
+    def _average(self, copies: WeightCopies, taken: int) -> None:
         ema = self.recipe.policy.ema
         if ema is not None and taken % ema.every == 0:
             # Warm-up of the decay, as in diffusers' EMAModel: after few steps, the initial weights must not dominate the average.
             # ``taken`` starts again in each phase, so the average soon forgets the phase before.
-            self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
+            copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
 def assemble(
@@ -627,6 +679,18 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
     if image_model.module is not model.module:
         image_model.module.requires_grad_(False)
     policy.make_trainable(model.module, seed=recipe.seed)
+    painted = None
+    if (painter := recipe.painter) is not None:
+        targets = recipe.image_model.targets_in(image_model.module)
+        painter.train.make_trainable(image_model.module, targets=targets, seed=recipe.seed)
+        if painter.gradient_checkpointing:
+            image_model.module.enable_gradient_checkpointing()  # type: ignore[operator]
+        painted = WeightCopies(image_model.module)
+        for name in sorted(painter.objective.weight_copies | ({"average"} if policy.ema is not None else set())):
+            if name == "reference" and painter.train.reference_is_base:
+                painted.snapshot_without_adapter(name)
+            else:
+                painted.snapshot(name)
     if swapped:
         SwappedBlocks(model.module, count=swapped, device=placement.policy)
     hashes = None
@@ -650,7 +714,9 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
             copies.snapshot_without_adapter(name)
         else:
             copies.snapshot(name)
-    made = PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
+    made = PolicyParts(
+        recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies, painted=painted
+    )
     return made if hashes is None else replace(made, hashes=hashes)
 
 

@@ -303,14 +303,30 @@ def _discard(path: Path) -> None:
 GROUPS = ("weights", "optimizer", "copies", "random")
 
 
-def restore_weights(copies: WeightCopies, state: TrainState) -> None:
-    """Restore the trained weights and their copies. Raises ValueError if the checkpoint contains other weights."""
-    trained = copies.parameters
-    if trained.keys() != state.tensors["weights"].keys():
-        raise ValueError(f"the checkpoint of step {state.step} has other weights than the recipe trains")
-    for name, parameter in trained.items():
-        fill_shards(parameter, state.tensors["weights"][name])
-    copies.load(state.tensors["copies"])
+_PAINTER = "painter/"
+
+
+def with_painter(tensors: Mapping[str, Tensor], painted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a writer, and those of the painter that trains with it, as a checkpoint names them."""
+    return {**tensors, **{f"{_PAINTER}{name}": tensor for name, tensor in painted.items()}}
+
+
+def restore_weights(copies: WeightCopies, state: TrainState, painted: WeightCopies | None = None) -> None:
+    """Restore the trained weights and their copies, and those of the painter, ``painted``; without it, a painter's weights in the
+    checkpoint are not read. Raises ValueError if the checkpoint contains other weights."""
+    weights, stored = state.tensors["weights"], state.tensors["copies"]
+    for own, start in ((copies, ""), (painted, _PAINTER)):
+        if own is None:
+            continue
+        mine, theirs = (
+            {name.removeprefix(start): tensor for name, tensor in found.items() if name.startswith(_PAINTER) == bool(start)}
+            for found in (weights, stored)
+        )
+        if own.parameters.keys() != mine.keys():
+            raise ValueError(f"the checkpoint of step {state.step} has other weights than the recipe trains")
+        for name, parameter in own.parameters.items():
+            fill_shards(parameter, mine[name])
+        own.load(theirs)
 
 
 def restore_copy(copies: WeightCopies, copy: str, checkpoints: Path) -> None:

@@ -111,8 +111,12 @@ def trial_steps(
         run, phase = build(index)
         step = max(done, steps.start)
         where = f"phase {phase.name}: " if named else ""
-        for check in preflight(run, phase, step=step, rows=min(ROWS, len(phase.batch(step)))):
-            yield replace(check, text=f"{where}{check.text}")
+        tried = [(where, run, phase)]
+        if run.painting is not None:
+            tried.append((f"{where}painter: ", run.painting.run, run.painting.phase))
+        for start, each, own in tried:
+            for check in preflight(each, own, step=step, rows=min(ROWS, len(phase.batch(step)))):
+                yield replace(check, text=f"{start}{check.text}")
 
 
 def require_passed(checks: list[Check]) -> None:

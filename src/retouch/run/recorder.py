@@ -175,7 +175,9 @@ class Recorder:
                 words.append(f"equal groups {metrics['group/zero_std_fraction']:.0%}")
             if metrics["reward/missing_fraction"]:
                 words.append(f"missing {metrics['reward/missing_fraction']:.1%}")
-        words += [f"loss {metrics['policy/loss']:.4g}", f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
+        losses = [("loss", "policy/loss"), ("painter's loss", "painter/loss")]
+        words += [f"{word} {metrics[name]:.4g}" for word, name in losses if name in metrics]
+        words += [f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
         return "  ".join(words)
 
 

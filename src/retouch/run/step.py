@@ -89,7 +89,8 @@ class Run:
     ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: the number of rows that are sampled, rendered and
     scored together. ``max_missing``: the largest allowed fraction of samples without a reward. ``average``: updates the weight
     average; called with the number of optimizer steps in the phase. ``clock``: times a named stage. ``counted``: the columns whose
-    fraction of missing scores is logged.
+    fraction of missing scores is logged. ``painting``: the image model, if it makes the images with exploration and trains too;
+    None: ``renderer`` makes them.
     """
 
     policy: Any
@@ -102,12 +103,14 @@ class Run:
     average: Callable[[int], None]
     clock: Callable[[str], AbstractContextManager[None]]
     counted: Sequence[str] = ()
+    painting: Any = None  # ``retouch.run.painting.Painting``, which imports this module
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRollout:
     """This rank's rows of a step with their advantages. ``valid``: whether the row has a reward. ``returns``: the targets of a
-    value head. ``importance``: the importance weights of actions that were sampled with older weights."""
+    value head. ``importance``: the importance weights of actions that were sampled with older weights. ``painted``: the same rows
+    with the trajectory of the painter, if it trains too."""
 
     batch: Batch
     trajectory: Trajectory
@@ -118,16 +121,19 @@ class ScoredRollout:
     images: Sequence[Image | None] = ()
     returns: Float[Tensor, "b t"] | None = None
     importance: Float[Tensor, "b t"] | None = None
+    painted: "ScoredRollout | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRollout:
-    """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk."""
+    """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk.
+    ``painted``: the rows and the trajectory of the painter, if it trains too."""
 
     batch: Batch
     trajectory: Trajectory
     images: Sequence[Image | None]
     pending: "Sequence[Future[ScoredBatch]]"
+    painted: "tuple[Batch, Trajectory] | None" = None
 
 
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRollout, Metrics]]:
@@ -135,8 +141,13 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRo
     steps = range(max(start, phase.steps.start), phase.steps.stop)
     every = (collect(run, phase, step) for step in steps) if phase.source is None else phase.source(run, phase, steps.start)
     for step, collected in zip(steps, every, strict=True):
-        metrics = update(run, phase, step, collected)
-        yield step, collected, {**collected.metrics, **metrics}
+        metrics = dict(collected.metrics)
+        writer, painter = (True, False) if run.painting is None else run.painting.trains(step)
+        if writer:
+            metrics |= update(run, phase, step, collected)
+        if painter and run.painting is not None and collected.painted is not None:
+            metrics |= run.painting.train(step, collected.painted)
+        yield step, collected, metrics
 
 
 def collect(run: Run, phase: Phase, step: int) -> ScoredRollout:
@@ -160,17 +171,22 @@ def chunks_of(batch: Batch, rows: int) -> list[Batch]:
 
 def begin_collecting(run: Run, batch: Batch) -> PendingRollout:
     """Sample and render these rows, and start scoring them: a chunk is judged while the next one is sampled."""
-    parts, images, pending = [], [], []
+    parts, images, pending, painted = [], [], [], []
     for chunk in chunks_of(batch, run.chunk):
         with run.clock("rollout"):  # 2. Actions and their log-probabilities under the weights that sample, without gradient.
             parts.append(run.policy.rollout(chunk))
         tasks = [chunk.tasks[k] for k in chunk.group]
         with run.clock("render"):  # 3. Row i of every tensor and list is sample i; an output without an image is None.
-            rendered = run.renderer(tasks, parts[-1])
+            if run.painting is None:
+                rendered = run.renderer(tasks, parts[-1])
+            else:
+                rows, made, rendered = run.painting.paint(chunk, parts[-1].outputs)
+                painted.append((rows, made))
         images += rendered
-        samples = [Sample(*made) for made in zip(tasks, rendered, completion_texts(parts[-1]), strict=True)]
+        samples = [Sample(*each) for each in zip(tasks, rendered, completion_texts(parts[-1]), strict=True)]
         pending.append(run.judge(chunk, samples))  # 4. Returns at once; the rewards are NaN where there is no score.
-    return PendingRollout(batch, type(parts[0]).concat(parts), images, pending)
+    both = None if run.painting is None else run.painting.joined(painted)
+    return PendingRollout(batch, type(parts[0]).concat(parts), images, pending, both)
 
 
 def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
@@ -218,8 +234,13 @@ def with_advantages(run: Run, phase: Phase, made: PendingRollout, judged: Scored
     row_advantages, metrics = compute_advantages(run, phase, judged)
     credit = phase.advantage.assign(row_advantages, made.trajectory, run.ranks)  # (b,) to (b, t); a value head sees each action
     metrics |= {**credit.metrics, **completion_metrics(made.trajectory, ranks=run.ranks)}
-    valid = ~judged.rewards.isnan()
-    return ScoredRollout(made.batch, made.trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
+    valid, painted = ~judged.rewards.isnan(), None
+    if made.painted is not None:  # the advantage of a sample is that of its completion and of its image
+        rows, trajectory = made.painted
+        painted = ScoredRollout(rows, trajectory, row_advantages[:, None].expand(trajectory.mask.shape), valid, {})
+    return ScoredRollout(
+        made.batch, made.trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns, painted=painted
+    )
 
 
 def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:

@@ -43,8 +43,7 @@ class SideBySide:
             raise ValueError(f"{run} is not the folder of a run")
         self._checkpoints = folder.checkpoints
         self._parts, _ = open_policy(recipe, None)
-        copies = self._parts.copies
-        stored = {"weights": copies.parameters, "copies": copies.state()}
+        stored = dict(zip(("weights", "copies"), self._parts.stored(), strict=True))
         tensors = {part: {name: each.detach().clone() for name, each in found.items()} for part, found in stored.items()}
         self._untrained = TrainState(step=0, tensors=tensors, numbers={})
         self._loaded = 0
@@ -69,7 +68,7 @@ class SideBySide:
             check_context(self._parts.recipe)
         if step != self._loaded:
             found = checkpoint.load(self._checkpoints / f"step-{step:06d}") if step else self._untrained
-            restore_weights(self._parts.copies, found)
+            restore_weights(self._parts.copies, found, self._parts.painted)
             self._loaded = step
         handle = self._parts.image_model.module.register_forward_hook(lambda module, given, made: called())
         try:
