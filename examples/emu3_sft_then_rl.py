@@ -9,10 +9,9 @@ EARL (docs/coming-from.md): REINFORCE with a KL to the model before RL, groups o
 
 import sys
 
-from retouch.data.sources.tokens import TokenData
-
 import retouch
 from retouch_judge.kinds import Endpoint
+from retouch_models.image_tokens import TokenData
 from retouch_models.language import Emu3Model
 
 tokens, judge_url = sys.argv[1:3] if len(sys.argv) > 2 else ("tokens", "http://localhost:4877/v1")

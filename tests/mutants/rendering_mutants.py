@@ -5,6 +5,7 @@ from mutant import Mutant
 READING = "tests/models/qwen_image/test_qwen_image.py"
 DRAWING = "tests/renderers/test_response_renderer.py"
 PROMPTS = "tests/renderers/test_prompt_renderer.py"
+TEXT_TO_IMAGE = "tests/run/test_writer_and_image_model.py"
 
 RENDERING = (
     Mutant(
@@ -83,5 +84,33 @@ RENDERING = (
         "if _THINKS.search(text):",
         "if not text:",
         "tests/renderers/test_prompt_renderer.py::test_completions_without_a_prompt_give_none",
+    ),
+    Mutant(
+        "the image model trains on an image of another prompt than the completion's",
+        "run/painting.py",
+        "made.mask & usable[:, None]",
+        "made.mask",
+        f"{TEXT_TO_IMAGE}::test_the_text_to_image_is_not_blamed_for_a_completion_without_a_prompt",
+    ),
+    Mutant(
+        "the image model's noise is keyed by the row of a chunk",
+        "run/painting.py",
+        "group_ids=tuple(batch.group_ids[k] for k in batch.group),  # these",
+        "group_ids=tuple(range(len(batch))),  # these",
+        f"{TEXT_TO_IMAGE}::test_the_text_to_image_is_not_blamed_for_a_completion_without_a_prompt",
+    ),
+    Mutant(
+        "the writer trains when it is the image model's turn",
+        "run/step.py",
+        "        if writer:",
+        "        if True:",
+        f"{TEXT_TO_IMAGE}::test_in_turn_only_the_one_whose_turn_it_is_changes",
+    ),
+    Mutant(
+        "the image model does not resume from the checkpoint",
+        "run/checkpoint.py",
+        'for own, start in ((copies, ""), (painted, _TEXT_TO_IMAGE)):',
+        'for own, start in ((copies, ""),):',
+        f"{TEXT_TO_IMAGE}::test_it_resumes_to_the_same_bits",
     ),
 )

@@ -87,12 +87,12 @@ def test_decay_of_the_average_grows_with_the_optimizer_steps_up_to_its_limit(eve
     copies = WeightCopies(module)
     copies.snapshot("average")
     ema = Ema(decay=0.5, every=every)
-    run = SimpleNamespace(recipe=SimpleNamespace(policy=SimpleNamespace(ema=ema)), copies=copies)
+    run = SimpleNamespace(recipe=SimpleNamespace(policy=SimpleNamespace(ema=ema)))
     wanted = module.weight.detach().clone()
     for taken in range(1, 13):
         with torch.no_grad():
             module.weight.add_(taken)
-        Assembly._average(run, taken)
+        Assembly._average(run, copies, taken)
         if taken % every == 0:
             share = {1: 2 / 11, 2: 3 / 12, 3: 4 / 13, 4: 5 / 14, 5: 6 / 15, 6: 7 / 16, 7: 8 / 17}.get(taken, 0.5)
             wanted = share * wanted + (1 - share) * module.weight.detach()

@@ -445,30 +445,30 @@ class ReplicatedStepper:
 
 
 _HEAD = "value_head/"
-_PAINTER = "painter/"
+_TEXT_TO_IMAGE = "text_to_image/"
 _WEIGHTS = "weights/"
 
 
 class JointStepper:
-    """The steppers of a writer and of the painter that trains with it, as one (implements ``Stepper``): ``state`` has both.
+    """The steppers of a writer and of the image model that trains with it, as one (implements ``Stepper``): ``state`` has both.
 
-    ``backward`` and ``step`` are those of the writer; the training loop calls the painter's own. ``module`` is the writer's.
+    ``backward`` and ``step`` are those of the writer; the training loop calls the image model's own. ``module`` is the writer's.
     """
 
-    def __init__(self, writer: Stepper, painter: ReplicatedStepper) -> None:
-        self.module, self.writer, self.painter = writer.module, writer, painter
+    def __init__(self, writer: Stepper, text_to_image: ReplicatedStepper) -> None:
+        self.module, self.writer, self.text_to_image = writer.module, writer, text_to_image
         self.backward, self.step = writer.backward, writer.step
 
     def state(self) -> Mapping[str, Tensor]:
-        return {**self.writer.state(), **{f"{_PAINTER}{name}": tensor for name, tensor in self.painter.state().items()}}
+        return {**self.writer.state(), **{f"{_TEXT_TO_IMAGE}{name}": tensor for name, tensor in self.text_to_image.state().items()}}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        self.writer.load({name: tensor for name, tensor in state.items() if not name.startswith(_PAINTER)})
-        own = ((name.removeprefix(_PAINTER), tensor) for name, tensor in state.items() if name.startswith(_PAINTER))
-        self.painter.load(dict(own))
+        self.writer.load({name: tensor for name, tensor in state.items() if not name.startswith(_TEXT_TO_IMAGE)})
+        own = ((name.removeprefix(_TEXT_TO_IMAGE), tensor) for name, tensor in state.items() if name.startswith(_TEXT_TO_IMAGE))
+        self.text_to_image.load(dict(own))
 
     def snapshot(self) -> Callable[[], None]:
-        undo = self.writer.snapshot(), self.painter.snapshot()
+        undo = self.writer.snapshot(), self.text_to_image.snapshot()
 
         def restore() -> None:
             for each in undo:

@@ -49,7 +49,7 @@ from retouch.run.step import ScoredRollout
 
 Which = Literal["average", "current"]
 IMAGE = "before-and-after.png"
-PAINTER = "painter"
+TEXT_TO_IMAGE = "text_to_image"
 """The folder of the image model's weights, if it trained together with the writer."""
 _BASE = "BASE_MODEL"
 _LICENCES: tuple[tuple[str, str, str | None], ...] = (
@@ -129,12 +129,12 @@ def write_export(
         folder = "writer" if policy.is_autoregressive else part_of_pipeline(parts.model.module)
         written = ExportFiles(folder=folder, pipeline=model.pipeline, comfyui=model.comfyui, format=format)
         policy.train.export(parts.model.module, to, written)
-    if parts.painted is not None and parts.recipe.painter is not None:
+    if parts.painted is not None and parts.recipe.text_to_image is not None:
         image_model, module = parts.recipe.image_model, parts.image_model.module
         with parts.painted.using("average") if chosen == "average" else nullcontext():
-            of_painter = ExportFiles(folder=part_of_pipeline(module), pipeline=image_model.pipeline, comfyui=image_model.comfyui)
-            (to / PAINTER).mkdir()
-            parts.recipe.painter.train.export(module, to / PAINTER, of_painter)
+            their_files = ExportFiles(folder=part_of_pipeline(module), pipeline=image_model.pipeline, comfyui=image_model.comfyui)
+            (to / TEXT_TO_IMAGE).mkdir()
+            parts.recipe.text_to_image.train.export(module, to / TEXT_TO_IMAGE, their_files)
     about = {"recipe": (recipe or parts.recipe).document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)
     write_card(parts, to, run or RunFolder(parts.recipe.folder), step=step)

@@ -24,7 +24,7 @@ HELDOUT_POINTS = 8
 """Number of points of the forward process at which the margin of a held-out pair is measured."""
 
 
-class Preference(SampledPoints):
+class ForwardPreference(SampledPoints):
     """An objective that compares the images of a group by how much their squared errors have fallen relative to the reference."""
 
     needs_velocities: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class Preference(SampledPoints):
         return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
 
 
-class DPO(Preference):
+class DPO(ForwardPreference):
     """Diffusion DPO: one image of a pair is preferred to the other. Loss of a pair:
     - log sigmoid(- beta [ (e(best) - e_ref(best)) - (e(worst) - e_ref(worst)) ]).
 
@@ -157,7 +157,7 @@ class DPO(Preference):
                 yield Loss(value, sums)
 
 
-class DGPO(Preference):
+class DGPO(ForwardPreference):
     """Direct group preference optimisation: the good images of a group are preferred to its bad ones. Loss of a group:
     - log sigmoid(- beta mean_i A_i (e_i - e_ref_i)).
 

@@ -37,19 +37,20 @@ Rollout: TypeAlias = Annotated[
 """How a policy samples during training: a denoising chain (without a kind), or tokens."""
 
 
-class Turns(Section):
-    """Writer and painter train in turn: only the writer in ``writer_steps`` steps, then only the painter in ``painter_steps``."""
+class InTurn(Section):
+    """Writer and image model train in turn: only the writer in ``writer_steps`` steps, then only the image model in
+    ``image_steps``."""
 
     writer_steps: Count
     """Number of steps in which only the writer trains."""
-    painter_steps: Count
-    """Number of steps in which only the painter trains."""
+    image_steps: Count
+    """Number of steps in which only the image model trains."""
 
 
-class Painter(Section):
+class TextToImage(Section):
     """How the image model of the renderer trains together with the language model that writes its prompts. Each sample is a
-    completion and the image that the painter makes from it with exploration, so one group of samples, one reward and one advantage
-    teach both. Evaluations and inference make images as the renderer says, with the trained weights.
+    completion and an image that the image model makes from it with exploration, so one group of samples, one reward and one
+    advantage teach both. Evaluations and inference make images as the renderer says, with the trained weights.
 
     Source: joint training of a prompt writer and a flow model (PromptRL).
     """
@@ -57,23 +58,24 @@ class Painter(Section):
     train: Annotated[FullWeights | Lora, Field(discriminator="kind")]
     """Which weights of the image model are trained."""
     objective: Annotated[Objective, OBJECTIVES]
-    """How advantages become the painter's loss; the objective of the recipe is the writer's."""
+    """How advantages become the image model's loss; the objective of the recipe is the writer's."""
     rollout: DenoisingRollout
-    """How the painter samples during training; of it, ``chunk``, ``staleness`` and ``refill`` are those of the writer's rollout."""
+    """How the image model samples during training, without engine, staleness and refill; ``chunk`` is that of the
+    writer's rollout."""
     learning_rate: Positive
-    """Learning rate of the painter, before the schedule of ``optimizer``."""
+    """Learning rate of the image model, before the schedule of ``optimizer``."""
     microbatch: Count = 32
-    """Velocities per forward pass of the painter with gradient; changes memory and time only."""
+    """Velocities per forward pass of the image model with gradient; changes memory and time only."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the painter's backward pass: less memory, about a third more time."""
-    turns: Turns | None = None
-    """Train writer and painter in turn; null trains both in every step."""
+    """Recompute activations in the image model's backward pass: less memory, about a third more time."""
+    turns: InTurn | None = None
+    """Train writer and image model in turn; null trains both in every step."""
 
     def trains(self, step: int) -> tuple[bool, bool]:
-        """Whether the writer and the painter train in this step of the run, from 0."""
+        """Whether the writer and the image model train in this step of the run, from 0."""
         if self.turns is None:
             return True, True
-        writer = step % (self.turns.writer_steps + self.turns.painter_steps) < self.turns.writer_steps
+        writer = step % (self.turns.writer_steps + self.turns.image_steps) < self.turns.writer_steps
         return writer, not writer
 
 
@@ -345,7 +347,7 @@ class Devices(Section):
         return {part: place for part, place in parts.items() if place is not None}
 
 
-OMITTED_IF_NULL = ("renderer", "painter", "ledger", "watch", "devices", "sharding", "push")
+OMITTED_IF_NULL = ("renderer", "text_to_image", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
 
 
@@ -507,7 +509,7 @@ class RecipeKeys(Section):
     """How rewards become advantages."""
     objective: Annotated[Objective, OBJECTIVES]
     """How advantages become a loss."""
-    painter: Painter | None = None
+    text_to_image: TextToImage | None = None
     """Trains the image model of a ``prompt`` renderer too; null keeps it frozen."""
     optimizer: Optimizer = Optimizer()
     """The optimizer and its learning-rate schedule."""

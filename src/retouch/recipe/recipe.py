@@ -84,7 +84,9 @@ def _complete(document: dict[str, Any]) -> None:
     """
     policy, renderer = document["policy"], document.get("renderer")
     samplers: list[Any] = [(renderer, renderer)]
-    phases = (document, *(document.get("phases") or ())) if policy["kind"] == "denoising" else (document.get("painter") or {},)
+    phases = (
+        (document, *(document.get("phases") or ())) if policy["kind"] == "denoising" else (document.get("text_to_image") or {},)
+    )
     for phase in phases:
         objective = phase.get("objective") or document["objective"]
         if not getattr(OBJECTIVES.load(objective.get("kind")), "needs_velocities", False):
@@ -151,29 +153,29 @@ def engine_problems(recipe: RecipeKeys) -> Iterator[str]:
             yield f"{at}.{problem}"
 
 
-def painter_problems(recipe: RecipeKeys) -> Iterator[str]:
+def text_to_image_problems(recipe: RecipeKeys) -> Iterator[str]:
     """Check that the renderer's image model can explore and train on the writer's samples."""
-    painter, renderer = recipe.painter, recipe.renderer
-    if painter is None:
+    trained, renderer = recipe.text_to_image, recipe.renderer
+    if trained is None:
         return
     if renderer is None or not renderer.can_train:
-        yield "painter: only the image model of a renderer of kind prompt trains together with a writer; remove it"
+        yield "text_to_image: only the image model of a renderer of kind prompt trains together with a writer; remove it"
         return
-    objective, rollout, key = painter.objective, painter.rollout, "painter.objective"
+    objective, rollout, key = trained.objective, trained.rollout, "text_to_image.objective"
     learns = objective.uses_advantages and not objective.imitates and not objective.rewards
     if not learns or objective.compares_groups or objective.needs_initial_noise:
         yield f"{key}.kind: {objective.label} does not learn from the advantages of single samples; use policy_gradient, nft or awm"
     for name in ("engine", "staleness", "refill"):
         if getattr(rollout, name):
-            yield f"painter.rollout.{name}: the painter follows the rollout of its writer, in this process; remove it"
+            yield f"text_to_image.rollout.{name}: the image model follows the rollout of its writer, in this process; remove it"
     if rollout.window.branches:
-        yield "painter.rollout.window: the samples of a group have different prompts, so they share no steps; use mode window"
-    yield from rollout.problems("painter.rollout")
+        yield "text_to_image.rollout.window: the samples of a group have different prompts, so they share no steps; use mode window"
+    yield from rollout.problems("text_to_image.rollout")
     yield from recipe.advantage.problems(objective, objective_key=key, is_autoregressive=False)
     yield from objective.problems(
         ObjectiveContext(
             objective=key,
-            rollout="painter.rollout",
+            rollout="text_to_image.rollout",
             model=recipe.image_model.kind,
             is_autoregressive=False,
             token_kinds=None,
@@ -181,20 +183,22 @@ def painter_problems(recipe: RecipeKeys) -> Iterator[str]:
             noise_level=rollout.transition.exploration,
             reduction=rollout.reduction,
             actions=rollout.actions,
-            microbatch=painter.microbatch,
+            microbatch=trained.microbatch,
             optimizer_steps=recipe.epochs * recipe.minibatches,
-            lora_dropout=None if painter.train.lora is None else ("painter.train.dropout", painter.train.lora.dropout),
+            lora_dropout=None if trained.train.lora is None else ("text_to_image.train.dropout", trained.train.lora.dropout),
             num_steps=rollout.num_steps,
         )
     )
     if getattr(recipe.image_model, "dtype", None) == "float16":
         yield "renderer.model.dtype: float16 cannot train, as most gradients would underflow to 0; use bfloat16 or float32"
     wrong = {
-        f"sharding: {recipe.sharding} shards only the writer; set sharding to null, or remove painter": recipe.sharding is not None,
-        "advantage.kind: a value head predicts rewards for tokens only; use group or batch with a painter": (
+        f"sharding: {recipe.sharding} shards only the writer; set sharding to null, or remove text_to_image": (
+            recipe.sharding is not None
+        ),
+        "advantage.kind: a value head predicts rewards for tokens only; use group or batch with text_to_image": (
             recipe.advantage.value_head is not None
         ),
-        "devices.offload: a painter that trains stays on its device; remove it, or painter": (
+        "devices.offload: an image model that trains stays on its device; remove it, or text_to_image": (
             recipe.devices is not None and bool(recipe.devices.offload)
         ),
     }
@@ -202,7 +206,7 @@ def painter_problems(recipe: RecipeKeys) -> Iterator[str]:
     for at, each in _rollouts(recipe):
         for name in ("staleness", "refill"):
             if getattr(each, name):
-                yield f"{at}.{name}: with a painter, all samples of a step are made in that step and once; remove it, or painter"
+                yield f"{at}.{name}: with text_to_image, all samples of a step are made in that step and once; remove one"
 
 
 def base_problems(recipe: RecipeKeys) -> Iterator[str]:
@@ -454,7 +458,7 @@ def problems(recipe: RecipeKeys) -> list[str]:
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe), *base_problems(recipe)]
-    found += painter_problems(recipe)
+    found += text_to_image_problems(recipe)
     policy = recipe.policy
     if isinstance(policy, DenoisingPolicyKeys):
         if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):

@@ -42,7 +42,7 @@ class RendererSection(Section):
     uses_sources: ClassVar[bool] = True
     """Whether the image model reads the tasks' source images."""
     can_train: ClassVar[bool] = False
-    """Whether the image model can be trained too (``painter``); the renderer then says what it reads (``written_task``)."""
+    """Whether the image model can be trained too (``text_to_image``); the renderer then says what it reads (``written_task``)."""
     keeps_first_reference: ClassVar[bool] = False
     """Whether the reference weights of all phases must be the weights from before the first phase."""
     loads_on_cpu: ClassVar[bool] = False

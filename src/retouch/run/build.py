@@ -57,7 +57,15 @@ from retouch.renderers.base import LatentRenderer, RendererInContext
 from retouch.renderers.prompts import PromptRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
-from retouch.run.checkpoint import GROUPS, TrainState, all_generators, restore_copy, restore_weights, set_generators, with_painter
+from retouch.run.checkpoint import (
+    GROUPS,
+    TrainState,
+    all_generators,
+    restore_copy,
+    restore_weights,
+    set_generators,
+    with_image_model,
+)
 from retouch.run.collecting import collect_ahead, collect_refilled
 from retouch.run.ledger import Ledger, require_same_data, require_same_weights
 from retouch.run.metrics import Clock
@@ -260,7 +268,7 @@ class PolicyParts:
     copies: WeightCopies
     head: LatentValues | TokenValues | None = None
     painted: WeightCopies | None = None
-    """The weights of ``image_model`` that train together with the writer (``painter``), and their copies; None if it is frozen."""
+    """The weights of ``image_model`` that train with the writer (``text_to_image``), and their copies; None if it is frozen."""
     hashes: Mapping[str, str] | None = None
     """The result of ``weights``, if it was computed before the weights were sharded."""
 
@@ -269,11 +277,11 @@ class PolicyParts:
         return _weights(self.model, self.image_model) if self.hashes is None else self.hashes
 
     def stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """The trained weights and their copies, by their names in a checkpoint; those of a painter too."""
+        """The trained weights and their copies, by their names in a checkpoint; those of an image model too."""
         weights, copies, painted = self.copies.parameters, self.copies.state(), self.painted
         if painted is None:
             return weights, copies
-        return with_painter(weights, painted.parameters), with_painter(copies, painted.state())
+        return with_image_model(weights, painted.parameters), with_image_model(copies, painted.state())
 
     def policy(
         self,
@@ -429,12 +437,12 @@ class Assembly(PolicyParts):
             reward_range=(combined.low, combined.high),
         )
         if isinstance(stepper, JointStepper) and not resolved.imitates:
-            run = replace(run, painting=self._painting(run, phase, stepper.painter))
+            run = replace(run, painting=self._painting(run, phase, stepper.text_to_image))
         return run, phase
 
     def _painting(self, run: Run, phase: Phase, stepper: ReplicatedStepper) -> Painting:
-        """Build the painter of a phase, which learns from the samples and advantages of its writer."""
-        section, renderer, model = self.recipe.painter, self.recipe.renderer, self.image_model
+        """Build the image model of a phase, which learns from the samples and advantages of its writer."""
+        section, renderer, model = self.recipe.text_to_image, self.recipe.renderer, self.image_model
         assert section is not None
         assert isinstance(renderer, PromptRenderer)
         assert self.painted is not None
@@ -680,14 +688,14 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
         image_model.module.requires_grad_(False)
     policy.make_trainable(model.module, seed=recipe.seed)
     painted = None
-    if (painter := recipe.painter) is not None:
+    if (text_to_image := recipe.text_to_image) is not None:
         targets = recipe.image_model.targets_in(image_model.module)
-        painter.train.make_trainable(image_model.module, targets=targets, seed=recipe.seed)
-        if painter.gradient_checkpointing:
+        text_to_image.train.make_trainable(image_model.module, targets=targets, seed=recipe.seed)
+        if text_to_image.gradient_checkpointing:
             image_model.module.enable_gradient_checkpointing()  # type: ignore[operator]
         painted = WeightCopies(image_model.module)
-        for name in sorted(painter.objective.weight_copies | ({"average"} if policy.ema is not None else set())):
-            if name == "reference" and painter.train.reference_is_base:
+        for name in sorted(text_to_image.objective.weight_copies | ({"average"} if policy.ema is not None else set())):
+            if name == "reference" and text_to_image.train.reference_is_base:
                 painted.snapshot_without_adapter(name)
             else:
                 painted.snapshot(name)

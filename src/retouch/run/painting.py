@@ -1,4 +1,4 @@
-"""Writer and painter together: the image model that renders a writer's completions explores, and trains on the same samples."""
+"""Writer and image model together: the image model that renders a writer's completions explores, and trains on the same samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from retouch.types import Batch, Completion, Task, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Painting:
-    """The painter of a run. ``run``: its policy and its stepper. ``phase``: its objective and learning rate.
+    """The image model of a run. ``run``: its policy and its stepper. ``phase``: its objective and learning rate.
 
     ``read``: the task that the image model reads for a completion; None if it has no usable prompt. ``decode``: makes the images of
-    the painter's trajectories. ``trains``: whether the writer and the painter train in a step.
+    the image model's trajectories. ``trains``: whether the writer and the image model train in a step.
     """
 
     run: Run
@@ -26,10 +26,10 @@ class Painting:
     trains: Callable[[int], tuple[bool, bool]]
 
     def paint(self, batch: Batch, outputs: Sequence[Completion]) -> tuple[Batch, Trajectory, list[Image | None]]:
-        """Make an image of each completion, with exploration. Returns the painter's rows, each with the task that it has read.
+        """Make an image of each completion, with exploration. Returns the image model's rows, each with the task that it has read.
 
-        A completion without a usable prompt has no image. The painter makes one of the task's own instruction in its place, so that
-        all ranks make equally many, and does not train on it.
+        A completion without a usable prompt has no image. The image model makes one of the task's own instruction in its
+        place, so that all ranks make equally many, and does not train on it.
         """
         own = [batch.tasks[k] for k in batch.group]
         written = [self.read(task, completion) for task, completion in zip(own, outputs, strict=True)]
@@ -59,6 +59,6 @@ class Painting:
         return rows, type(parts[0][1]).concat([made for _, made in parts])
 
     def train(self, step: int, painted: ScoredRollout) -> Metrics:
-        """Take the painter's optimizer steps of a training step. Returns the metrics of ``update``, named ``painter/...``."""
+        """Take the image model's optimizer steps of a training step. Returns the metrics, named ``text_to_image/...``."""
         metrics = update(self.run, self.phase, step, painted)
-        return {name.replace("policy/", "painter/", 1): value for name, value in metrics.items()}
+        return {name.replace("policy/", "text_to_image/", 1): value for name, value in metrics.items()}

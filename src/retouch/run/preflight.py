@@ -113,7 +113,7 @@ def trial_steps(
         where = f"phase {phase.name}: " if named else ""
         tried = [(where, run, phase)]
         if run.painting is not None:
-            tried.append((f"{where}painter: ", run.painting.run, run.painting.phase))
+            tried.append((f"{where}text_to_image: ", run.painting.run, run.painting.phase))
         for start, each, own in tried:
             for check in preflight(each, own, step=step, rows=min(ROWS, len(phase.batch(step)))):
                 yield replace(check, text=f"{start}{check.text}")

@@ -175,7 +175,7 @@ class Recorder:
                 words.append(f"equal groups {metrics['group/zero_std_fraction']:.0%}")
             if metrics["reward/missing_fraction"]:
                 words.append(f"missing {metrics['reward/missing_fraction']:.1%}")
-        losses = [("loss", "policy/loss"), ("painter's loss", "painter/loss")]
+        losses = [("loss", "policy/loss"), ("text_to_image's loss", "text_to_image/loss")]
         words += [f"{word} {metrics[name]:.4g}" for word, name in losses if name in metrics]
         words += [f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
         return "  ".join(words)

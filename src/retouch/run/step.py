@@ -110,7 +110,7 @@ class Run:
 class ScoredRollout:
     """This rank's rows of a step with their advantages. ``valid``: whether the row has a reward. ``returns``: the targets of a
     value head. ``importance``: the importance weights of actions that were sampled with older weights. ``painted``: the same rows
-    with the trajectory of the painter, if it trains too."""
+    with the trajectory of the image model, if it trains too."""
 
     batch: Batch
     trajectory: Trajectory
@@ -127,7 +127,7 @@ class ScoredRollout:
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRollout:
     """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk.
-    ``painted``: the rows and the trajectory of the painter, if it trains too."""
+    ``painted``: the rows and the trajectory of the image model, if it trains too."""
 
     batch: Batch
     trajectory: Trajectory
@@ -142,10 +142,10 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRo
     every = (collect(run, phase, step) for step in steps) if phase.source is None else phase.source(run, phase, steps.start)
     for step, collected in zip(steps, every, strict=True):
         metrics = dict(collected.metrics)
-        writer, painter = (True, False) if run.painting is None else run.painting.trains(step)
+        writer, image_model = (True, False) if run.painting is None else run.painting.trains(step)
         if writer:
             metrics |= update(run, phase, step, collected)
-        if painter and run.painting is not None and collected.painted is not None:
+        if image_model and run.painting is not None and collected.painted is not None:
             metrics |= run.painting.train(step, collected.painted)
         yield step, collected, metrics
 

@@ -32,11 +32,11 @@ def recipe(tmp_path, *changes):
 
 
 def stored(folder, step, group="weights") -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint: those of the writer and those of the painter."""
+    """The tensors of a checkpoint: those of the writer and those of the image model."""
     found = checkpoint.load(folder / "checkpoints" / f"step-{step:06d}").tensors[group]
     return {
-        "writer": {name: each.clone() for name, each in found.items() if not name.startswith("painter/")},
-        "painter": {name: each.clone() for name, each in found.items() if name.startswith("painter/")},
+        "writer": {name: each.clone() for name, each in found.items() if not name.startswith("text_to_image/")},
+        "text_to_image": {name: each.clone() for name, each in found.items() if name.startswith("text_to_image/")},
     }
 
 
@@ -47,8 +47,10 @@ def differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory):
-    """A run in which the writer trains in steps 1 and 3, and the painter in steps 2 and 4."""
-    made = recipe(tmp_path_factory.mktemp("joint"), 'painter.turns={"writer_steps":1,"painter_steps":1}', "policy.ema.decay=0.5")
+    """A run in which the writer trains in steps 1 and 3, and the image model in steps 2 and 4."""
+    made = recipe(
+        tmp_path_factory.mktemp("joint"), 'text_to_image.turns={"writer_steps":1,"image_steps":1}', "policy.ema.decay=0.5"
+    )
     assert run(made, fresh=False) == 0
     return made
 
@@ -56,11 +58,11 @@ def joint(tmp_path_factory):
 def test_in_turn_only_the_one_whose_turn_it_is_changes(joint):
     at = {step: stored(joint.folder, step) for step in (1, 2, 3, 4)}
     assert [differ(at[step]["writer"], at[step + 1]["writer"]) for step in (1, 2, 3)] == [False, True, False]
-    assert [differ(at[step]["painter"], at[step + 1]["painter"]) for step in (1, 2, 3)] == [True, False, True]
+    assert [differ(at[step]["text_to_image"], at[step + 1]["text_to_image"]) for step in (1, 2, 3)] == [True, False, True]
     lines = list(RunFolder(joint.folder).read_metrics())
-    assert [("policy/loss" in line, "painter/loss" in line) for line in lines] == [(True, False), (False, True)] * 2
-    assert all(line["painter/ratio_max_first"] <= 1e-6 for line in lines if "painter/loss" in line)
-    checks = [check for check in RunFolder(joint.folder).read_preflight() if check["text"].startswith("painter: ")]
+    assert [("policy/loss" in line, "text_to_image/loss" in line) for line in lines] == [(True, False), (False, True)] * 2
+    assert all(line["text_to_image/ratio_max_first"] <= 1e-6 for line in lines if "text_to_image/loss" in line)
+    checks = [check for check in RunFolder(joint.folder).read_preflight() if check["text"].startswith("text_to_image: ")]
     assert {check["name"] for check in checks} >= {"ratio_before", "gradient", "moved", "ratio_after"}
     assert all(check["ok"] for check in checks)
 
@@ -73,23 +75,23 @@ def test_it_resumes_to_the_same_bits(joint):
     for group, end in zip(("weights", "optimizer", "copies"), ends, strict=True):
         again = stored(joint.folder, 4, group)
         assert not differ(end["writer"], again["writer"])
-        assert not differ(end["painter"], again["painter"])
+        assert not differ(end["text_to_image"], again["text_to_image"])
 
 
 def test_the_run_is_exported_sampled_and_its_writer_opened_with_both_trained(joint, tmp_path):
     parts, step = open_policy(joint, RunFolder(joint.folder))
     assert step == 4
-    trained = {f"painter/{name}": each for name, each in parts.painted.parameters.items()}
-    assert not differ(trained, stored(joint.folder, 4)["painter"])
+    trained = {f"text_to_image/{name}": each for name, each in parts.painted.parameters.items()}
+    assert not differ(trained, stored(joint.folder, 4)["text_to_image"])
     assert open_writer(str(joint.folder))("a red circle").text
     export_target(joint.folder, to=tmp_path / "export", which="current")
-    assert json.loads((tmp_path / "export" / "painter" / "transformer" / "config.json").read_text())
-    written = type(parts.image_model.module).from_pretrained(tmp_path / "export" / "painter" / "transformer")
-    assert all(torch.equal(each, trained[f"painter/{name}"]) for name, each in written.named_parameters())
+    assert json.loads((tmp_path / "export" / "text_to_image" / "transformer" / "config.json").read_text())
+    written = type(parts.image_model.module).from_pretrained(tmp_path / "export" / "text_to_image" / "transformer")
+    assert all(torch.equal(each, trained[f"text_to_image/{name}"]) for name, each in written.named_parameters())
     assert (tmp_path / "export" / "adapter_model.safetensors").is_file()
 
 
-def test_a_sample_teaches_both_with_the_same_advantage_and_its_image_is_that_of_the_painters_chain(tmp_path):
+def test_a_sample_teaches_both_with_the_same_advantage_and_its_image_is_that_of_the_image_models_chain(tmp_path):
     parts = assemble(recipe(tmp_path), Ranks())
     at, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge.for_split("train"))
     found = collect(at, phase, 0)
@@ -106,7 +108,7 @@ def test_a_sample_teaches_both_with_the_same_advantage_and_its_image_is_that_of_
     assert [image.tobytes() for image in again] == [image.tobytes() for image in found.images]
 
 
-def test_the_painter_is_not_blamed_for_a_completion_without_a_prompt(tmp_path):
+def test_the_text_to_image_is_not_blamed_for_a_completion_without_a_prompt(tmp_path):
     parts = assemble(recipe(tmp_path), Ranks())
     at, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge.for_split("train"))
     batch = phase.batch(0).take(slice(0, 3))
@@ -120,34 +122,49 @@ def test_the_painter_is_not_blamed_for_a_completion_without_a_prompt(tmp_path):
 
 
 @pytest.mark.parametrize("objective", [{"kind": "nft"}, {"kind": "awm", "reference_weight": 0.1}])
-def test_a_painter_learns_by_other_objectives_too(tmp_path, objective):
-    changes = [f"painter.objective={json.dumps(objective)}", 'painter.rollout={"num_steps":3,"transition":{"kind":"ode"}}']
+def test_a_text_to_image_learns_by_other_objectives_too(tmp_path, objective):
+    changes = [
+        f"text_to_image.objective={json.dumps(objective)}",
+        'text_to_image.rollout={"num_steps":3,"transition":{"kind":"ode"}}',
+    ]
     made = recipe(tmp_path, *changes, "steps=2")
     assert run(made, fresh=False) == 0
     (first, second) = (stored(made.folder, step) for step in (1, 2))
     assert differ(first["writer"], second["writer"])
-    assert differ(first["painter"], second["painter"])
+    assert differ(first["text_to_image"], second["text_to_image"])
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (['painter.objective={"kind":"dpo"}'], "painter.objective.kind: dpo does not learn from the advantages of single samples"),
-        (['painter.rollout.transition={"kind":"ode"}'], "painter.rollout.transition.kind: ode has no log-probabilities"),
-        (['painter.rollout.window={"mode":"branch","size":1}'], "painter.rollout.window: the samples of a group have different"),
-        (["rollout.staleness=1"], "rollout.staleness: with a painter, all samples of a step are made in that step"),
+        (
+            ['text_to_image.objective={"kind":"dpo"}'],
+            "text_to_image.objective.kind: dpo does not learn from the advantages of single samples",
+        ),
+        (
+            ['text_to_image.rollout.transition={"kind":"ode"}'],
+            "text_to_image.rollout.transition.kind: ode has no log-probabilities",
+        ),
+        (
+            ['text_to_image.rollout.window={"mode":"branch","size":1}'],
+            "text_to_image.rollout.window: the samples of a group have different",
+        ),
+        (["rollout.staleness=1"], "rollout.staleness: with text_to_image, all samples of a step are made in that step"),
         (["sharding=zero2"], "sharding: zero2 shards only the writer; set sharding to null"),
         (['advantage={"kind":"gae"}'], "advantage.kind: a value head predicts rewards for tokens only"),
-        (["painter.objective.clip_high=0.2"], "painter.objective.clip_low, painter.objective.clip_high: clip range"),
+        (
+            ["text_to_image.objective.clip_high=0.2"],
+            "text_to_image.objective.clip_low, text_to_image.objective.clip_high: clip range",
+        ),
     ],
 )
-def test_settings_that_a_painter_cannot_train_with_are_refused(tmp_path, changes, problem):
+def test_settings_that_a_text_to_image_cannot_train_with_are_refused(tmp_path, changes, problem):
     with pytest.raises(ValueError, match=problem):
         recipe(tmp_path, *changes)
 
 
-def test_only_the_image_model_of_a_prompt_renderer_can_be_a_painter(tmp_path):
-    painter = value_of(json.dumps(load(JOINT).document()["painter"]))
+def test_only_the_image_model_of_a_prompt_renderer_can_be_a_text_to_image(tmp_path):
+    section = value_of(json.dumps(load(JOINT).document()["text_to_image"]))
     document = load("recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet").document()
-    with pytest.raises(ValueError, match="painter: only the image model of a renderer of kind prompt trains together"):
-        parse({**document, "painter": painter})
+    with pytest.raises(ValueError, match="text_to_image: only the image model of a renderer of kind prompt trains together"):
+        parse({**document, "text_to_image": section})
