@@ -69,7 +69,7 @@ def test_in_turn_only_the_one_whose_turn_it_is_changes(joint):
 
 def test_it_resumes_to_the_same_bits(joint):
     ends = [stored(joint.folder, 4, group) for group in ("weights", "optimizer", "copies")]
-    for step in (2, 3, 4):
+    for step in (3, 4):  # both have trained at step 2
         shutil.rmtree(joint.folder / "checkpoints" / f"step-{step:06d}")
     assert run(joint, fresh=False) == 0
     for group, end in zip(("weights", "optimizer", "copies"), ends, strict=True):
