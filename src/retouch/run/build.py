@@ -1,7 +1,7 @@
 """Builds the parts of a run from its recipe: models, data, judge, phases and the value head."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -687,18 +687,14 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
     if image_model.module is not model.module:
         image_model.module.requires_grad_(False)
     policy.make_trainable(model.module, seed=recipe.seed)
-    painted = None
+    painted, averaged = None, {"average"} if policy.ema is not None else set()
     if (text_to_image := recipe.text_to_image) is not None:
         targets = recipe.image_model.targets_in(image_model.module)
         text_to_image.train.make_trainable(image_model.module, targets=targets, seed=recipe.seed)
         if text_to_image.gradient_checkpointing:
             image_model.module.enable_gradient_checkpointing()  # type: ignore[operator]
         painted = WeightCopies(image_model.module)
-        for name in sorted(text_to_image.objective.weight_copies | ({"average"} if policy.ema is not None else set())):
-            if name == "reference" and text_to_image.train.reference_is_base:
-                painted.snapshot_without_adapter(name)
-            else:
-                painted.snapshot(name)
+        _snapshot(painted, text_to_image.objective.weight_copies | averaged, base=text_to_image.train.reference_is_base)
     if swapped:
         SwappedBlocks(model.module, count=swapped, device=placement.policy)
     hashes = None
@@ -711,21 +707,26 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
         hashes = _weights(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)
-    names = _stale_copies(recipe) | ({"average"} if policy.ema is not None else set())
+    names = _stale_copies(recipe) | averaged
     names = names.union(*(phase.objective.weight_copies for phase in recipe.resolved_phases()))
     if renderer is not None:
         names |= renderer.weight_copies
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
         names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
-    for name in sorted(names):
-        if name == "reference" and policy.train.reference_is_base:
-            copies.snapshot_without_adapter(name)
-        else:
-            copies.snapshot(name)
+    _snapshot(copies, names, base=policy.train.reference_is_base)
     made = PolicyParts(
         recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies, painted=painted
     )
     return made if hashes is None else replace(made, hashes=hashes)
+
+
+def _snapshot(copies: WeightCopies, names: Iterable[str], *, base: bool) -> None:
+    """Make the copies with these names. ``base``: the reference is the model without its adapter."""
+    for name in sorted(names):
+        if name == "reference" and base:
+            copies.snapshot_without_adapter(name)
+        else:
+            copies.snapshot(name)
 
 
 def _weights(model: Any, image_model: Any) -> dict[str, str]:
