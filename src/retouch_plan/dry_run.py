@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from retouch.config.imports import spawning
 from retouch.data.base import DataSets
-from retouch.distributed.optimizer import HeadStepper, ReplicatedStepper, Stepper
+from retouch.distributed.optimizer import JointStepper, ReplicatedStepper, Stepper
 from retouch.distributed.ranks import Ranks, plan_placement
 from retouch.models.base import MEGAPIXEL, PretrainedLanguageModel, TaskInputs, packaged_config, read_description
 from retouch.models.offloading import SwappedBlocks
@@ -435,7 +435,7 @@ class _Step:
     def _take_first_step(self, stepper: Stepper) -> None:
         """Take an optimizer step, so that AdamW's moments exist and every stage is measured with them, as in a resumed run. Before
         it, label fp32 master weights of weights in 16 bits, and their gradients, which the stepper adds up without a hook."""
-        own = stepper.policy if isinstance(stepper, HeadStepper) else stepper
+        own = stepper.policy if isinstance(stepper, JointStepper) else stepper
         if isinstance(own, ReplicatedStepper):
             masters = [weight for name, weight in own.weights.items() if weight is not own.parameters[name]]
             self.meter.relabel(masters, "master weights")

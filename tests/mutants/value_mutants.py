@@ -87,8 +87,8 @@ VALUES = (
     Mutant(
         "the value head's weights are not saved",
         "distributed/optimizer.py",
-        "{**ungathered(self.policy.state()), **weights, **head}",
-        "{**ungathered(self.policy.state()), **head}",
+        "{**self.weights, **self.second.state()}.items()",
+        "self.second.state().items()",
         f"{_LOOP}::test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it",
     ),
     Mutant(

@@ -222,7 +222,7 @@ def test_loss_scale_is_removed_from_the_value_head_gradient():
     moments = []
     for times in (1, 4):
         made, _, head = pair(loss_scale=times)
-        made.head.max_grad_norm = 100.0
+        made.second.max_grad_norm = 100.0
         made.backward(times * head(torch.ones(1, 3)).sum())
         made.step(0.1)
         moments.append(made.state()["value_head/weight/exp_avg"])

@@ -444,97 +444,80 @@ class ReplicatedStepper:
         local_shard(tensor).copy_(content)
 
 
-_HEAD = "value_head/"
-_TEXT_TO_IMAGE = "text_to_image/"
-_WEIGHTS = "weights/"
-
-
 class JointStepper:
-    """The steppers of a writer and of the image model that trains with it, as one (implements ``Stepper``): ``state`` has both.
+    """The steppers of the policy and of a second module, which is replicated on every rank, as one (implements ``Stepper``).
 
-    ``backward`` and ``step`` are those of the writer; the training loop calls the image model's own. ``module`` is the writer's.
+    ``backward``, ``step`` and ``module`` are those of the policy: the training loop calls the second stepper itself. ``state`` has
+    the tensors of both, those of the second under ``prefix``, and there also ``weights``, which nothing else stores.
     """
 
-    def __init__(self, writer: Stepper, text_to_image: ReplicatedStepper) -> None:
-        self.module, self.writer, self.text_to_image = writer.module, writer, text_to_image
-        self.backward, self.step = writer.backward, writer.step
+    def __init__(self, policy: Stepper, second: ReplicatedStepper, *, prefix: str, weights: Mapping[str, Tensor]) -> None:
+        self.module, self.policy, self.second = policy.module, policy, second
+        self.prefix, self.weights = prefix, {f"weights/{name}": tensor for name, tensor in weights.items()}
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, this rank's share of the global loss."""
+        self.policy.backward(loss)
+
+    def step(self, learning_rate: float) -> float:
+        """Like ``ReplicatedStepper.step``. The returned norm is the norm of the policy's gradient only."""
+        return self.policy.step(learning_rate)
 
     def state(self) -> Mapping[str, Tensor]:
-        return {**self.writer.state(), **{f"{_TEXT_TO_IMAGE}{name}": tensor for name, tensor in self.text_to_image.state().items()}}
+        """Return the states of both."""
+        own = {f"{self.prefix}{name}": tensor for name, tensor in {**self.weights, **self.second.state()}.items()}
+        return GatheredTensors({**ungathered(self.policy.state()), **own})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        self.writer.load({name: tensor for name, tensor in state.items() if not name.startswith(_TEXT_TO_IMAGE)})
-        own = ((name.removeprefix(_TEXT_TO_IMAGE), tensor) for name, tensor in state.items() if name.startswith(_TEXT_TO_IMAGE))
-        self.text_to_image.load(dict(own))
+        """Restore the result of ``state``."""
+        own = {name.removeprefix(self.prefix): tensor for name, tensor in state.items() if name.startswith(self.prefix)}
+        self.policy.load({name: tensor for name, tensor in state.items() if not name.startswith(self.prefix)})
+        for name, tensor in self.weights.items():
+            tensor.copy_(own.pop(name))
+        self.second.load(own)
 
     def snapshot(self) -> Callable[[], None]:
-        undo = self.writer.snapshot(), self.text_to_image.snapshot()
+        """Like ``ReplicatedStepper.snapshot``; includes ``weights``."""
+        undo = self.policy.snapshot(), self.second.snapshot()
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights.items()}
 
         def restore() -> None:
             for each in undo:
                 each()
+            for name, tensor in self.weights.items():
+                tensor.copy_(weights[name])
 
         return restore
 
 
-class HeadStepper:
-    """Combines the steppers of the policy and of the value head (implements ``retouch.distributed.optimizer.Stepper``).
+class HeadStepper(JointStepper):
+    """The steppers of the policy and of its value head.
 
-    The head is replicated on every rank and has a constant learning rate. Its weights are part of ``state``, because only training
-    uses them; weight copies, exports and inference do not contain the head. ``loss_scale``: the factor by which the policy's
-    stepper multiplies losses in its backward pass; the head's gradients are divided by it. ``module`` is the policy's module; the
-    head is not wrapped.
+    The head has a constant learning rate. Its weights are part of ``state``, because only training uses them; weight copies,
+    exports and inference do not contain the head. ``loss_scale``: the factor by which the policy's stepper multiplies losses in its
+    backward pass; the head's gradients are divided by it. The head is not wrapped.
     """
 
     def __init__(self, policy: Stepper, head: ReplicatedStepper, *, learning_rate: float, loss_scale: int = 1) -> None:
-        self.module: nn.Module = policy.module
-        self.policy = policy
-        self.head = head
+        super().__init__(policy, head, prefix="value_head/", weights=head.module.state_dict())
         self.learning_rate = learning_rate
         self.loss_scale = loss_scale
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, this rank's share of the global loss, to the policy and the head."""
         # The policy's loss may be NaN and the head's gradient finite.
-        self.head._nonfinite_loss |= not bool(torch.isfinite(loss))
+        self.second._nonfinite_loss |= not bool(torch.isfinite(loss))
         self.policy.backward(loss)
 
     def step(self, learning_rate: float) -> float:
         """Like ``ReplicatedStepper.step``. The returned norm is the norm of the policy's gradient only."""
-        gradients = [parameter.grad for parameter in self.head.parameters.values() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.second.parameters.values() if parameter.grad is not None]
         if gradients:  # a phase without a value loss gives the head no gradient
             for gradient in gradients:
                 gradient.div_(self.loss_scale)
             # The head steps first, so a non-finite loss changes neither the head nor the policy.
-            self.head.step(self.learning_rate)
+            self.second.step(self.learning_rate)
         return self.policy.step(learning_rate)
-
-    def state(self) -> Mapping[str, Tensor]:
-        """Return the policy's state, and under ``value_head/`` the head's weights and optimizer state."""
-        weights = {f"{_HEAD}{_WEIGHTS}{name}": tensor for name, tensor in self.head.module.state_dict().items()}
-        head = {f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()}
-        return GatheredTensors({**ungathered(self.policy.state()), **weights, **head})
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``state``."""
-        own = {name.removeprefix(_HEAD): tensor for name, tensor in state.items() if name.startswith(_HEAD)}
-        self.policy.load({name: tensor for name, tensor in state.items() if not name.startswith(_HEAD)})
-        for name, tensor in self.head.module.state_dict().items():
-            tensor.copy_(own.pop(f"{_WEIGHTS}{name}"))
-        self.head.load(own)
-
-    def snapshot(self) -> Callable[[], None]:
-        """Like ``ReplicatedStepper.snapshot``; includes the head's weights."""
-        policy, head = self.policy.snapshot(), self.head.snapshot()
-        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.head.module.state_dict().items()}
-
-        def restore() -> None:
-            policy()
-            head()
-            for name, tensor in self.head.module.state_dict().items():
-                tensor.copy_(weights[name])
-
-        return restore
 
 
 def gathered_state(state: Mapping[str, Tensor], ranks: Ranks, *, like: Mapping[str, Tensor] | None = None) -> GatheredTensors:

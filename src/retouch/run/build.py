@@ -391,7 +391,8 @@ class Assembly(PolicyParts):
         stepper: Stepper = kind(self.model.module, self.ranks, **options)
         section = self.recipe.advantage.value_head
         if self.painted is not None:
-            return JointStepper(stepper, ReplicatedStepper(self.image_model.module, self.ranks, **options))
+            own = ReplicatedStepper(self.image_model.module, self.ranks, **options)
+            return JointStepper(stepper, own, prefix="text_to_image/", weights={})
         if self.head is None or section is None:
             return stepper
         return HeadStepper(
@@ -436,8 +437,8 @@ class Assembly(PolicyParts):
             ranks=self.ranks,
             reward_range=(combined.low, combined.high),
         )
-        if isinstance(stepper, JointStepper) and not resolved.imitates:
-            run = replace(run, painting=self._painting(run, phase, stepper.text_to_image))
+        if self.painted is not None and isinstance(stepper, JointStepper) and not resolved.imitates:
+            run = replace(run, painting=self._painting(run, phase, stepper.second))
         return run, phase
 
     def _painting(self, run: Run, phase: Phase, stepper: ReplicatedStepper) -> Painting:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from retouch.core.surrogates import sequence_log_ratio
-from retouch.distributed.optimizer import HeadStepper, MeasuresGradients, local_shard
+from retouch.distributed.optimizer import JointStepper, MeasuresGradients, local_shard
 from retouch.models.parts import bits_hash
 from retouch.models.quantized import compute_dtype, gradient_limit, input_gradient_error
 from retouch.objectives.base import Objective
@@ -241,7 +241,7 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
     part = next(iter(run.policy.microbatches(minibatch.trajectory)))
     evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl_kind))
     assert evaluation.kl is not None
-    stepper = run.stepper.policy if isinstance(run.stepper, HeadStepper) else run.stepper
+    stepper = run.stepper.policy if isinstance(run.stepper, JointStepper) else run.stepper
     if isinstance(stepper, MeasuresGradients):
         return stepper.gradient_norm(evaluation.kl.mean())
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
