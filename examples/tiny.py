@@ -95,10 +95,14 @@ def phases(**named: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pairs(count: int = 12) -> list[dict[str, Any]]:
-    """``count`` preference pairs: a red image is chosen, a blue one is rejected."""
-    flat = [Image.new("RGB", (32, 32), colour) for colour in ((220, 30, 30), (30, 30, 220))]
+    """``count`` preference pairs of different images: a red one is chosen, a blue one is rejected."""
+
+    def flat(red: int, blue: int) -> Image.Image:
+        return Image.new("RGB", (32, 32), (red, 30, blue))
+
     return [
-        {"prompt": f"a picture of {letter}", "chosen": flat[0], "rejected": flat[1]} for letter in string.ascii_lowercase[:count]
+        {"prompt": f"a picture of {letter}", "chosen": flat(220 - number, 30), "rejected": flat(30, 220 - number)}
+        for number, letter in enumerate(string.ascii_lowercase[:count])
     ]
 
 

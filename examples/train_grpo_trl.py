@@ -28,11 +28,11 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 from retouch.data.base import DataContext, DataSets, ImageData
 from retouch.data.rows import RowRequirements
-from retouch.data.sources.complex_edit import ComplexEditData
 from retouch.data.sources.folder import FolderData
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.protocols import Reward
+from retouch_bench.complex_edit import ComplexEditData
 from retouch_judge.kinds import Endpoint
 from retouch_judge.rewards import AspectsReward
 from retouch_models.language import QwenLanguageModel

@@ -9,11 +9,11 @@ from typing import Literal, overload
 
 from PIL import Image
 
-from retouch.core.measures import frechet_distance, kernel_distance
 from retouch.data.images import SUFFIXES, load_image
 from retouch.distributed.ranks import scoring_device
 from retouch_bench.inception import inception_features
 from retouch_rewards.dino import dinov2_features
+from retouch_rewards.measures import frechet_distance, kernel_distance
 
 # With fewer images than the 2048 features of Inception, the covariance of the features does not have full rank.
 _FEW = 2048

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, batch_norm, conv2d, interpolate, max_pool2d
 
-from retouch.core.measures import frechet_distance
+from retouch_rewards.measures import frechet_distance
 
 Convolution: TypeAlias = tuple[str, int, int, int]
 """Name, number of outputs, height and width of the kernel."""

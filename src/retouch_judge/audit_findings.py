@@ -18,8 +18,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from retouch.core.intervals import t_quantile
-from retouch.core.measures import kendall
 from retouch_judge.audit_scores import AuditAnswers, JudgeAnswer, ProbeScores
+from retouch_rewards.measures import kendall
 
 SHOWN = 0.95
 """The level of the intervals that the report shows."""

@@ -207,7 +207,7 @@ def distance_of_sets(
     images. ``path``: folder of a DINOv2 model, or its id in the Hugging Face cache. Raises ValueError if a set has fewer than two
     images, or if the model is not DINOv2.
     """
-    from retouch.core.measures import frechet_distance
+    from retouch_rewards.measures import frechet_distance
 
     return frechet_distance(*dinov2_features(images, references, path=path, device=device))
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from PIL import Image
 
-from retouch.core import measures
 from retouch.records.files import inside
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.database import (
@@ -35,6 +34,7 @@ from retouch.rewards.ledger.database import (
 )
 from retouch_judge.models import Prices
 from retouch_judge.questions import quoted_fault
+from retouch_rewards import measures
 from retouch_view.report.markup import aligned
 
 RESCORED = "rescored"

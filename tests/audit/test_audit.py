@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.core import measures
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder, SampleRecord
@@ -22,6 +21,7 @@ from retouch.run.build import build_phase, build_sets
 from retouch.run.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
 from retouch_judge.cache import AnswerCache, JudgeCall
+from retouch_rewards import measures
 from retouch_view.ledger import LedgerSample, LedgerView, with_ratings
 from retouch_view.rescoring import RunTasks
 from retouch_worlds.rewards import PlaygroundReward

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.intervals import MeanEstimate, estimate_mean, estimate_share
-from retouch.core.measures import frechet_distance, kendall, kernel_distance, pairwise_agreement, spearman
+from retouch_rewards.measures import frechet_distance, kendall, kernel_distance, pairwise_agreement, spearman
 
 # Clustered intervals of means and shares
 
@@ -214,7 +214,7 @@ def test_the_distance_of_equal_sets_is_0_and_a_single_vector_raises() -> None:
 
 @pytest.mark.parametrize("rows", [2, 1024])
 def test_kernel_distance_equals_the_formula(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.core.measures._ROWS", rows)
+    monkeypatch.setattr("retouch_rewards.measures._ROWS", rows)
     random = torch.Generator().manual_seed(0)
     one, other = torch.randn(5, 4, generator=random), torch.randn(7, 4, generator=random) + 0.3
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 import tiny_towers
 from retouch.cli.parser import main
-from retouch.core.measures import kernel_distance
 from retouch_bench.image_sets import ImageFiles, distances_of_folders
 from retouch_rewards.dino import dinov2_features, distance_of_sets
+from retouch_rewards.measures import kernel_distance
 
 
 @pytest.fixture(scope="module")

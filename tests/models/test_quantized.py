@@ -85,7 +85,7 @@ def test_a_lora_over_a_quantised_base_starts_at_ratio_1_and_resumes_to_the_bit_a
     assert_same(run_results(whole.folder), run_results(resumed.folder))
     files = [lora_file(trainer, tmp_path / name) for trainer, name in ((whole, "a"), (resumed, "b"))]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert checks(whole)["ratio_before"]["value"] == 0
+    assert checks(whole)["ratio_before"]["value"] <= 1e-6
     assert checks(whole)["frozen_gradient"]["ok"]
     model: Any = retouch.load_run(whole.folder)._parts[0].model
     assert any(is_quantized(weight) for weight in model.module.parameters()) == ("quantize" in base)
@@ -356,7 +356,7 @@ def test_a_loaded_pipeline_that_is_quantised_trains_or_is_refused_with_what_to_u
     if message is None:
         run = trained(pipe, tmp_path, "loaded", None, steps=1)
         assert any(map(is_quantized, pipe.transformer.parameters()))
-        assert checks(run)["ratio_before"]["value"] == 0
+        assert checks(run)["ratio_before"]["value"] <= 1e-6
         assert checks(run)["frozen_gradient"]["ok"]
         return
     with pytest.raises(ValueError, match=message):

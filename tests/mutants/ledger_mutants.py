@@ -190,7 +190,7 @@ LEDGER = (
     ),
     Mutant(
         "Kendall's tau subtracts pairs that both judges tie twice",
-        "core/measures.py",
+        "retouch_rewards/measures.py",
         "- tied_a - tied_b + tied_both -",
         "- tied_a - tied_b -",
         f"{_AGREEMENT}::test_rank_correlations_equal_their_definitions",

@@ -14,7 +14,6 @@ DATA = Kinds(
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",
         "stream": "retouch.data.sources.stream:StreamData",
-        "complex-edit": "retouch.data.sources.complex_edit:ComplexEditData",
         "triplets": "retouch.data.sources.triplets:TripletData",
         "prompts": "retouch.data.sources.folder:PromptData",
         "table": "retouch.data.sources.hub:TableData",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, check_ranks, evaluated_columns, rewards_of
 from retouch.records.folder import RunFolder
 from retouch.renderers.base import LatentRenderer, RendererInContext
-from retouch.renderers.prompts import PromptRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
 from retouch.run.checkpoint import (
@@ -76,6 +75,7 @@ from retouch.types import Batch, Json, Task
 
 if TYPE_CHECKING:
     from retouch.policies.autoregressive import AutoregressivePolicy
+    from retouch.renderers.prompts import PromptRenderer
 
 SAMPLED = 32
 """Number of tasks from which the normalisation of the head's inputs is computed."""
@@ -443,9 +443,9 @@ class Assembly(PolicyParts):
 
     def _painting(self, run: Run, phase: Phase, stepper: ReplicatedStepper) -> Painting:
         """Build the image model of a phase, which learns from the samples and advantages of its writer."""
-        section, renderer, model = self.recipe.text_to_image, self.recipe.renderer, self.image_model
+        section, model = self.recipe.text_to_image, self.image_model
+        renderer = cast("PromptRenderer", self.recipe.renderer)  # the recipe's checks ensure it
         assert section is not None
-        assert isinstance(renderer, PromptRenderer)
         assert self.painted is not None
         assert isinstance(model, DenoisingModel), "the recipe's checks ensure it"
         objective = section.objective.build()

@@ -12,13 +12,13 @@ from pydantic import Field
 
 from retouch.config.section import Count
 from retouch.data.rows import Row, Rows
-from retouch.data.sources.complex_edit import Levels, read_complex_edit
 from retouch.data.sources.folder import read_folder
 from retouch.data.sources.hub import read_hub
 from retouch.rewards.base import PathText, RewardSection, source_image
 from retouch.rewards.pixels import AppearanceReward
 from retouch.rewards.several import SeveralRewards
 from retouch.types import Column, Sample
+from retouch_bench.complex_edit import Levels, read_complex_edit
 from retouch_bench.suite import Scored, SuiteItem, require_judge
 from retouch_bench.suites.rows import JoinedRows, OwnSuite, RowSuite, RubricReward, file_rows, keyed_rows, published, texts_of
 from retouch_judge.base import NAN, Prompt, edit_parts, image_parts, judged_image, quoted, rubric

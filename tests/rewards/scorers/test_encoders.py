@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, Dinov2Model, SiglipModel
 
 import tiny_towers
-from retouch.core.measures import frechet_distance
 from retouch.objectives.reward_gradient import DIFFERENTIABLE_REWARDS
 from retouch.protocols import DifferentiableReward
 from retouch.rewards.pixels import GradeReward, ShareReward, TargetReward
 from retouch.types import Sample, Task
 from retouch_rewards.clip import AestheticReward, ClipReward, HpsReward, ImageRewardScore, PickScoreReward
 from retouch_rewards.dino import DinoReward, StyleReward, distance_of_sets
+from retouch_rewards.measures import frechet_distance
 from retouch_rewards.networks import DualEncoder, normalised_pixels, tensor_pixels
 from retouch_worlds.testing import check_reward
 

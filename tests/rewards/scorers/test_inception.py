@@ -10,8 +10,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import tiny_inception
-from retouch.core.measures import frechet_distance
 from retouch_bench.inception import InceptionFeatures, fid, inception_shapes, load_inception
+from retouch_rewards.measures import frechet_distance
 
 # Made with pytorch-fid 0.3.0 and torchvision 0.29.1: the weights and the input of tiny_inception, loaded into InceptionV3, whose
 # names and shapes they have; tiny_inception.summary of the outputs of its blocks.
