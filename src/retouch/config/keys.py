@@ -25,6 +25,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -123,21 +124,6 @@ def bound_addresses(variable: str) -> tuple[Address, ...]:
     own = _from_environment().get(variable, ()) + _from_file().get(variable, ())
     known = _LOCAL if variable in OWN_SERVERS else () if own else KNOWN.get(variable, ())
     return own + tuple(map(address_of, known))
-
-
-def bound_variables() -> tuple[set[str], list[str]]:
-    """The names of all variables that hold keys, and the words of RETOUCH_KEYS that are no bindings: they may be keys."""
-    names, others = {*KNOWN, *OWN_SERVERS}, []
-    for word in _words():
-        binding = _BINDING.fullmatch(word)
-        if binding is not None and "://" in binding["url"]:
-            names.add(binding["variable"])
-        else:
-            others.append(word if binding is None else binding["url"])
-    try:
-        return names | _from_file().keys(), others
-    except ValueError:  # an invalid file; where its bindings matter, the user is told
-        return names, others
 
 
 def is_bound(variable: str, url: str) -> bool:
@@ -277,8 +263,15 @@ def redact_output() -> None:
 
 def _bound_values() -> Iterator[str]:
     """The values of bound variables, of bad words in RETOUCH_KEYS (a key instead of its address), and passwords of addresses."""
-    names, others = bound_variables()
-    yield from (word for word in others if len(word) >= _RUN)
+    names = {*KNOWN, *OWN_SERVERS}
+    for word in _words():
+        binding = _BINDING.fullmatch(word)
+        if binding is not None and "://" in binding["url"]:
+            names.add(binding["variable"])
+        elif len(bad := word if binding is None else binding["url"]) >= _RUN:
+            yield bad
+    with suppress(ValueError):  # an invalid file; where its bindings matter, the user is told
+        names |= _from_file().keys()
     for name in names:
         value = os.environ.get(name, "")
         if name not in os.environ and (file := os.environ.get(f"{name}_FILE")) is not None:

@@ -39,6 +39,8 @@ class Advantage(Section):
     weighs: ClassVar[bool] = False
     """Whether the advantages are factors of the loss weights, at least 0. Rows with 0 are left out of the update, which saves their
     forward and backward passes."""
+    value_head: ClassVar[ValueHead | None] = None
+    """The ``ValueHead`` that trains together with the policy; None if this advantage needs none."""
     reads_scores: ClassVar[bool] = False
     """Whether ``__call__`` has a keyword ``scores``: each column of the reward of all ranks, (rows,), by its full name."""
 
@@ -53,11 +55,6 @@ class Advantage(Section):
         return Credit(advantages[:, None].expand(trajectory.mask.shape))
 
     @property
-    def value_head(self) -> ValueHead | None:
-        """The value head that trains together with the policy; None if this advantage needs none."""
-        return None
-
-    @property
     def label(self) -> str:
         """The name of the advantage in messages: its kind, or the name of its class."""
         return str(getattr(self, "kind", type(self).__name__))
@@ -66,8 +63,8 @@ class Advantage(Section):
         """Raise ValueError if rewards of this range cannot be used."""
 
     def check_columns(self, columns: Mapping[str, Column], combined: Sequence[str]) -> None:
-        """Raise ValueError if this reward cannot be used. ``columns``: all of its columns. ``combined``: those that ``combine``
-        uses, all of which have a score if a sample has a reward."""
+        """Raise ValueError if this reward cannot be used. Called if ``reads_scores``. ``columns``: all of its columns.
+        ``combined``: those that ``combine`` uses, all of which have a score if a sample has a reward."""
 
     @property
     def smallest_group(self) -> int:
@@ -311,7 +308,7 @@ class GAEAdvantage(Advantage):
         return Credit(estimated, returns, metrics)
 
     @property
-    def value_head(self) -> ValueHead | None:
+    def value_head(self) -> ValueHead:  # type: ignore[override]
         return self.head
 
     def check_range(self, low: float, high: float) -> None:

@@ -83,6 +83,10 @@ class Objective(Section):
 
     can_pair_noise: ClassVar[bool] = False
     """Whether ``needs_initial_noise`` may be True, which depends on the objective's keys."""
+    rewards: ClassVar[Mapping[str, Section]] = {}
+    """The sections of the rewards that the objective differentiates, by their keys."""
+    stored_copies: ClassVar[Mapping[str, str]] = {}
+    """The folder of the run from which each copy of the weights is read, by the copy's name (in ``weight_copies`` too)."""
     uses_advantages: ClassVar[bool] = True
     """Whether the loss depends on advantages. Without them, a group may have one row."""
     learns_from_teachers: ClassVar[bool] = False
@@ -128,11 +132,6 @@ class Objective(Section):
     def after_step(self, policy: Any, step: int) -> None:
         """Called after optimizer step ``step`` (from 1) of the phase."""
 
-    @property
-    def rewards(self) -> Mapping[str, Section]:
-        """The sections of the rewards that the objective differentiates, by their keys."""
-        return {}
-
     def load(self, device: torch.device | str) -> None:
         """Load what the loss needs besides the policy. Called before the policy is loaded. ``device``: the device for rewards.
 
@@ -155,11 +154,6 @@ class Objective(Section):
     def weight_copies(self) -> frozenset[str]:
         """The copies of the weights to keep: "reference" (from the start of the phase), "old" (follows the current weights)."""
         return frozenset()
-
-    @property
-    def stored_copies(self) -> Mapping[str, str]:
-        """The folder of the run from which each copy of the weights is read, by the copy's name (in ``weight_copies`` too)."""
-        return {}
 
     @property
     def needs_acting_means(self) -> bool:

@@ -82,7 +82,7 @@ class OPD(Objective):
         return frozenset(self._copy(name) for name in self.teachers)
 
     @property
-    def stored_copies(self) -> Mapping[str, str]:
+    def stored_copies(self) -> Mapping[str, str]:  # type: ignore[override]
         return {self._copy(name): teacher.run for name, teacher in self.teachers.items() if teacher.run is not None}
 
     def _copy(self, name: str) -> str:

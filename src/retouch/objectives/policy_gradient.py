@@ -276,7 +276,8 @@ class PolicyGradient(Objective):
                 yield f"{transition}.noise_level: 0 explores nothing, so nothing would be learned; 0.7 is usual"
         if self.surrogate in ("reinforce", "dppo") and (self.clip_low is not None or self.clip_high is not None):
             yield f"{here}.clip_low, {here}.clip_high: {self.surrogate} does not clip; remove both"
-        yield from self._limit_problems(context)
+        if self.surrogate == "dppo" or self.kl_limit is not None:
+            yield from self._limit_problems(context)
         if self.surrogate == "reinforce":
             if self.ratio_norm:
                 yield f"{here}.ratio_norm: reinforce has no ratio; remove it"
@@ -310,7 +311,7 @@ class PolicyGradient(Objective):
         here, limit = f"{context.objective}.kl_limit", self.kl_limit
         if self.surrogate == "dppo" and limit is None:
             yield f"{here}: dppo needs it; {'0.05 is usual' if context.is_autoregressive else '1e-5 is usual with reduction mean'}"
-        elif limit is not None and self.surrogate != "dppo":
+        elif self.surrogate != "dppo":
             yield f"{here}: {self.surrogate} does not read it; remove it"
         elif limit is not None and limit > 1e-2 and context.reduction == "mean":
             yield f"{here}: a KL averaged over a transition's elements never reaches {limit}; use 1e-6 to 1e-4, or reduction 'sum'"

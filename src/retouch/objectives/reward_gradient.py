@@ -66,7 +66,7 @@ class RewardGradient(Objective):
     _scorer: Any = PrivateAttr(default=None)
 
     @property
-    def rewards(self) -> Mapping[str, Section]:
+    def rewards(self) -> Mapping[str, Section]:  # type: ignore[override]
         return {"reward": self.reward}
 
     def for_trial(self) -> RewardGradient:

@@ -156,8 +156,7 @@ def engine_problems(recipe: RecipeKeys) -> Iterator[str]:
 def text_to_image_problems(recipe: RecipeKeys) -> Iterator[str]:
     """Check that the renderer's image model can explore and train on the writer's samples."""
     trained, renderer = recipe.text_to_image, recipe.renderer
-    if trained is None:
-        return
+    assert trained is not None
     if renderer is None or not renderer.can_train:
         yield "text_to_image: only the image model of a renderer of kind prompt trains together with a writer; remove it"
         return
@@ -290,8 +289,7 @@ def source_image_problems(recipe: RecipeKeys, phase: ResolvedPhase, at: str) -> 
 def ip_adapter_problems(recipe: RecipeKeys) -> Iterator[str]:
     """Check that the model supports an IP-Adapter, and that the tasks have reference images."""
     train, model = recipe.policy.train, recipe.policy.model
-    if not isinstance(train, IpAdapter):
-        return
+    assert isinstance(train, IpAdapter)
     assert isinstance(model, ImageModel)
     if not model.ip_adapter_blocks:
         yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, not for {model.kind}; use lora"
@@ -357,7 +355,7 @@ def reward_problems(recipe: RecipeKeys) -> Iterator[str]:
             raise ValueError("all weights are 0, so nothing would be learned; set a weight for one column")
     except ValueError as error:
         yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
-    if combined is not None and columns is not None:
+    if combined is not None and columns is not None and recipe.advantage.reads_scores:
         try:
             recipe.advantage.check_columns(columns, combined.columns)
         except ValueError as error:
@@ -451,14 +449,15 @@ ZERO3 = (
 
 def problems(recipe: RecipeKeys) -> list[str]:
     """A line for each contradiction between keys; empty for a valid recipe."""
-    found = [*_length(recipe), *_outputs(recipe), *_devices(recipe)]
+    found = [*_length(recipe), *_outputs_and_devices(recipe)]
     if recipe.watch is not None:
         differentiated = [section for _, section in differentiated_rewards(recipe)]
         found += watch_problems(recipe.watch, [recipe.reward, *differentiated])
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe), *base_problems(recipe)]
-    found += text_to_image_problems(recipe)
+    if recipe.text_to_image is not None:
+        found += text_to_image_problems(recipe)
     policy = recipe.policy
     if isinstance(policy, DenoisingPolicyKeys):
         if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):
@@ -467,7 +466,9 @@ def problems(recipe: RecipeKeys) -> list[str]:
         found.append(
             "policy.compile: only layers that are recomputed in the update are compiled; set gradient_checkpointing, or use null"
         )
-    found += [*ip_adapter_problems(recipe), *_phases(recipe)]
+    if isinstance(policy.train, IpAdapter):
+        found += ip_adapter_problems(recipe)
+    found += _phases(recipe)
     try:
         check_ranks(recipe, 1)  # more ranks are checked at the start of the run
     except ValueError as error:
@@ -531,8 +532,8 @@ def _one_length(steps: int | None) -> str:
     return "missing: set the length of the run, in steps or in passes" if steps is None else "set either steps or passes, not both"
 
 
-def _outputs(recipe: RecipeKeys) -> Iterator[str]:
-    """Check the checkpoints, the uploads and the trackers of a run."""
+def _outputs_and_devices(recipe: RecipeKeys) -> Iterator[str]:
+    """Check the checkpoints, the uploads, the trackers, the optimizer and the devices of a run."""
     every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
     if kept is not None and (every == 0 or kept % every):
         yield f"checkpoints.keep_every: {kept} is not a multiple of checkpoints.every ({every}), so none is kept; use a multiple"
@@ -546,9 +547,6 @@ def _outputs(recipe: RecipeKeys) -> Iterator[str]:
         yield "samples.states: this policy has no denoising states; remove it"
     if len(set(recipe.trackers)) < len(recipe.trackers):
         yield "trackers: one tracker is listed twice; list each once"
-
-
-def _devices(recipe: RecipeKeys) -> Iterator[str]:
     if recipe.sharding == "zero3":
         yield f"sharding: {ZERO3}; use zero2, or fsdp2 if the weights themselves are too large"
     if recipe.optimizer.final_share and recipe.optimizer.schedule == "constant":

@@ -59,33 +59,25 @@ def silence_libraries() -> None:
 def _commit(folder: Path) -> str:
     """Return the commit that is checked out in ``folder``, read from git's files; empty if they do not name one."""
     home = folder.resolve()
-    for place in (home, *home.parents):
-        if (git := place / ".git").exists():
-            try:
-                if git.is_file():  # a worktree or a submodule
-                    git = place / _text(git).removeprefix("gitdir: ")
-                head = _text(git / "HEAD")
-                name = head.removeprefix("ref: ")
-                return head if name == head and _COMMIT.fullmatch(head) else _commit_of(git, name)
-            except (OSError, ValueError):
-                return ""
-    return ""
-
-
-def _commit_of(git: Path, name: str) -> str:
-    """Return the commit of a branch. Raises OSError or ValueError if git's files cannot be read."""
-    shared = git / _text(git / "commondir") if (git / "commondir").exists() else git
-    if ".." not in name and name.startswith("refs/"):
-        for loose in (git / name, shared / name):
-            if loose.exists():
-                commit = _text(loose)
-                return commit if _COMMIT.fullmatch(commit) else ""
-    if (packed := shared / "packed-refs").exists():
-        for line in _text(packed).splitlines():
-            commit, _, branch = line.partition(" ")
-            if branch == name and _COMMIT.fullmatch(commit):
-                return commit
-    return ""
+    git = next((place / ".git" for place in (home, *home.parents) if (place / ".git").exists()), None)
+    if git is None:
+        return ""
+    try:
+        if git.is_file():  # a worktree or a submodule
+            git = git.parent / _text(git).removeprefix("gitdir: ")
+        found = _text(git / "HEAD")
+        name = found.removeprefix("ref: ")
+        if name != found:  # a branch
+            shared = git / _text(git / "commondir") if (git / "commondir").exists() else git
+            loose = [
+                path for path in (git / name, shared / name) if ".." not in name and name.startswith("refs/") and path.exists()
+            ]
+            packed = shared / "packed-refs"
+            lines = [line.partition(" ") for line in _text(packed).splitlines()] if not loose and packed.exists() else []
+            found = _text(loose[0]) if loose else next((commit for commit, _, branch in lines if branch == name), "")
+    except (OSError, ValueError):
+        return ""
+    return found if _COMMIT.fullmatch(found) else ""
 
 
 def _text(path: Path) -> str:

@@ -593,7 +593,8 @@ def assemble(
         ledger.require_same_judge(reward)
     judge = RewardScorer(reward, recipe.reward.combine, device=placement.reward)
     recipe.advantage.check_range(judge.combination.low, judge.combination.high)
-    recipe.advantage.check_columns(reward.columns, judge.combination.columns)
+    if recipe.advantage.reads_scores:
+        recipe.advantage.check_columns(reward.columns, judge.combination.columns)
     column = recipe.eval.column
     if column not in (None, *reward.columns) and column not in (columns := evaluated_columns(recipe, reward.columns)):
         raise ValueError(
