@@ -7,6 +7,7 @@ who runs them. The fixtures import their modules when a test requests them.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,27 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
 settings.register_profile("retouch", deadline=None)
 settings.load_profile("retouch")
 
 TESTS = Path(__file__).parent
+SOURCES = TESTS.parent / "src"
+
+# Shapes and types are checked in modules that compute with tensors and name their shapes. Tests of other packages, such as `data`,
+# pass wrong values on purpose and expect Retouch's own errors; and a check of every call of the others would cost 9 % of the tests.
+SHAPED = ("core/*", "models/*", "policies/*", "objectives/*", "renderers/*", "run/step")
+_files = [*SOURCES.glob("retouch_models/**/*.py"), *SOURCES.glob("retouch_worlds/pretraining/*.py")]
+_files += [file for names in SHAPED for file in SOURCES.glob(f"retouch/{names.replace('*', '**/*')}.py")]
+install_import_hook(
+    [
+        ".".join(file.relative_to(SOURCES).with_suffix("").parts)
+        for file in _files
+        if re.search(r"(Float|Int|Bool)\[", file.read_text(encoding="utf-8"))
+    ],
+    "typechecker.checked",
+)
 NAMED_IN_TESTS = [
     *sorted(file.stem for file in TESTS.rglob("*.py")),
     *("a", "bright", "flawed_judges", "judges", "mine", "no_such_module_of_mine", "nowhere", "scorers"),

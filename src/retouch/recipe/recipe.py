@@ -604,7 +604,18 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 has = f"{phase.data.label} have no targets"
                 yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
         else:
-            yield from _exploration(recipe, phase, at)
+            # The samples of a group must be able to differ, and advantages to differ from 0.
+            if not phase.objective.uses_advantages:
+                pass
+            elif phase.group_size < (smallest := recipe.advantage.smallest_group):
+                nothing = f"{phase.group_size} gives every sample the advantage 0"
+                yield f"{at['group_size']}: {nothing}; use {smallest} or more, or advantage.kind batch or gae"
+            elif phase.rows < 2:
+                yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
+            yield from phase.rollout.problems(at["rollout"])
+            if phase.objective.needs_acting_means and not phase.rollout.is_autoregressive and phase.rollout.engine is not None:
+                why = "an engine does not return the means that ratio_norm and surrogate dppo need"
+                yield f"{at['objective']}: {why}; use surrogate clip without ratio_norm, or remove {at['rollout']}.engine"
             if phase.rollout.staleness:
                 yield from _staleness(recipe, phase, at)
             elif phase.rollout.truncate_at != TRUNCATE_AT:
@@ -630,21 +641,6 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; give fewer steps, or a "
                 "share of them below 1"
             )
-
-
-def _exploration(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """Check that the samples of a group can differ, and that advantages can differ from 0."""
-    if not phase.objective.uses_advantages:
-        pass
-    elif phase.group_size < (smallest := recipe.advantage.smallest_group):
-        nothing = f"{phase.group_size} gives every sample the advantage 0"
-        yield f"{at['group_size']}: {nothing}; use {smallest} or more, or advantage.kind batch or gae"
-    elif phase.rows < 2:
-        yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
-    yield from phase.rollout.problems(at["rollout"])
-    if phase.objective.needs_acting_means and not phase.rollout.is_autoregressive and phase.rollout.engine is not None:
-        why = "an engine does not return the means that ratio_norm and surrogate dppo need"
-        yield f"{at['objective']}: {why}; use surrogate clip without ratio_norm, or remove {at['rollout']}.engine"
 
 
 def _staleness(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

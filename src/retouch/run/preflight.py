@@ -57,7 +57,7 @@ class PreflightFailed(ValueError):
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks must call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
-    before = {name: local_shard(p).to("cpu", copy=True) for name, p in trained.items()}  # this rank's part, in CPU memory
+    before = {name: _copy_in_cpu_memory(p) for name, p in trained.items()}
     frozen, undo, random = _hashes(run), run.stepper.snapshot(), rng_state()
     if not phase.objective.uses_advantages:
         phase = replace(phase, objective=phase.objective.for_trial())
@@ -194,6 +194,11 @@ def _frozen_gradient(run: Run) -> Iterator[Check]:
     )
     ok = errors[worst] <= limit
     yield Check("frozen_gradient", ok, errors[worst], limit, text if ok else text + advice)
+
+
+def _copy_in_cpu_memory(parameter: Tensor) -> Tensor:
+    """Return a copy of this rank's shard in CPU memory."""
+    return local_shard(parameter).to("cpu", copy=True)
 
 
 def _max_ratio_deviation(run: Run, minibatch: Minibatch, *, per_row: bool) -> float:
