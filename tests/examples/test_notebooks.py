@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from slow_params import slow_after
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
 SHOWN = ("_repr_png_", "_repr_html_")
 
@@ -21,7 +23,7 @@ def execute(source: str, names: dict[str, Any], place: str) -> Any:
     return names.pop("_shown", None)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", slow_after(1, NOTEBOOKS), ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -14,6 +14,7 @@ from retouch_serve.requests import Limits
 from retouch_view.live.app import LIMITS, build_app
 from served_rewards import Digest
 from slow_clients import ATTACKS, attacking, honest
+from slow_params import slow_after
 
 CONNECTIONS = 40
 ATTACKERS = 140  # more than the connections and the requests in progress of a server
@@ -53,7 +54,7 @@ def page(tmp_path_factory):
     thread.join(timeout=30)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", slow_after(5, ATTACKS))
 @pytest.mark.parametrize("server", ["reward_server", "page"])
 def test_point_3_5_honest_requests_are_answered_under_attack(name, server, request):
     url, ask = request.getfixturevalue(server)

@@ -8,15 +8,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "measurements" / "pipelines"))
 import every_pipeline as tiny
 
+from slow_params import slow_except
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
-SLOW = {"LongCatImageEditPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"}
-"""They encode every source image at 1024 x 1024 px."""
+QUICK = ("StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "FluxKontextPipeline", "SanaPipeline", "Kandinsky5I2IPipeline")
+"""One of each sort: U-Net, transformer, editing, linear attention, frames."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in tiny.PIPELINES])
+@pytest.mark.parametrize("name", slow_except(QUICK, tiny.PIPELINES))
 def test_a_prompt_and_a_source_are_all_that_a_tiny_pipeline_needs_and_both_reach_the_image(name):
     pipeline, call = tiny.PIPELINES[name]()
 

@@ -20,6 +20,7 @@ from retouch.policies.decoding import CachedDecoding
 from retouch.recipe.document import value_at
 from retouch.types import Needs, Slice
 from retouch_models.causal import PreallocatedCacheLayer
+from slow_params import slow_after
 from warm_python import run_python
 
 BEFORE_AFTER, IMPROVEMENTS, TABLE = script("before_after"), script("improvements"), script("table")
@@ -45,7 +46,7 @@ def test_the_machines_page_contains_the_stored_tables():
     assert {each for row in KEPT.values() for each in row["off"]} == IMPROVEMENTS.IMPROVEMENTS.keys()
 
 
-@pytest.mark.parametrize("name", REHEARSED)
+@pytest.mark.parametrize("name", slow_after(6, REHEARSED))
 def test_the_kept_figures_are_for_the_present_recipe_without_all_its_improvements(name):
     recipe = TABLE.recipe_of(name)
     assert KEPT[name]["digest"] == BEFORE_AFTER.digest(name)
@@ -56,7 +57,7 @@ def test_the_kept_figures_are_for_the_present_recipe_without_all_its_improvement
     assert found.get("sharding") in (None, "zero2")
 
 
-@pytest.mark.parametrize("name", REHEARSED)
+@pytest.mark.parametrize("name", slow_after(6, REHEARSED))
 def test_turning_off_the_improvements_of_a_recipe_changes_the_recipe(name):
     recipe = TABLE.recipe_of(name)
     found = IMPROVEMENTS.improvements_of(recipe)

@@ -6,6 +6,7 @@ import pytest
 
 from retouch.recipe.recipe import load, parse
 from retouch_plan.fitting import changes
+from slow_params import slow_except
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HELD = {"weights: transformer": 40, "weights: text_encoder_2": 20, "weights: vae": 20, "AdamW's moments": 20}
@@ -23,7 +24,7 @@ def order(found, *keys):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", [SD3, EDIT, WRITER, EMU3, "flux-fill/ip-adapter-nft", "playground/grpo"])
+@pytest.mark.parametrize("name", slow_except([SD3, EMU3], [SD3, EDIT, WRITER, EMU3, "flux-fill/ip-adapter-nft", "playground/grpo"]))
 def test_a_recipe_allows_every_change_that_is_tried(name, stage):
     recipe = load(RECIPES / f"{name}.jsonnet")
     found = [each for each in tried(name, stage, world=8) if not each.startswith("rollout.chunk=")]

@@ -27,6 +27,7 @@ from retouch_models.qwen_image import model as qwen_model
 from retouch_models.qwen_image.model import QwenImage
 from retouch_worlds.models.family import PlaygroundTextToImage
 from retouch_worlds.testing import check_renderer
+from slow_params import slow_after
 
 # Images of rewritten prompts match those of diffusers' pipelines for the same prompts and noise
 
@@ -88,7 +89,7 @@ def tasks_and_rollout():
     return rows, replace(trajectory, outputs=said)
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize("options", slow_after(1, [{"batch": 2}, {}, {"guidance_scale": 1.0}]), ids=str)
 def test_the_prompt_renderer_passes_the_contract_checks(kind, tasks_and_rollout, options):
     draws = renderer(kind[0], **options)
     assert isinstance(draws, Renderer)

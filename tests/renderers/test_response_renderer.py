@@ -19,6 +19,7 @@ from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder
 from retouch_models.responses import ResponseRenderer, ResponseSampler
 from retouch_worlds.models.family import PlaygroundModel
 from retouch_worlds.testing import check_renderer
+from slow_params import slow_after
 
 STEPS = 3
 
@@ -84,7 +85,9 @@ def assert_drawn_by(pipe, draws, task, said, *image, guidance_scale, **sizes):
 
 
 @pytest.mark.parametrize("whose", ["frozen", "policy"])
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"sharded": True}, {"encoder_batch": 2, "batch": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_after(2, [{}, {"encoder_batch": 2, "batch": 1}, {"guidance_scale": 1.0}, {"sharded": True}]), ids=str
+)
 def test_the_response_renderer_passes_the_contract_checks(editor, policy, tasks_and_rollout, whose, options):
     tasks, trajectory = tasks_and_rollout
     assert any(output.truncated for output in trajectory.outputs)

@@ -19,6 +19,7 @@ from retouch.run.build import assemble
 from retouch.run.session import run
 from retouch.run.step import collect
 from retouch.types import Completion
+from slow_params import slow_after
 
 JOINT = "recipes/playground/enhancer-joint.jsonnet"
 SMALL = [
@@ -121,7 +122,7 @@ def test_the_text_to_image_is_not_blamed_for_a_completion_without_a_prompt(tmp_p
     assert rows.group_ids == tuple(batch.group_ids[k] for k in batch.group)
 
 
-@pytest.mark.parametrize("objective", [{"kind": "nft"}, {"kind": "awm", "reference_weight": 0.1}])
+@pytest.mark.parametrize("objective", slow_after(1, [{"kind": "nft"}, {"kind": "awm", "reference_weight": 0.1}]))
 def test_a_text_to_image_learns_by_other_objectives_too(tmp_path, objective):
     changes = [
         f"text_to_image.objective={json.dumps(objective)}",

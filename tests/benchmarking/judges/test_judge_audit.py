@@ -14,7 +14,7 @@ from retouch_judge import audit, audit_findings
 from retouch_judge.audit_findings import Estimate, alarms, findings
 from retouch_judge.audit_ladders import playground_ladders
 from retouch_judge.audit_scores import AuditAnswers, JudgeAnswer, ProbeScores, Spending
-from slow_params import slow_except
+from slow_params import slow_after, slow_except
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_clean_judge_passes(small_ladders, tmp_path):
     assert result.samples == 16 * (6 * 3 + 11)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(5, FAULTS))
 def test_each_planted_fault_raises_exactly_its_own_alarm(small_ladders, tmp_path, fault):
     result = retouch.judge_audit(BiasedJudge(fault=fault), out=tmp_path)
     assert set(result.alarms) == {FAULTS[fault]}

@@ -21,6 +21,7 @@ from retouch_bench.images import ImageFolder, image_keys
 from retouch_bench.kinds import SUITES, find_suite
 from retouch_bench.running import run
 from retouch_bench.suite import Suite
+from slow_params import slow_after
 
 NAN = math.nan
 VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall": 2.0})
@@ -220,7 +221,7 @@ def with_reward(suite, table):
     return changed
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_after(6, CASES))
 def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(name, tmp_path):
     case = CASES[name]
     (tmp_path / "data").mkdir()

@@ -190,8 +190,8 @@ def test_images_have_a_gradient_and_targets_are_decoded_again():
     [
         (SDXL, {"quantization_config": "4bit"}),
         (SDXL, {"objective": retouch.NFT()}),
-        ("SanaPipeline", {}),
-        ("Kandinsky5I2IPipeline", {}),
+        pytest.param("SanaPipeline", {}, marks=pytest.mark.slow),
+        pytest.param("Kandinsky5I2IPipeline", {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_loaded_pipeline_trains_in_three_lines(tmp_path, name, more):

@@ -43,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return result(folder)
 
 
-@pytest.mark.parametrize("way", slow_except(["all blocks", "both"], ["blocks", "all blocks", "activations", "both"]))
+@pytest.mark.parametrize("way", slow_except(["both"], ["blocks", "all blocks", "activations", "both"]))
 def test_a_run_has_the_same_bits_if_blocks_or_activations_wait_in_cpu_memory(tmp_path: Path, way: str, plain: list[Any]) -> None:
     assert run(parse(small(tmp_path, way, steps=1)), fresh=False) == 0
     assert run(parse(small(tmp_path, way)), fresh=False) == 0  # resumed

@@ -56,10 +56,10 @@ def test_autoregressive_policy_passes_the_contract_checks(kind):
 @pytest.mark.parametrize(
     ("train", "options"),
     [
-        ("lora", {"sampling": TRUNCATED}),
-        ("full", {}),
         ("full", {"share": False, "sampling": TRUNCATED}),
         ("lora", {"mask_truncated": True, "microbatch": 1}),
+        pytest.param("lora", {"sampling": TRUNCATED}, marks=pytest.mark.slow),
+        pytest.param("full", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

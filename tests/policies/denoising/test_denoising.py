@@ -26,7 +26,7 @@ COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.
 
 @pytest.mark.parametrize(
     "number",
-    slow_except(range(0, len(COMBINATIONS), 3), range(len(COMBINATIONS))),
+    slow_except(range(0, len(COMBINATIONS), 7), range(len(COMBINATIONS))),
     ids=["-".join(map(str, each)) for each in COMBINATIONS],
 )
 def test_denoising_policy_passes_the_contract_checks(number):

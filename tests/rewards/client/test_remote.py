@@ -24,6 +24,7 @@ from retouch_worlds.data import PlaygroundData
 from retouch_worlds.rewards import PlaygroundReward
 from retouch_worlds.testing import check_reward
 from served_rewards import digest_score
+from slow_params import slow_after
 
 SUPPORT = Path(__file__).parents[3] / "tests" / "support"
 
@@ -275,7 +276,7 @@ def test_an_invalid_server_description_raises_before_any_request(lie):
         assert server.request_count == 0
 
 
-@pytest.mark.parametrize("lie", WRONG_REPLIES)
+@pytest.mark.parametrize("lie", slow_after(40, WRONG_REPLIES))
 def test_an_invalid_reply_is_rejected_as_a_whole(server, lie):
     samples = samples_of(4)
     server.lies["now"] = WRONG_REPLIES[lie]

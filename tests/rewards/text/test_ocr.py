@@ -33,6 +33,7 @@ from retouch_rewards.ocr import (
     similarity,
 )
 from retouch_worlds.testing import check_reward
+from slow_params import slow_after
 
 
 def image_of(*lines, size=(400, 200), scale=36):
@@ -112,7 +113,7 @@ def test_rapidocr_finds_no_text_in_blank_images(reader, size):
     assert reader(Image.new("L", size, 77)) == []
 
 
-@pytest.mark.parametrize("word", ["Retouch", "HELLO", "open 24"])
+@pytest.mark.parametrize("word", slow_after(1, ["Retouch", "HELLO", "open 24"]))
 def test_rapidocr_reads_a_rendered_word(reader, word):
     right, wrong = Task("r", "", text=word), Task("w", "", text="zzz")
     scores = OcrReward().with_model(reader)([Sample(right, text_image(word)), Sample(wrong, text_image(word))])
