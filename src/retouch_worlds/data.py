@@ -57,6 +57,7 @@ from retouch_worlds.playground.texts import (
     request,
     untouched,
     with_thought,
+    with_turns,
     with_unfinished_target,
 )
 from retouch_worlds.playground.words import (
@@ -189,9 +190,13 @@ class PlaygroundData(GeneratedData):
     thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
     """Describe the edits of each task in plain words: ``meta`` gets ``thought``, a chain of thought for models that generate one,
     and ``instructions``, the single edits for a teacher (objective ``opd``)."""
+    turns: bool = Field(default=False, exclude_if=lambda turns: not turns)
+    """Give each task its edits one by one, as the turns of an episode (``rollout.turns``)."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False)
+        counts = [number for number, weight in self.complexity.items() if weight] if self.turns else [0]
+        turns = min(counts), max(counts)
+        return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False, turns=turns)
 
     @property
     def generated_size(self) -> Pixels | None:
@@ -201,7 +206,9 @@ class PlaygroundData(GeneratedData):
         tasks: Sequence[Task] = PlaygroundTasks(self, in_turn=in_turn)
         if self.unfinished:
             tasks = MappedTasks(tasks, partial(with_unfinished_target, share=self.unfinished))
-        return MappedTasks(tasks, with_thought) if self.thought else tasks
+        for chosen, change in ((self.thought, with_thought), (self.turns, with_turns)):
+            tasks = MappedTasks(tasks, change) if chosen else tasks
+        return tasks
 
 
 class PlaygroundTasks(GeneratedTasks):
@@ -278,6 +285,8 @@ class IndirectPlaygroundData(PlaygroundData):
     """Always 0: these instructions request no impossible edits."""
     unfinished: Literal[0] = Field(default=0, exclude=True)
     """Always 0: a writer learns from completions, not from targets."""
+    turns: Literal[False] = Field(default=False, exclude=True)
+    """Always false: a writer writes one instruction for all edits."""
     incomplete: Share = 0.0
     """Share of the tasks with several edits that have an empty completion; held-out tasks have none."""
 
@@ -340,7 +349,7 @@ class TextToImageData(GeneratedData):
     """Share of the tasks with several things whose completion stops after the first or second thing; held-out tasks have none."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=False, mask=False, reference=False, target=True, pairs=False)
+        return TaskContents(images=False, mask=False, reference=False, target=True, pairs=False, turns=(0, 0))
 
     def tasks(self, *, in_turn: bool = False) -> TextToImageTasks:
         return TextToImageTasks(self, in_turn=in_turn)
@@ -404,7 +413,7 @@ class WordData(GeneratedData):
     the target."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False)
+        return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False, turns=(0, 0))
 
     @property
     def generated_size(self) -> Pixels | None:

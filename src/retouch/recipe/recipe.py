@@ -18,6 +18,7 @@ from retouch.config import consent
 from retouch.config.imports import did_you_mean
 from retouch.config.packaged import find
 from retouch.config.section import LIVE
+from retouch.data.base import StoredData
 from retouch.data.tasks import check_arithmetic
 from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import DiffusersModel, ImageModel, PretrainedLanguageModel
@@ -165,7 +166,7 @@ def text_to_image_problems(recipe: RecipeKeys) -> Iterator[str]:
     learns = objective.uses_advantages and not objective.imitates and not objective.rewards
     if not learns or objective.compares_groups or objective.needs_initial_noise:
         yield f"{key}.kind: {objective.label} does not learn from the advantages of single samples; use policy_gradient, nft or awm"
-    for name in ("engine", "staleness", "refill"):
+    for name in ("engine", "staleness", "refill", "turns"):
         if getattr(rollout, name):
             yield f"text_to_image.rollout.{name}: the image model follows the rollout of its writer, in this process; remove it"
     if rollout.window.branches:
@@ -467,7 +468,7 @@ def problems(recipe: RecipeKeys) -> list[str]:
         found.append(
             "policy.compile: only layers that are recomputed in the update are compiled; set gradient_checkpointing, or use null"
         )
-    found += [*ip_adapter_problems(recipe), *_phases(recipe)]
+    found += [*ip_adapter_problems(recipe), *_phases(recipe), *_evaluated_turns(recipe)]
     try:
         check_ranks(recipe, 1)  # more ranks are checked at the start of the run
     except ValueError as error:
@@ -600,6 +601,7 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
         elif phase.imitates:
             unused = {"refill": phase.rollout.refill is not None, "staleness": phase.rollout.staleness > 0}
+            unused["turns"] = getattr(phase.rollout, "turns", None) is not None
             for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
                 yield f"{at['rollout']}.{key}: {phase.objective.label} samples nothing; remove it"
             if phase.data.contents().target is False:
@@ -613,6 +615,8 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 yield f"{at['rollout']}.truncate_at: has an effect only with staleness; set {at['rollout']}.staleness, or remove it"
             if phase.rollout.refill is not None:
                 yield from _refill(recipe, phase, at)
+            if phase.most_turns > 1:
+                yield from _turns(recipe, phase, index, at)
         contents = phase.data.contents()
         tasks = TaskFacts(
             path=at["data"],
@@ -674,6 +678,57 @@ def _refill(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Ite
     if phase.rollout.staleness:
         why = "samples of later steps are made before the rewards of this one are known"
         yield f"{key}: with {at['rollout']}.staleness, {why}; remove one of them"
+
+
+def _turns(recipe: RecipeKeys, phase: ResolvedPhase, index: int, at: dict[str, str]) -> Iterator[str]:
+    """Check that the turns of an episode can be sampled and scored one after the other, and that their returns can be compared."""
+    key, objective, rollout, advantage = f"{at['rollout']}.turns", phase.objective, phase.rollout, recipe.advantage
+    assert isinstance(rollout, DenoisingRollout)
+    if not objective.uses_advantages or objective.compares_groups:
+        yield f"{key}: {objective.label} does not learn from the advantages of single samples; use policy_gradient, nft or awm"
+    for name in ("engine", "staleness", "refill"):
+        if getattr(rollout, name):
+            yield f"{at['rollout']}.{name}: with turns, a step is sampled in that step, by the policy's own model; remove one"
+    if rollout.window.branches:
+        yield f"{at['rollout']}.window: from the second turn on, the samples of a group have different sources; use mode window"
+    if advantage.value_head is not None or advantage.reads_scores or advantage.smallest_group < 2:
+        yield f"advantage.kind: {advantage.label} does not compare the returns of one turn of a task; use group, or remove {key}"
+    yield from _sources_of_turns(recipe, key)
+    fewest, most = phase.data.contents().turns or (1, 1)
+    if fewest < 1:
+        yield f"{key}: {at['data']}: {phase.data.label} have no turns; on the playground set {at['data']}.turns, or remove {key}"
+    elif rollout.turns is not None and most > rollout.turns.most:
+        yield f"{key}.most: {rollout.turns.most}, and {at['data']} has tasks of {most} turns; use {most}"
+    for path, part in rewards_of(recipe, index):
+        if part.compares_groups:
+            yield f"{path}.kind: {part.name} compares images of a task, and those of a later turn have different sources; use another"
+        if isinstance(phase.data, StoredData) and (part.needs_target or part.reads_text):
+            yield f"{path}.kind: {part.name} needs a target or a text, and the turns of {phase.data.label} have none; use another"
+
+
+def _sources_of_turns(recipe: RecipeKeys, key: str) -> Iterator[str]:
+    """Check that the model can edit images that are not known before the run."""
+    takes = recipe.image_model.takes
+    if recipe.policy.is_autoregressive:
+        yield f"{key}: only a denoising policy edits its own images; remove it"
+    elif takes is not None and takes.images[1] == 0:
+        yield f"{key}: {recipe.image_model.kind} takes no source image, so it cannot edit the image of the turn before; remove it"
+    if getattr(recipe.policy, "prompt_embeddings", "live") == "cached":
+        yield "policy.prompt_embeddings: the images of later turns are not known before the run; use live"
+
+
+def _evaluated_turns(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that the held-out tasks have turns, if they are edited in turns."""
+    if not recipe.evaluates_in_turns:
+        return
+    if recipe.eval.turns:
+        yield from _sources_of_turns(recipe, "eval.turns")
+    data, phase = recipe.eval_data(), recipe.resolved_phases()[0]
+    fewest, most = data.contents().turns or (1, 1)
+    if fewest < 1:
+        yield f"eval.turns: the held-out tasks of {data.label} have no turns; on the playground set data.turns, or use false"
+    elif most > phase.most_turns > 1:
+        yield f"eval.complexity: held-out tasks of {most} turns, and rollout.turns.most is {phase.most_turns}; use {most} for both"
 
 
 def _context(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
