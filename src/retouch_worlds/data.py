@@ -57,7 +57,6 @@ from retouch_worlds.playground.texts import (
     request,
     untouched,
     with_thought,
-    with_turns,
     with_unfinished_target,
 )
 from retouch_worlds.playground.words import (
@@ -206,23 +205,23 @@ class PlaygroundData(GeneratedData):
         tasks: Sequence[Task] = PlaygroundTasks(self, in_turn=in_turn)
         if self.unfinished:
             tasks = MappedTasks(tasks, partial(with_unfinished_target, share=self.unfinished))
-        for chosen, change in ((self.thought, with_thought), (self.turns, with_turns)):
-            tasks = MappedTasks(tasks, change) if chosen else tasks
-        return tasks
+        return MappedTasks(tasks, with_thought) if self.thought else tasks
 
 
 class PlaygroundTasks(GeneratedTasks):
     """The tasks of ``PlaygroundData``; task i depends only on (seed, split, i), ``complexity``, ``filler`` and ``impossible``.
 
     A task has the source image in ``images``, the exact ``target``, the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and
-    in ``meta`` the ``scene`` and the ``edits`` as JSON. ``in_turn``: see ``GeneratedData.tasks``.
+    in ``meta`` the ``scene`` and the ``edits`` as JSON. With ``turns`` it has its edits one by one as turns, in a random phrasing
+    without filler, each with the scene before it and its own target. Removals come last, so that no scene in between is empty.
+    ``in_turn``: see ``GeneratedData.tasks``.
 
     Example: ``PlaygroundData(seed=0, count=1000, complexity=[1], filler=0.25).tasks()[0].instruction``
     """
 
     def __init__(self, data: PlaygroundData, *, in_turn: bool = False) -> None:
         super().__init__(data)
-        self._filler, self._impossible_share = data.filler, data.impossible
+        self._filler, self._impossible_share, self._turns = data.filler, data.impossible, data.turns
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
@@ -262,13 +261,26 @@ class PlaygroundTasks(GeneratedTasks):
 
         scene, edits, text = self._draw(index)
         digest = hashlib.sha256(f"{canonical(scene)} {text}".encode()).hexdigest()[:8]
+        name, after, turns = f"playground/{self.split}/seed{self.seed}/{index:06d}-{digest}", scene, []
+        for number, edit in enumerate(sorted(edits, key=lambda edit: edit.kind == "remove") if self._turns else (), 1):
+            before, after = after, apply(after, [edit])
+            turns.append(
+                Task(
+                    id=f"{name}/turn-{number}",
+                    instruction=instruction([edit], [], generator(0, "turn", name, number), filler=False),
+                    target=render(after),
+                    tags={"complexity": "1", "kinds": edit.kind},
+                    meta={"scene": before.to_json(), "edits": [edit.to_json()]},
+                )
+            )
         return Task(
-            id=f"playground/{self.split}/seed{self.seed}/{index:06d}-{digest}",
+            id=name,
             instruction=text,
             images=(render(scene),),
             target=render(apply(scene, edits)),
             tags={"complexity": str(len(edits)), "kinds": "+".join(sorted(edit.kind for edit in edits))},
             meta={"scene": scene.to_json(), "edits": [edit.to_json() for edit in edits]},
+            turns=tuple(turns),
         )
 
 

@@ -583,7 +583,7 @@ class RecipeKeys(Section):
     @property
     def evaluates_in_turns(self) -> bool:
         """Whether the held-out tasks are edited in turns."""
-        trained = isinstance(self.rollout, DenoisingRollout) and self.rollout.turns is not None
+        trained = any(phase.most_turns > 1 for phase in self.resolved_phases())
         return trained if self.eval.turns is None else self.eval.turns
 
     @property

@@ -468,7 +468,7 @@ def problems(recipe: RecipeKeys) -> list[str]:
         found.append(
             "policy.compile: only layers that are recomputed in the update are compiled; set gradient_checkpointing, or use null"
         )
-    found += [*ip_adapter_problems(recipe), *_phases(recipe), *_evaluated_turns(recipe)]
+    found += [*ip_adapter_problems(recipe), *_phases(recipe), *_turns(recipe)]
     try:
         check_ranks(recipe, 1)  # more ranks are checked at the start of the run
     except ValueError as error:
@@ -615,8 +615,6 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 yield f"{at['rollout']}.truncate_at: has an effect only with staleness; set {at['rollout']}.staleness, or remove it"
             if phase.rollout.refill is not None:
                 yield from _refill(recipe, phase, at)
-            if phase.most_turns > 1:
-                yield from _turns(recipe, phase, index, at)
         contents = phase.data.contents()
         tasks = TaskFacts(
             path=at["data"],
@@ -680,55 +678,38 @@ def _refill(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Ite
         yield f"{key}: with {at['rollout']}.staleness, {why}; remove one of them"
 
 
-def _turns(recipe: RecipeKeys, phase: ResolvedPhase, index: int, at: dict[str, str]) -> Iterator[str]:
-    """Check that the turns of an episode can be sampled and scored one after the other, and that their returns can be compared."""
-    key, objective, rollout, advantage = f"{at['rollout']}.turns", phase.objective, phase.rollout, recipe.advantage
-    assert isinstance(rollout, DenoisingRollout)
-    if not objective.uses_advantages or objective.compares_groups:
-        yield f"{key}: {objective.label} does not learn from the advantages of single samples; use policy_gradient, nft or awm"
-    for name in ("engine", "staleness", "refill"):
-        if getattr(rollout, name):
-            yield f"{at['rollout']}.{name}: with turns, a step is sampled in that step, by the policy's own model; remove one"
-    if rollout.window.branches:
-        yield f"{at['rollout']}.window: from the second turn on, the samples of a group have different sources; use mode window"
-    if advantage.value_head is not None or advantage.reads_scores or advantage.smallest_group < 2:
-        yield f"advantage.kind: {advantage.label} does not compare the returns of one turn of a task; use group, or remove {key}"
-    yield from _sources_of_turns(recipe, key)
-    fewest, most = phase.data.contents().turns or (1, 1)
-    if fewest < 1:
-        yield f"{key}: {at['data']}: {phase.data.label} have no turns; on the playground set {at['data']}.turns, or remove {key}"
-    elif rollout.turns is not None and most > rollout.turns.most:
-        yield f"{key}.most: {rollout.turns.most}, and {at['data']} has tasks of {most} turns; use {most}"
-    for path, part in rewards_of(recipe, index):
-        if part.compares_groups:
-            yield f"{path}.kind: {part.name} compares images of a task, and those of a later turn have different sources; use another"
-        if isinstance(phase.data, StoredData) and (part.needs_target or part.reads_text):
-            yield f"{path}.kind: {part.name} needs a target or a text, and the turns of {phase.data.label} have none; use another"
-
-
-def _sources_of_turns(recipe: RecipeKeys, key: str) -> Iterator[str]:
-    """Check that the model can edit images that are not known before the run."""
-    takes = recipe.image_model.takes
-    if recipe.policy.is_autoregressive:
-        yield f"{key}: only a denoising policy edits its own images; remove it"
-    elif takes is not None and takes.images[1] == 0:
-        yield f"{key}: {recipe.image_model.kind} takes no source image, so it cannot edit the image of the turn before; remove it"
+def _turns(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that the turns of an episode can be made and scored one after the other, and that their returns can be compared."""
+    phases = [(index, phase) for index, phase in enumerate(recipe.resolved_phases()) if phase.most_turns > 1]
+    if not phases and not recipe.evaluates_in_turns:
+        return
+    key, takes, advantage = "rollout.turns" if phases else "eval.turns", recipe.image_model.takes, recipe.advantage
+    if recipe.policy.is_autoregressive or (takes is not None and takes.images[1] == 0):
+        yield f"{key}: {recipe.policy.model.kind} does not edit source images in a denoising chain; remove it"
     if getattr(recipe.policy, "prompt_embeddings", "live") == "cached":
         yield "policy.prompt_embeddings: the images of later turns are not known before the run; use live"
-
-
-def _evaluated_turns(recipe: RecipeKeys) -> Iterator[str]:
-    """Check that the held-out tasks have turns, if they are edited in turns."""
-    if not recipe.evaluates_in_turns:
-        return
-    if recipe.eval.turns:
-        yield from _sources_of_turns(recipe, "eval.turns")
-    data, phase = recipe.eval_data(), recipe.resolved_phases()[0]
-    fewest, most = data.contents().turns or (1, 1)
-    if fewest < 1:
-        yield f"eval.turns: the held-out tasks of {data.label} have no turns; on the playground set data.turns, or use false"
-    elif most > phase.most_turns > 1:
-        yield f"eval.complexity: held-out tasks of {most} turns, and rollout.turns.most is {phase.most_turns}; use {most} for both"
+    if recipe.evaluates_in_turns and recipe.eval_data().contents().turns == (0, 0):
+        yield f"{key}: the held-out tasks of {recipe.data.label} have no turns; on the playground set data.turns, or remove it"
+    if phases and (advantage.value_head is not None or advantage.reads_scores or advantage.smallest_group < 2):
+        yield f"advantage.kind: {advantage.label} does not compare the returns of one turn of a task; use group"
+    for index, phase in phases:
+        at, rollout, objective = recipe.phase_key(index, "rollout"), phase.rollout, phase.objective
+        if not objective.uses_advantages or objective.compares_groups:
+            yield f"{at}.turns: {objective.label} does not learn from advantages of single samples; use policy_gradient, nft or awm"
+        for name in ("engine", "staleness", "refill"):
+            if getattr(rollout, name):
+                yield f"{at}.{name}: with turns, a step is sampled in that step, by the policy's own model; remove one"
+        if isinstance(rollout, DenoisingRollout) and rollout.window.branches:
+            yield f"{at}.window: from the second turn on, the samples of a group have different sources; use mode window"
+        fewest, most = phase.data.contents().turns or (1, 1)
+        if fewest < 1 or most > phase.most_turns:
+            has = f"the tasks of {recipe.phase_key(index, 'data')} have {fewest} to {most} turns, not 1 to {phase.most_turns}"
+            yield f"{at}.turns: {has}; change `most`, or on the playground set data.turns"
+        for path, part in rewards_of(recipe, index):
+            if part.compares_groups:
+                yield f"{path}.kind: {part.name} compares images of a task, which have different sources from the second turn on"
+            if isinstance(phase.data, StoredData) and (part.needs_target or part.reads_text):
+                yield f"{path}.kind: {part.name} needs a target or a text, which the turns of {phase.data.label} lack; use another"
 
 
 def _context(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:

@@ -593,7 +593,7 @@ def assemble(
         for _, _, part in recipe.reward.parts():
             part.require_columns(first)
         if recipe.evaluates_in_turns:
-            require_turns(first, most=MOST_TURNS if phases[0].most_turns == 1 else phases[0].most_turns)
+            require_turns(first, most=MOST_TURNS)
     # Building a reward may wait hours for its server, so mistakes in data and weights are found first.
     for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
         model.fetch_weights()

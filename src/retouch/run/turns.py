@@ -34,8 +34,8 @@ def require_turns(tasks: Sequence[Task], *, most: int) -> None:
     for task in tasks:
         if not 1 <= len(task.turns) <= most:
             raise ValueError(
-                f"rollout.turns: task {task.id} has {len(task.turns)} turns, and 1 to {most} are needed; give rows a column `later`, "
-                "playground tasks data.turns, or set a larger rollout.turns.most, or remove rollout.turns"
+                f"rollout.turns: task {task.id} has {len(task.turns)} turns, and 1 to {most} are needed; add a column `later` to "
+                "your rows (data.turns on the playground), change rollout.turns.most, or remove rollout.turns and eval.turns"
             )
 
 
@@ -80,7 +80,7 @@ def in_order(keys: Sequence[tuple[int, int]], *, most: int, minibatches: int) ->
 def begin_episodes(run: Run, batch: Batch, *, section: EditingTurns, minibatches: int) -> PendingRollout:
     """Play the episodes of these rows, and start scoring: each turn by its own task, and the last images by the whole tasks.
 
-    The result has a row for each turn, in the order of ``in_order``. Turns that a task does not have are not scored and not trained.
+    The result has a row for each turn, in the order of ``in_order``. Turns that a task does not have are not scored or trained.
     """
     most, parts, pending = section.most, list[PlayedTurn](), []
     made: list[tuple[int, int]] = []  # (row, turn) of each row that was made

@@ -199,28 +199,6 @@ def with_thought(task: Task) -> Task:
     return replace(task, meta={**task.meta, "thought": completion(edits), "instructions": [completion([edit]) for edit in edits]})
 
 
-def with_turns(task: Task) -> Task:
-    """The task with its edits one by one as turns, each in a random phrasing without filler; removals come last, so that no scene
-    in between is empty. A turn has the scene before it and its edit in ``meta``, and the exact target."""
-    from retouch_worlds.playground.rendering import render
-
-    edits = sorted(edits_of(task), key=lambda edit: edit.kind == "remove")
-    scene, turns = Scene.from_json(task.meta["scene"]), []
-    for number, edit in enumerate(edits, 1):
-        after = apply(scene, [edit])
-        turn = Task(
-            id=f"{task.id}/turn-{number}",
-            instruction=instruction([edit], [], generator(0, "turns", task.id, number), filler=False),
-            target=render(after),
-            tags={"complexity": "1", "kinds": edit.kind},
-            meta={"scene": scene.to_json(), "edits": [edit.to_json()]},
-            source=task.source,
-        )
-        turns.append(turn)
-        scene = after
-    return replace(task, turns=tuple(turns))
-
-
 GROUNDS = ("dark", "dim", "pale", "bright")
 DESCRIPTION_OPENERS = (
     "one small poster:",
