@@ -20,7 +20,7 @@ from retouch.run.build import assemble
 from retouch.run.evaluation import build_evaluator
 from retouch.run.session import run
 from retouch.run.step import collect, update
-from retouch.run.turns import in_order, last_images, play, require_turns
+from retouch.run.turns import last_images, play, require_turns
 from retouch.types import Batch, Task
 from retouch_worlds.playground.scenes import Scene, apply
 from retouch_worlds.playground.texts import edits_of
@@ -133,24 +133,14 @@ def test_two_ranks_that_share_a_group_learn_what_one_rank_does(tmp_path):
         assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_minibatches_have_all_turns_of_their_rows_and_whole_groups_in_order():
-    keys = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    wanted = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
-    assert in_order(keys, most=2, minibatches=1) == in_order(keys, most=2, minibatches=2) == wanted
-    assert in_order(keys, most=1, minibatches=2) == [(row, 0) for row in range(4)]
-
-
 def test_the_turn_after_one_without_an_image_edits_the_same_source_and_the_whole_has_the_image_of_its_last_turn():
     images = [Image.new("RGB", (4, 4), (level, 0, 0)) for level in range(6)]
     turns = tuple(Task(f"t/{number}", "edit") for number in range(3))
     tasks = (Task("long", "all", (images[0], images[5]), turns=turns), Task("short", "all", (images[1],), turns=turns[:2]))
     batch, made = Batch(0, 0, tasks, (7, 9), (0, 1), (0, 0)), iter([[images[2], None], [None, images[3]], [images[4], images[5]]])
     played = list(play(lambda rows: None, lambda asked, trajectory: next(made), batch, most=3))
-    assert [[task.images[0] for task in turn.rows.tasks] for turn in played] == [
-        [images[0], images[1]],
-        [images[2], images[1]],
-        [images[2], images[3]],
-    ]
+    sources = [[images.index(task.images[0]) for task in turn.rows.tasks] for turn in played]
+    assert sources == [[0, 1], [2, 1], [2, 3]]
     assert [turn.there for turn in played] == [[0, 1], [0, 1], [0]]
     assert [turn.rows.group_ids for turn in played] == [(21, 27), (22, 28), (23, 29)]
     assert last_images(played) == [images[4], images[3]]
@@ -158,31 +148,23 @@ def test_the_turn_after_one_without_an_image_edits_the_same_source_and_the_whole
         require_turns(turns, most=2)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    made = recipe(tmp_path_factory.mktemp("turns"))
+def test_a_run_trains_and_resumes_to_the_same_bits(tmp_path):
+    made = recipe(tmp_path)
+
+    def stored(step):
+        return checkpoint.load(made.folder / "checkpoints" / f"step-{step:06d}").tensors
+
     assert run(made, fresh=False) == 0
-    return made
-
-
-def weights(folder, step, group="weights"):
-    return {
-        name: each.clone() for name, each in checkpoint.load(folder / "checkpoints" / f"step-{step:06d}").tensors[group].items()
-    }
-
-
-def test_a_run_trains_and_resumes_to_the_same_bits(trained):
-    lines = list(RunFolder(trained.folder).read_metrics())
+    lines = list(RunFolder(made.folder).read_metrics())
     assert all({"reward/turn_1", "reward/turn_3", "reward/episode"} <= line.keys() for line in lines)
-    ends = {group: weights(trained.folder, 3, group) for group in ("weights", "optimizer", "copies")}
-    assert any(not torch.equal(each, ends["weights"][name]) for name, each in weights(trained.folder, 1).items())
+    ends = {group: {name: each.clone() for name, each in tensors.items()} for group, tensors in stored(3).items()}
+    assert any(not torch.equal(each, ends["weights"][name]) for name, each in stored(1)["weights"].items())
     for step in (2, 3):
-        shutil.rmtree(trained.folder / "checkpoints" / f"step-{step:06d}")
-    assert run(trained, fresh=False) == 0
-    for group, end in ends.items():
-        again = weights(trained.folder, 3, group)
-        assert all(torch.equal(each, again[name]) for name, each in end.items())
-    assert list(RunFolder(trained.folder).read_metrics()) == lines
+        shutil.rmtree(made.folder / "checkpoints" / f"step-{step:06d}")
+    assert run(made, fresh=False) == 0
+    for group in ("weights", "optimizer", "copies"):
+        assert all(torch.equal(each, ends[group][name]) for name, each in stored(3)[group].items())
+    assert list(RunFolder(made.folder).read_metrics()) == lines
 
 
 def test_held_out_tasks_are_played_in_turns_and_scored_as_whole_tasks(tmp_path):
@@ -245,47 +227,35 @@ def test_own_rows_with_a_list_of_later_instructions_train_in_turns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "problem"),
+    ("row", "problem"),
     [
-        ([{"later": "then green"}], r"'later': should be a list of texts, the instructions of the further turns"),
-        ([{}], r"no turns; list the instructions of the further turns in a column `later`, or remove rollout.turns"),
-        ([{"later": ["a", "b", "c"]}], r"4 turns, and rollout.turns.most is 3; raise it \(at most 4\), or shorten `later`"),
+        ({"later": "then green"}, r"'later': should be a list of texts, the instructions of the further turns"),
+        ({}, r"no turns; list the instructions of the further turns in a column `later`, or remove rollout.turns"),
+        ({"later": ["a", "b", "c"]}, r"4 turns, and rollout.turns.most is 3; raise it \(at most 4\), or shorten `later`"),
     ],
 )
-def test_own_rows_with_a_wrong_number_of_turns_are_refused_before_a_model_is_loaded(tmp_path, rows, problem):
-    lines = [{"instruction": EDITS[0], "later": [EDITS[1]]} for _ in range(4)] + [{"instruction": EDITS[0], **rows[0]}]
+def test_own_rows_with_a_wrong_number_of_turns_are_refused_before_a_model_is_loaded(tmp_path, row, problem):
+    rows = [{"instruction": EDITS[0], "later": [EDITS[1]]} for _ in range(4)] + [{"instruction": EDITS[0], **row}]
     with pytest.raises(ValueError, match=problem):
-        assemble(recipe(tmp_path, *photos(tmp_path / "photos", lines)), Ranks())
+        assemble(recipe(tmp_path, *photos(tmp_path / "photos", rows)), Ranks())
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            ["data.turns=false"],
-            "rollout.turns: the tasks of data have 0 to 0 turns, not 1 to 3; change `most`, or on the playground set data.turns",
-        ),
+        (["data.turns=false"], "rollout.turns: the tasks of data have 0 to 0 turns, not 1 to 3; change `most`"),
         (["data.complexity=[1,4]"], "rollout.turns: the tasks of data have 1 to 4 turns, not 1 to 3; change `most`"),
-        (
-            ["rollout.turns=null", "eval.turns=true", "data.turns=false"],
-            "eval.turns: the held-out tasks of playground have no turns",
-        ),
-        (["rollout.turns.most=5"], "rollout.turns.most"),
+        (["rollout.turns=null", "eval.turns=true", "data.turns=false"], "eval.turns: the held-out tasks of playground have no"),
+        (["policy.model.kind=playground-text-to-image"], "does not edit source images in a denoising chain; remove it"),
+        (["policy.prompt_embeddings=cached"], "prompt_embeddings: the images of later turns are not known before the run"),
         (["rollout.staleness=1", *GRPO], "rollout.staleness: with turns, a step is sampled in that step"),
-        (['rollout.refill={"rounds":1}'], "rollout.refill: with turns, a step is sampled in that step"),
-        (
-            [*GRPO, 'rollout.window={"mode":"branch","size":1}'],
-            "rollout.window: from the second turn on, the samples of a group have",
-        ),
+        ([*GRPO, 'rollout.window={"mode":"branch","size":1}'], "rollout.window: from the second turn on, the samples of"),
         (['objective={"kind":"dpo","beta":1.0}'], "rollout.turns: dpo does not learn from advantages of single samples"),
-        (
-            ['objective={"kind":"draft","reward":{"kind":"share"}}'],
-            "rollout.turns: draft does not learn from advantages of single samples",
-        ),
         (['objective={"kind":"supervised"}'], "rollout.turns: supervised samples nothing; remove it"),
         ([*GRPO, 'advantage={"kind":"gae"}'], "advantage.kind: gae does not compare the returns of one turn of a task"),
         (['advantage={"kind":"batch"}'], "advantage.kind: batch does not compare the returns of one turn of a task"),
-        (['advantage={"kind":"gdpo","weights":{"overall":1}}'], "advantage.kind: gdpo does not compare the returns of one turn"),
+        (['advantage={"kind":"gdpo","weights":{"overall":1}}'], "advantage.kind: gdpo does not compare the returns of"),
+        (['data={"kind":"folder","path":"x"}', 'reward={"kind":"target","combine":{"target":1}}'], "reward.kind: target needs a"),
     ],
 )
 def test_settings_that_do_not_go_with_turns_are_refused(tmp_path, changes, problem):

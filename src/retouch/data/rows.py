@@ -415,9 +415,7 @@ class RowRequirements:
     model: str = "the model"
     takes: str = "any number of images"
 
-    def lacking(
-        self, images: int, *, mask: bool, reference: bool, text: bool, target: bool, pair: bool, turns: int = 0
-    ) -> list[str]:
+    def lacking(self, images: int, *, mask: bool, reference: bool, text: bool, target: bool, pair: bool, turns: int) -> list[str]:
         """What a row lacks that has this number of source images, and these parts."""
         wanted = f"{self.model} takes {self.takes}, and this row has"
         wrong = []

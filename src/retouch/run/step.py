@@ -128,15 +128,14 @@ class ScoredRollout:
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRollout:
     """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk.
-    ``painted``: the rows and the trajectory of the image model, if it trains too. ``there``: the rows that exist, None for all; the
-    others stand for turns that their task does not have. ``credit``: maps the scores of all samples to those of the rows."""
+    ``painted``: the rows and the trajectory of the image model, if it trains too. ``credit``: maps the scores of the samples to
+    those of the rows, if there are more samples than rows."""
 
     batch: Batch
     trajectory: Trajectory
     images: Sequence[Image | None]
     pending: "Sequence[Future[ScoredBatch]]"
     painted: "tuple[Batch, Trajectory] | None" = None
-    there: Bool[Tensor, " b"] | None = None
     credit: Callable[[ScoredBatch], ScoredBatch] = lambda judged: judged
 
 
@@ -238,7 +237,7 @@ def with_advantages(run: Run, phase: Phase, made: PendingRollout, judged: Scored
     """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
     assert phase.advantage is not None
     judged = made.credit(judged)
-    row_advantages, metrics = compute_advantages(run, phase, judged, made.there)
+    row_advantages, metrics = compute_advantages(run, phase, judged)
     credit = phase.advantage.assign(row_advantages, made.trajectory, run.ranks)  # (b,) to (b, t); a value head sees each action
     metrics |= {**credit.metrics, **completion_metrics(made.trajectory, ranks=run.ranks)}
     valid, painted = ~judged.rewards.isnan(), None
@@ -250,18 +249,15 @@ def with_advantages(run: Run, phase: Phase, made: PendingRollout, judged: Scored
     )
 
 
-def compute_advantages(
-    run: Run, phase: Phase, judged: ScoredBatch, there: Bool[Tensor, " b"] | None = None
-) -> tuple[Float[Tensor, " b"], Metrics]:
-    """Return one advantage per row of this rank, computed from the rewards of all ranks, and metrics of the scores. ``there``: the
-    rows that exist, None for all.
+def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:
+    """Return one advantage per row of this rank, computed from the rewards of all ranks, and metrics of the scores.
 
     Raises TooManyMissing on every rank if more than the fraction ``run.max_missing`` of the rows has no reward.
     """
     assert phase.advantage is not None
     # 5. Gather before anything is compared, because the rows of a group may be on several ranks. Rewards are fp64.
     names = list(judged.scores)
-    exists = torch.ones_like(judged.rewards) if there is None else there.to(judged.rewards)
+    exists = torch.ones_like(judged.rewards) if judged.there is None else judged.there.to(judged.rewards)
     gathered = in_global_order(run, phase, torch.stack([exists, judged.rewards, *(judged.scores[name] for name in names)], dim=1))
     kept = gathered[:, 0] > 0
     rewards, group = gathered[kept, 1], phase.group[kept]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +82,7 @@ def begin_episodes(run: Run, batch: Batch, *, section: EditingTurns, minibatches
     The result has a row for each turn, in the order of ``in_order``. Turns that a task does not have are not scored or trained.
     """
     most, parts, pending = section.most, list[PlayedTurn](), []
-    made: list[tuple[int, int]] = []  # (row, turn) of each row that was made
-    scored: list[tuple[int, int]] = []  # of each sample that is scored; its turn is ``most`` for the whole episode
+    made, scored = list[tuple[int, int]](), list[tuple[int, int]]()  # (row, turn); turn ``most`` is the whole episode
     for chunk in chunks_of(batch, run.chunk):
         first, turns = len(made) // most, list[PlayedTurn]()
         with run.clock("rollout"):
@@ -96,60 +94,42 @@ def begin_episodes(run: Run, batch: Batch, *, section: EditingTurns, minibatches
                     pending.append(run.judge(turn.rows.take(turn.there), samples))
                 turns.append(turn)
         scored += [(first + row, most) for row in range(len(chunk))]
-        whole = replace(
-            chunk, group_ids=tuple(-1 - number for number in chunk.group_ids)
-        )  # unlike those of the turns in the ledger
+        whole = replace(chunk, group_ids=tuple(-1 - number for number in chunk.group_ids))  # the ledger needs other numbers
         tasks = (chunk.tasks[k] for k in chunk.group)
         pending.append(run.judge(whole, [Sample(*each) for each in zip(tasks, last_images(turns), strict=True)]))
         parts += turns
     keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
-    order = in_order(keys, most=most, minibatches=minibatches)
-    places = {at: place for place, at in enumerate(made)}
+    order, places = in_order(keys, most=most, minibatches=minibatches), {at: place for place, at in enumerate(made)}
     index = [places[at] for at in order]
-    lengths = torch.tensor([len(batch.tasks[k].turns) for k in batch.group])
-    there = torch.tensor([turn < lengths[row] for row, turn in order])
+    lengths, (of, at) = torch.tensor([len(batch.tasks[k].turns) for k in batch.group]), torch.tensor(order).unbind(1)
+    there = at < lengths[of]
     trajectory = type(parts[0].trajectory).concat([part.trajectory for part in parts])
     trajectory = trajectory.take(torch.tensor(index, device=trajectory.mask.device))
-    tasks_made = [task for part in parts for task in part.rows.tasks]
+    asked = [task for part in parts for task in part.rows.tasks]
     images = [image for part in parts for image in part.images]
+    images = [images[place] if exists else None for place, exists in zip(index, there.tolist(), strict=True)]
+
+    def credit(judged: ScoredBatch) -> ScoredBatch:
+        """The scores of the rows, with their returns as rewards, and the columns ``turn_1``, ..., ``episode``."""
+
+        def table(column: Tensor) -> Tensor:  # (rows, turns and the whole)
+            found = column.new_full((len(lengths), most + 1), math.nan)
+            found[torch.tensor(scored).unbind(1)] = column
+            return found
+
+        rewards, scores = table(judged.rewards), {name: table(column)[of, at] for name, column in judged.scores.items()}
+        returns = turn_returns(rewards[:, :-1], rewards[:, -1], lengths, discount=section.discount, end=section.end)
+        scores |= {f"turn_{number + 1}": rewards[of, at].masked_fill(at != number, math.nan) for number in range(most)}
+        scores["episode"] = rewards[of, -1].masked_fill(at != 0, math.nan)
+        faults = sum(image is None for image in images) - int((~there).sum())
+        return ScoredBatch(scores, returns[of, at], faults, judged.last_fault, there)
+
     rows = replace(
         batch,
-        tasks=tuple(tasks_made[place] for place in index),
+        tasks=tuple(asked[place] for place in index),
         group_ids=tuple(keys[row][0] * most + turn for row, turn in order),
         group=tuple(range(len(order))),
         slot=tuple(keys[row][1] for row, _ in order),
     )
-    return PendingRollout(
-        rows,
-        replace(trajectory, mask=trajectory.mask & there.to(trajectory.mask.device)[:, None]),
-        [images[place] if here else None for place, here in zip(index, there.tolist(), strict=True)],
-        pending,
-        there=there,
-        credit=partial(_credited, scored=scored, order=order, lengths=lengths, section=section),
-    )
-
-
-def _credited(
-    judged: ScoredBatch,
-    *,
-    scored: Sequence[tuple[int, int]],
-    order: Sequence[tuple[int, int]],
-    lengths: Tensor,
-    section: EditingTurns,
-) -> ScoredBatch:
-    """The scores of the rows in their order, with their returns as rewards, and the columns ``turn_1``, ..., ``episode``."""
-    row, turn = torch.tensor(scored).unbind(1)
-
-    def table(column: Tensor) -> Tensor:  # (rows, turns and the whole)
-        found = column.new_full((len(lengths), section.most + 1), math.nan)
-        found[row, turn] = column
-        return found
-
-    rewards = table(judged.rewards)
-    returns = turn_returns(rewards[:, :-1], rewards[:, -1], lengths, discount=section.discount, end=section.end)
-    of, at = torch.tensor(order).unbind(1)
-    scores = {name: table(column)[of, at] for name, column in judged.scores.items()}
-    for number in range(section.most):
-        scores[f"turn_{number + 1}"] = rewards[of, at].masked_fill(at != number, math.nan)
-    scores["episode"] = rewards[of, -1].masked_fill(at != 0, math.nan)
-    return replace(judged, scores=scores, rewards=returns[of, at])
+    masked = replace(trajectory, mask=trajectory.mask & there.to(trajectory.mask.device)[:, None])
+    return PendingRollout(rows, masked, images, pending, credit=credit)
