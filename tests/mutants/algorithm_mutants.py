@@ -1,4 +1,4 @@
-"""Deliberate bugs in DPPO, GDPO, DGPO and the hinge on the velocity's norm."""
+"""Deliberate bugs in DPPO, GDPO, DGPO, the hinge on the velocity's norm, and editing in turns."""
 
 from mutant import Mutant
 
@@ -9,6 +9,7 @@ _FLOW = "tests/objectives/test_flow_matching.py"
 _DGPO = f"{_FLOW}::test_dgpo_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch[3]"
 
 _TURNS = "tests/run/test_turns.py::test_"
+
 ALGORITHMS = (
     Mutant(
         "turns: the reward of the whole episode is not discounted with the turns before the last",
