@@ -26,13 +26,6 @@ ALGORITHMS = (
         f"{_TURNS}each_turn_edits_the_image_of_the_turn_before_and_is_compared_with_the_same_turn_of_its_task",
     ),
     Mutant(
-        "turns: all turns of a task have the same noise",
-        "run/turns.py",
-        "batch.group_ids[k] * most + turn for k in batch.group",
-        "batch.group_ids[k] * most for k in batch.group",
-        f"{_TURNS}the_turn_after_one_without_an_image_edits_the_same_source_and_the_whole_has_the_image_of_its_last_turn",
-    ),
-    Mutant(
         "turns: a turn that a task does not have trains",
         "run/turns.py",
         "trajectory.mask & there.to(trajectory.mask.device)[:, None]",
