@@ -13,6 +13,7 @@ import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative, turn_returns
 from retouch.distributed.ranks import Ranks
+from retouch.policies.rollout import EditingTurns
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
 from retouch.run import checkpoint
@@ -58,6 +59,7 @@ def test_the_return_of_a_turn_has_its_own_reward_the_later_ones_and_that_of_the_
     torch.testing.assert_close(found, torch.tensor(wanted), equal_nan=True)
     alone = turn_returns(rewards, whole, turns, discount=0.0, end=0.0)  # a reward that has no weight may be missing
     torch.testing.assert_close(alone, rewards.where(rewards < 9, NAN), equal_nan=True)
+    assert EditingTurns(most=2, discount=0.5, end=2.0).bounds(-1.0, 10.0) == (-3.0, 30.0)
 
 
 def collected(ranks, tmp_path, *changes):

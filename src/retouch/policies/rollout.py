@@ -488,6 +488,11 @@ class EditingTurns(Section):
     end: NonNegative = 1.0
     """Weight of the reward of the whole episode, which scores the last image by the whole task; discounted from the last turn."""
 
+    def bounds(self, low: float, high: float) -> tuple[float, float]:
+        """The smallest and the largest return, of rewards from ``low`` to ``high``."""
+        weights = [sum(self.discount**k for k in range(n)) + self.discount ** (n - 1) * self.end for n in range(1, self.most + 1)]
+        return min(low * weight for weight in weights), max(high * weight for weight in weights)
+
 
 CHAIN_ENGINES = Kinds("chain_engine", {}, with_wings=True)
 

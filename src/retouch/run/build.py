@@ -433,17 +433,18 @@ class Assembly(PolicyParts):
             clock=self.clock,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
+        bounds = self.judge.combination.low, self.judge.combination.high
         if isinstance(resolved.rollout, DenoisingRollout) and resolved.rollout.turns is not None and not resolved.imitates:
             section = resolved.rollout.turns
+            bounds = section.bounds(*bounds)
             run = replace(run, episodes=partial(begin_episodes, section=section, minibatches=self.recipe.minibatches))
-        combined = self.judge.combination
         phase = build_phase(
             self.recipe,
             resolved,
             steps=steps,
             tasks=self.sets[index].train,
             ranks=self.ranks,
-            reward_range=(combined.low, combined.high),
+            reward_range=bounds,
         )
         if isinstance(stepper, JointStepper) and not resolved.imitates:
             run = replace(run, painting=self._painting(run, phase, stepper.text_to_image))
