@@ -35,6 +35,8 @@ class Task:
     ``source`` names what the task was made from, for example its source image. Tasks with the same source are one cluster in the
     confidence intervals of an evaluation; a task with "" is a cluster by itself.
     ``chosen`` and ``rejected``: two results of which people preferred the first, for DPO without rollouts.
+    ``turns``: the edits of an episode one by one (``rollout.turns``); the task itself describes the whole episode. The first image
+    of a turn is the image of the turn before (of the first turn, the task's own), so ``images`` of a turn may be empty.
 
     Example: ``Task(id="photos/17", instruction="make the sky red", images=(photo,))``
     """
@@ -51,10 +53,15 @@ class Task:
     chosen: Image | None = None
     rejected: Image | None = None
     source: str = ""
+    turns: tuple[Task, ...] = ()
 
     def copy(self) -> Task:
         """A task that shares nothing that can be changed with this one: no image, list, dictionary, array or tensor."""
-        images = (*self.images, self.mask, self.reference, self.target, self.chosen, self.rejected)
+        images = [
+            image
+            for task in (self, *self.turns)
+            for image in (*task.images, task.mask, task.reference, task.target, task.chosen, task.rejected)
+        ]
         # deepcopy takes these copies, because it would encode and decode an image.
         return deepcopy(self, {id(image): image.copy() for image in images if image is not None})
 
@@ -68,7 +75,7 @@ class TaskContents:
     """What the tasks of a data source contain. True: every task; False: no task; None: some tasks, or not known.
 
     The fields are those of ``Task``; ``images`` are source images. ``tokens``: source images are image tokens in ``meta``.
-    ``pairs``: a chosen and a rejected image.
+    ``pairs``: a chosen and a rejected image. ``turns``: the smallest and the largest number of turns of a task; None if unknown.
     """
 
     images: bool | None = None
@@ -78,6 +85,7 @@ class TaskContents:
     text: bool | None = None
     tokens: bool = False
     pairs: bool | None = None
+    turns: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

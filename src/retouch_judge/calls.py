@@ -75,7 +75,7 @@ def _trained(recipe: Recipe, part: JudgeReward, steps: Sequence[int]) -> int:
     samples = 0
     for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
         if not phase.imitates:
-            rounds = 1 if phase.rollout.refill is None else 1 + phase.rollout.refill.rounds
+            rounds = phase.most_turns + (phase.most_turns > 1) if phase.rollout.refill is None else 1 + phase.rollout.refill.rounds
             samples += count * rounds * phase.rows * (phase.group_size - 1 if part.compares_groups else 1)
     return samples
 

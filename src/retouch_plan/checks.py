@@ -59,8 +59,8 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         parts = f", {share // recipe.minibatches} for each optimizer step" if recipe.minibatches > 1 else ""
         text = f"{phase.tasks_per_step} tasks x {phase.group_size} samples = {phase.rows} a step{ranks}{parts}"
         yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
-    if (warning := rank_count_warning(recipe, world)) is not None:
-        yield note("batch", warning)
+    if recipe.ranks not in (None, world):
+        yield note("batch", rank_count_warning(recipe.ranks, world))
     yield from (note("batch", text) for text in dict.fromkeys(_forward_shapes(recipe, world)))
 
 

@@ -189,9 +189,13 @@ class PlaygroundData(GeneratedData):
     thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
     """Describe the edits of each task in plain words: ``meta`` gets ``thought``, a chain of thought for models that generate one,
     and ``instructions``, the single edits for a teacher (objective ``opd``)."""
+    turns: bool = Field(default=False, exclude_if=lambda turns: not turns)
+    """Give each task its edits one by one, as the turns of an episode (``rollout.turns``)."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False)
+        counts = [number for number, weight in self.complexity.items() if weight] if self.turns else [0]
+        turns = min(counts), max(counts)
+        return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False, turns=turns)
 
     @property
     def generated_size(self) -> Pixels | None:
@@ -208,14 +212,16 @@ class PlaygroundTasks(GeneratedTasks):
     """The tasks of ``PlaygroundData``; task i depends only on (seed, split, i), ``complexity``, ``filler`` and ``impossible``.
 
     A task has the source image in ``images``, the exact ``target``, the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and
-    in ``meta`` the ``scene`` and the ``edits`` as JSON. ``in_turn``: see ``GeneratedData.tasks``.
+    in ``meta`` the ``scene`` and the ``edits`` as JSON. With ``turns`` it has its edits one by one as turns, in a random phrasing
+    without filler, each with the scene before it and its own target. Removals come last, so that no scene in between is empty.
+    ``in_turn``: see ``GeneratedData.tasks``.
 
     Example: ``PlaygroundData(seed=0, count=1000, complexity=[1], filler=0.25).tasks()[0].instruction``
     """
 
     def __init__(self, data: PlaygroundData, *, in_turn: bool = False) -> None:
         super().__init__(data)
-        self._filler, self._impossible_share = data.filler, data.impossible
+        self._filler, self._impossible_share, self._turns = data.filler, data.impossible, data.turns
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
@@ -255,13 +261,26 @@ class PlaygroundTasks(GeneratedTasks):
 
         scene, edits, text = self._draw(index)
         digest = hashlib.sha256(f"{canonical(scene)} {text}".encode()).hexdigest()[:8]
+        name, after, turns = f"playground/{self.split}/seed{self.seed}/{index:06d}-{digest}", scene, []
+        for number, edit in enumerate(sorted(edits, key=lambda edit: edit.kind == "remove") if self._turns else (), 1):
+            before, after = after, apply(after, [edit])
+            turns.append(
+                Task(
+                    id=f"{name}/turn-{number}",
+                    instruction=instruction([edit], [], generator(0, "turn", name, number), filler=False),
+                    target=render(after),
+                    tags={"complexity": "1", "kinds": edit.kind},
+                    meta={"scene": before.to_json(), "edits": [edit.to_json()]},
+                )
+            )
         return Task(
-            id=f"playground/{self.split}/seed{self.seed}/{index:06d}-{digest}",
+            id=name,
             instruction=text,
             images=(render(scene),),
             target=render(apply(scene, edits)),
             tags={"complexity": str(len(edits)), "kinds": "+".join(sorted(edit.kind for edit in edits))},
             meta={"scene": scene.to_json(), "edits": [edit.to_json() for edit in edits]},
+            turns=tuple(turns),
         )
 
 
@@ -278,6 +297,8 @@ class IndirectPlaygroundData(PlaygroundData):
     """Always 0: these instructions request no impossible edits."""
     unfinished: Literal[0] = Field(default=0, exclude=True)
     """Always 0: a writer learns from completions, not from targets."""
+    turns: Literal[False] = Field(default=False, exclude=True)
+    """Always false: a writer writes one instruction for all edits."""
     incomplete: Share = 0.0
     """Share of the tasks with several edits that have an empty completion; held-out tasks have none."""
 
@@ -340,7 +361,7 @@ class TextToImageData(GeneratedData):
     """Share of the tasks with several things whose completion stops after the first or second thing; held-out tasks have none."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=False, mask=False, reference=False, target=True, pairs=False)
+        return TaskContents(images=False, mask=False, reference=False, target=True, pairs=False, turns=(0, 0))
 
     def tasks(self, *, in_turn: bool = False) -> TextToImageTasks:
         return TextToImageTasks(self, in_turn=in_turn)
@@ -404,7 +425,7 @@ class WordData(GeneratedData):
     the target."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False)
+        return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False, turns=(0, 0))
 
     @property
     def generated_size(self) -> Pixels | None:

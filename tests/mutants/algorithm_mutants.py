@@ -1,4 +1,4 @@
-"""Deliberate bugs in DPPO, GDPO, DGPO and the hinge on the velocity's norm."""
+"""Deliberate bugs in DPPO, GDPO, DGPO, the hinge on the velocity's norm, and editing in turns."""
 
 from mutant import Mutant
 
@@ -8,7 +8,30 @@ _DPPO = f"{_POLICY}::test_dppo_leaves_out_transitions_whose_means_have_moved_far
 _FLOW = "tests/objectives/test_flow_matching.py"
 _DGPO = f"{_FLOW}::test_dgpo_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch[3]"
 
+_TURNS = "tests/run/test_turns.py::test_"
+
 ALGORITHMS = (
+    Mutant(
+        "turns: the reward of the whole episode is not discounted with the turns before the last",
+        "core/advantages.py",
+        "discount * returns[:, turn] if discount",
+        "discount * (returns[:, turn] - after) + after if discount",
+        f"{_TURNS}the_return_of_a_turn_has_its_own_reward_the_later_ones_and_that_of_the_whole_episode",
+    ),
+    Mutant(
+        "turns: every turn edits the source image of the task",
+        "run/turns.py",
+        "sources = [first if image is None else (image,)",
+        "sources = [first",
+        f"{_TURNS}each_turn_edits_the_image_of_the_turn_before_and_is_compared_with_the_same_turn_of_its_task",
+    ),
+    Mutant(
+        "turns: a turn that a task does not have trains",
+        "run/turns.py",
+        "trajectory.mask & there.to(trajectory.mask.device)[:, None]",
+        "trajectory.mask",
+        f"{_TURNS}each_turn_edits_the_image_of_the_turn_before_and_is_compared_with_the_same_turn_of_its_task",
+    ),
     Mutant(
         "dppo leaves out every action that has moved far",
         "core/surrogates.py",

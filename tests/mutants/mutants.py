@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "a missing score counts as zero",
         "run/step.py",
-        "rewards = gathered[:, 0]\n",
-        "rewards = gathered[:, 0].nan_to_num(0.0)\n",
+        "rewards, group = gathered[kept, 1],",
+        "rewards, group = gathered[kept, 1].nan_to_num(0.0),",
         "tests/training/test_loop.py::test_gradient_with_a_missing_score_equals_the_gradient_without_that_row",
     ),
     Mutant(

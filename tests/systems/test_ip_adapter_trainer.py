@@ -16,11 +16,11 @@ import tiny_models
 import tiny_towers
 from retouch.cli import main
 from retouch.data.guard import find_test_sets
-from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
 from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
 from retouch_models.flux.model import FillLatents
+from retouch_models.triplets import TripletRows
 
 SIDE = 32
 BOX = (8, 8, 23, 15)

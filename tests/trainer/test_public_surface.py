@@ -32,7 +32,7 @@ CORE = {
     "advantages", "approx_kl", "batch_relative", "best_of_group", "check_reward_range", "cispo", "clip_fraction",
     "clipped_surrogate", "clipped_value_loss", "decoupled", "discounted_returns", "dppo", "equal_groups", "explained_variance",
     "exponential_weights", "gae", "group_relative", "importance_weights", "reinforce", "rescale_rewards", "sequence_log_ratio",
-    "surrogates", "whiten", "zero_std_groups",
+    "surrogates", "turn_returns", "whiten", "zero_std_groups",
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ _FUNCTIONS = {
         "exponential_weights",
         "group_relative",
         "rescale_rewards",
+        "turn_returns",
         "zero_std_groups",
     ),
     "gae": ("clipped_value_loss", "discounted_returns", "explained_variance", "whiten"),

@@ -83,6 +83,28 @@ def batch_relative(
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)
 
 
+def turn_returns(
+    rewards: Float[Tensor, "b n"], whole: Float[Tensor, " b"], turns: Int[Tensor, " b"], *, discount: float, end: float
+) -> Float[Tensor, "b n"]:
+    """The return of each turn: G_k = r_k + discount * G_(k+1), and G = r + end * whole for the last turn of a row.
+
+    ``rewards``: of each turn. ``whole``: that of the whole episode. ``turns``: the number of turns of each row, 1 to n. NaN for a
+    turn that a row does not have, and if a reward in the return is missing (NaN) and has a weight above 0.
+
+    Example::
+
+        >>> retouch.core.turn_returns(torch.tensor([[1.0, 2.0]]), torch.tensor([4.0]), torch.tensor([2]), discount=0.5, end=1.0)
+        tensor([[4., 6.]])
+    """
+    returns = torch.full_like(rewards, math.nan)
+    after = end * whole if end else torch.zeros_like(whole)
+    for turn in reversed(range(rewards.shape[1])):
+        there = turn < turns
+        returns[there, turn] = rewards[there, turn] + after[there]
+        after = torch.where(there, discount * returns[:, turn] if discount else torch.zeros_like(after), after)
+    return returns
+
+
 def decoupled(
     scores: Sequence[Float[Tensor, " b"]],
     weights: Sequence[float],

@@ -109,6 +109,8 @@ class DataSource(Section):
     """Whether a path that does not exist on this machine is an id on the Hugging Face Hub."""
     has_length: ClassVar[bool] = True
     """Whether the number of training tasks is known before the run. A run over a stream cannot be given in passes."""
+    image_size: ClassVar[Pixels | None] = None
+    """(height, width) in px to which this section resizes images; None uses the size of the model."""
 
     allow_test_sets: bool = False
     """Allow training on data that are a known test set; the run records this."""
@@ -166,11 +168,6 @@ class DataSource(Section):
     def label(self) -> str:
         """The name of this source in messages: its kind, or the class of an imported source."""
         return str(getattr(self, "kind", type(self).__name__))
-
-    @property
-    def image_size(self) -> Pixels | None:
-        """(height, width) in px to which this section resizes images; None uses the size of the model."""
-        return None
 
     @property
     def generated_size(self) -> Pixels | None:
@@ -289,7 +286,7 @@ class ImageData(StoredData):
     found only when it is drawn: the run then stops, or takes the next row if ``on_bad_row`` is "skip"."""
 
     @property
-    def image_size(self) -> Pixels | None:
+    def image_size(self) -> Pixels | None:  # type: ignore[override]
         return self.size
 
     @property

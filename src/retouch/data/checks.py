@@ -55,7 +55,7 @@ PARALLEL_FROM = 256
 """The smallest number of rows for which further processes are started."""
 _KEPT = 0.5
 """The share of an image that a crop keeps without a note."""
-_VERSION = 4
+_VERSION = 5
 _CHANGED = 16  # in levels of 255, more than lossy formats change
 _THREADS = 8  # decoding releases the interpreter's lock
 _MAX_PROCESSES = 32
@@ -88,6 +88,7 @@ class RowReport:
     text: bool = False
     target: bool = False
     pair: bool = False
+    turns: int = 0
     files: tuple[FileState, ...] = ()
     keys: tuple[str, ...] = ()
     region: tuple[int, int, float, float] | None = None
@@ -132,7 +133,7 @@ def accept_rows(
     for index, found in _findings(reports, resize):
         report = reports[index]
         if required is not None and report.readable:
-            has = {part: getattr(report, part) for part in ("mask", "reference", "text", "target", "pair")}
+            has = {part: getattr(report, part) for part in ("mask", "reference", "text", "target", "pair", "turns")}
             if lacking := required.lacking(report.images, **has):
                 found = [Problem(report.file, report.line, what) for what in lacking]
         problems += found
@@ -393,6 +394,7 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
         text=bool((row.text or "").strip()),
         target=row.target is not None,
         pair=row.chosen is not None and row.rejected is not None,
+        turns=row.turns,
         files=tuple(file_state(image.data) for image in encoded if image is not None and isinstance(image.data, Path)),
         keys=image_keys(row),
         content=f"{content_key(texts.encode())} -",

@@ -14,7 +14,6 @@ DATA = Kinds(
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",
         "stream": "retouch.data.sources.stream:StreamData",
-        "triplets": "retouch.data.sources.triplets:TripletData",
         "prompts": "retouch.data.sources.folder:PromptData",
         "table": "retouch.data.sources.hub:TableData",
         "iterable": "retouch.data.sources.stream:IterableData",

@@ -2,10 +2,10 @@
 
 The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``chosen`` and
 ``rejected`` (a pair of results of which people preferred the first), ``text`` (the text that the image should show), ``source``
-(all rows of one source are on the same side of a split) and ``thought`` (the chain of thought before the edited image, which goes
-to ``meta``). A column map says which column of the data set contains each field:
-``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name refers to a part of a nested value:
-``"edit.compound.2.compound_instruction"``. All other columns with JSON values go to ``meta``.
+(all rows of one source are on the same side of a split), ``thought`` (the chain of thought before the edited image, which goes to
+``meta``) and ``later`` (the instructions of the further turns of an episode, which also go to ``meta``). A column map says which
+column of the data set contains each field: ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name refers to a
+part of a nested value: ``"edit.compound.2.compound_instruction"``. All other columns with JSON values go to ``meta``.
 
 ``quoted`` finds the quoted text of a prompt: the text that the image should show, for rewards that read text in images.
 """
@@ -27,7 +27,7 @@ from retouch.config.imports import nearest
 from retouch.data.images import EncodedImage
 from retouch.types import Codes, Json
 
-FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought")
+FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought", "later")
 _ENDS = 65536
 LONGEST_THOUGHT = 1750
 """The largest number of characters of a chain of thought; longer ones are truncated (EARL)."""
@@ -90,6 +90,16 @@ class Row:
                     f"an image of the row {self.id!r} is of type {type(image).__name__}; give the path or the bytes of its file, "
                     "as retouch.data.images.EncodedImage(name, data)"
                 )
+
+    @property
+    def turns(self) -> int:
+        """The number of instructions of an episode, with that of the first turn; 0 without ``later``."""
+        later = self.meta.get("later")
+        return 1 + len(later) if isinstance(later, list) and _are_texts(later) else 0
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, str) and each.strip() for each in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +173,9 @@ class Layout:
         names = {field: self._name(field, values.get(field), wrong) for field in ("id", "text", "source")}
         tags = {key: self._name(key, nested_value(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
-        thought = self._thought(values.get("thought"), wrong)
+        thought, later = self._thought(values.get("thought"), wrong), values.get("later")
+        if later is not None and not _are_texts(later):
+            wrong.append(f"{self.columns['later']!r}: should be a list of texts, the instructions of the further turns")
         if wrong:
             raise InvalidRow([Problem(self.file, line, what) for what in wrong])
         instruction = content = str(instruction)
@@ -185,6 +197,7 @@ class Layout:
             meta={
                 **{key: value for key, value in fields.items() if key not in self.columns.values() and is_json(value)},
                 **({} if thought is None else {Codes.THOUGHT: thought}),
+                **({} if later is None else {"later": later}),
             },
             chosen=chosen,
             rejected=rejected,
@@ -387,6 +400,7 @@ def is_json(value: Any) -> bool:
 class RowRequirements:
     """What every row must have. ``images``: the smallest and the largest number of source images. ``mask``, ``reference``,
     ``text``, ``target``: whether every row must have one. ``pairs``: whether every row must have a chosen and a rejected image.
+    ``turns``: the smallest and the largest number of turns; a row without ``later`` has none.
 
     ``model`` and ``takes`` are used in the error message: "flux-fill takes one image and a mask".
     """
@@ -397,10 +411,11 @@ class RowRequirements:
     text: bool = False
     target: bool = False
     pairs: bool = False
+    turns: tuple[int, int] = (0, sys.maxsize)
     model: str = "the model"
     takes: str = "any number of images"
 
-    def lacking(self, images: int, *, mask: bool, reference: bool, text: bool, target: bool, pair: bool) -> list[str]:
+    def lacking(self, images: int, *, mask: bool, reference: bool, text: bool, target: bool, pair: bool, turns: int) -> list[str]:
         """What a row lacks that has this number of source images, and these parts."""
         wanted = f"{self.model} takes {self.takes}, and this row has"
         wrong = []
@@ -417,6 +432,10 @@ class RowRequirements:
             wrong.append("no target image for the reward to compare with; add a column `target`, or use another reward")
         if self.pairs and not pair:
             wrong.append("no chosen and rejected image; DPO on the pairs of the data needs both in every row")
+        if self.turns[0] > turns:
+            wrong.append("no turns; list the instructions of the further turns in a column `later`, or remove rollout.turns")
+        if self.turns[1] < turns:
+            wrong.append(f"{turns} turns, and rollout.turns.most is {self.turns[1]}; raise it (at most 4), or shorten `later`")
         return wrong
 
     def checked(self, row: Row) -> Row:
@@ -428,6 +447,7 @@ class RowRequirements:
             text=bool((row.text or "").strip()),
             target=row.target is not None,
             pair=row.chosen is not None and row.rejected is not None,
+            turns=row.turns,
         )
         if wrong:
             raise InvalidRow([Problem(row.file, row.line, what) for what in wrong])

@@ -140,7 +140,7 @@ def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Ta
     if canvas is not None:
         size = canvas.size if resize is None else resize.size(canvas.size)
         pair = [None if image is None else fit(image, size=size) for image in pair]
-    return Task(
+    task = Task(
         id=row.id,
         instruction=row.instruction,
         images=tuple(images),
@@ -154,6 +154,17 @@ def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Ta
         rejected=pair[1],
         source=row.source,
     )
+    return task if not row.turns else _episode(task, [row.instruction, *row.meta["later"]])  # type: ignore[misc]
+
+
+def _episode(task: Task, instructions: Sequence[str]) -> Task:
+    """The task with one turn for each instruction, and with all of them as its own instruction."""
+    sentences = [text if text.rstrip()[-1] in ".!?" else f"{text.rstrip()}." for text in instructions]
+    turns = (
+        replace(task, id=f"{task.id}/turn-{number}", instruction=text, target=None, text=None, chosen=None, rejected=None)
+        for number, text in enumerate(instructions, 1)
+    )
+    return replace(task, instruction=" ".join(sentences) if len(sentences) > 1 else task.instruction, turns=tuple(turns))
 
 
 class UncheckedTasks(LoadedTasks):

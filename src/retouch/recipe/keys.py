@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -128,6 +129,12 @@ class ResolvedPhase:
     def imitates(self) -> bool:
         """Whether the phase learns from the targets of its tasks, without rollout and reward."""
         return self.objective.imitates
+
+    @property
+    def most_turns(self) -> int:
+        """The largest number of turns in which its samples are edited; 1 without ``rollout.turns``."""
+        turns = self.rollout.turns if isinstance(self.rollout, DenoisingRollout) and not self.imitates else None
+        return 1 if turns is None else turns.most
 
     def total_steps(self, tasks: int) -> int:
         """Training steps of the phase, for a data set of ``tasks`` tasks."""
@@ -396,6 +403,9 @@ class EvaluationKeys(Section):
     """Column of the reward that the summary reports; null is the combined reward."""
     headline: dict[str, tuple[str, ...]] | None = None
     """Tags of the tasks that the summary reports, for example {"complexity": ["2", "3"]}; null is all tasks."""
+    turns: bool | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    """Whether the policy makes the edits of a held-out task in turns, of which the whole task scores the last image; null does as
+    ``rollout``. Without ``rollout.turns``, true measures the base model edit by edit, with no training for it."""
     best_of_k: StepInterval = 0
     """Also measure the best of this many samples of the untrained policy; 0 does not."""
     batch: Count = 128
@@ -570,6 +580,12 @@ class RecipeKeys(Section):
         columns whose phase uses the data of the first phase. None if there is none."""
         phases = self.resolved_phases()
         return next((each.objective for each in phases if each.objective.heldout_columns and each.data == phases[0].data), None)
+
+    @property
+    def evaluates_in_turns(self) -> bool:
+        """Whether the held-out tasks are edited in turns."""
+        trained = any(phase.most_turns > 1 for phase in self.resolved_phases())
+        return trained if self.eval.turns is None else self.eval.turns
 
     @property
     def image_model(self) -> ImageModel | LanguageModel:

@@ -18,6 +18,7 @@ from retouch.config import consent
 from retouch.config.imports import did_you_mean
 from retouch.config.packaged import find
 from retouch.config.section import LIVE
+from retouch.data.base import StoredData
 from retouch.data.tasks import check_arithmetic
 from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import DiffusersModel, ImageModel, PretrainedLanguageModel
@@ -164,7 +165,7 @@ def text_to_image_problems(recipe: RecipeKeys) -> Iterator[str]:
     learns = objective.uses_advantages and not objective.imitates and not objective.rewards
     if not learns or objective.compares_groups or objective.needs_initial_noise:
         yield f"{key}.kind: {objective.label} does not learn from the advantages of single samples; use policy_gradient, nft or awm"
-    for name in ("engine", "staleness", "refill"):
+    for name in ("engine", "staleness", "refill", "turns"):
         if getattr(rollout, name):
             yield f"text_to_image.rollout.{name}: the image model follows the rollout of its writer, in this process; remove it"
     if rollout.window.branches:
@@ -469,6 +470,8 @@ def problems(recipe: RecipeKeys) -> list[str]:
     if isinstance(policy.train, IpAdapter):
         found += ip_adapter_problems(recipe)
     found += _phases(recipe)
+    if recipe.evaluates_in_turns or any(phase.most_turns > 1 for phase in recipe.resolved_phases()):
+        found += _turns(recipe)
     try:
         check_ranks(recipe, 1)  # more ranks are checked at the start of the run
     except ValueError as error:
@@ -492,12 +495,10 @@ def check_ranks(recipe: RecipeKeys, world: int) -> None:
             )
 
 
-def rank_count_warning(recipe: RecipeKeys, world: int) -> str | None:
-    """A warning if the run has another number of ranks than the recipe is made for, otherwise None."""
-    if recipe.ranks is None or recipe.ranks == world:
-        return None
+def rank_count_warning(made_for: int, world: int) -> str:
+    """The warning about a run with another number of ranks than its recipe is made for."""
     there = "is 1" if world == 1 else f"are {world}"
-    return f"the recipe is meant for {recipe.ranks} rank{'s' * (recipe.ranks > 1)}, and there {there}"
+    return f"the recipe is meant for {made_for} rank{'s' * (made_for > 1)}, and there {there}"
 
 
 def _length(recipe: RecipeKeys) -> Iterator[str]:
@@ -598,6 +599,7 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
                 yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
         elif phase.imitates:
             unused = {"refill": phase.rollout.refill is not None, "staleness": phase.rollout.staleness > 0}
+            unused["turns"] = getattr(phase.rollout, "turns", None) is not None
             for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
                 yield f"{at['rollout']}.{key}: {phase.objective.label} samples nothing; remove it"
             if phase.data.contents().target is False:
@@ -668,6 +670,38 @@ def _refill(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> Ite
     if phase.rollout.staleness:
         why = "samples of later steps are made before the rewards of this one are known"
         yield f"{key}: with {at['rollout']}.staleness, {why}; remove one of them"
+
+
+def _turns(recipe: RecipeKeys) -> Iterator[str]:
+    """Check that the turns of an episode can be made and scored one after the other, and that their returns can be compared."""
+    phases = [(index, phase) for index, phase in enumerate(recipe.resolved_phases()) if phase.most_turns > 1]
+    key, takes, advantage = "rollout.turns" if phases else "eval.turns", recipe.image_model.takes, recipe.advantage
+    if recipe.policy.is_autoregressive or (takes is not None and takes.images[1] == 0):
+        yield f"{key}: {recipe.policy.model.kind} does not edit source images in a denoising chain; remove it"
+    if getattr(recipe.policy, "prompt_embeddings", "live") == "cached":
+        yield "policy.prompt_embeddings: the images of later turns are not known before the run; use live"
+    if recipe.evaluates_in_turns and recipe.eval_data().contents().turns == (0, 0):
+        yield f"{key}: the held-out tasks of {recipe.data.label} have no turns; on the playground set data.turns, or remove it"
+    if phases and (advantage.value_head is not None or advantage.reads_scores or advantage.smallest_group < 2):
+        yield f"advantage.kind: {advantage.label} does not compare the returns of one turn of a task; use group"
+    for index, phase in phases:
+        at, rollout, objective = recipe.phase_key(index, "rollout"), phase.rollout, phase.objective
+        if not objective.uses_advantages or objective.compares_groups:
+            yield f"{at}.turns: {objective.label} does not learn from advantages of single samples; use policy_gradient, nft or awm"
+        for name in ("engine", "staleness", "refill"):
+            if getattr(rollout, name):
+                yield f"{at}.{name}: with turns, a step is sampled in that step, by the policy's own model; remove one"
+        if isinstance(rollout, DenoisingRollout) and rollout.window.branches:
+            yield f"{at}.window: from the second turn on, the samples of a group have different sources; use mode window"
+        fewest, most = phase.data.contents().turns or (1, 1)
+        if fewest < 1 or most > phase.most_turns:
+            has = f"the tasks of {recipe.phase_key(index, 'data')} have {fewest} to {most} turns, not 1 to {phase.most_turns}"
+            yield f"{at}.turns: {has}; change `most`, or on the playground set data.turns"
+        for path, part in rewards_of(recipe, index):
+            if part.compares_groups:
+                yield f"{path}.kind: {part.name} compares images of a task, which have different sources from the second turn on"
+            if isinstance(phase.data, StoredData) and (part.needs_target or part.reads_text):
+                yield f"{path}.kind: {part.name} needs a target or a text, which the turns of {phase.data.label} lack; use another"
 
 
 def _context(recipe: RecipeKeys, phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:

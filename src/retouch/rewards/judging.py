@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retouch.config.imports import user_code_error
@@ -34,12 +34,14 @@ CLOSE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch:
     """The scores of ``b`` samples. ``scores``: each column, (b,). ``rewards``: the combined number, (b,), NaN if it is missing.
-    ``faults``: the number of samples without an image. ``last_fault``: see ``RewardScorer.last_fault``."""
+    ``faults``: the number of samples without an image. ``last_fault``: see ``RewardScorer.last_fault``. ``there``: False for rows
+    of turns that their task does not have; None if there are none."""
 
     scores: Scores
     rewards: Float[Tensor, " b"]
     faults: int
     last_fault: str = ""
+    there: Bool[Tensor, " b"] | None = None
 
     @classmethod
     def concat(cls, parts: "Sequence[ScoredBatch]") -> "ScoredBatch":

@@ -36,6 +36,7 @@ from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import (
+    MOST_TURNS,
     CachedEngine,
     ChainEngineSection,
     DenoisingEngine,
@@ -71,6 +72,7 @@ from retouch.run.metrics import Clock
 from retouch.run.painting import Painting
 from retouch.run.preflight import Check, trial_steps
 from retouch.run.step import Phase, Run
+from retouch.run.turns import begin_episodes, in_order, require_turns
 from retouch.types import Batch, Json, Task
 
 if TYPE_CHECKING:
@@ -148,6 +150,8 @@ def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
     the text and the target image that the reward reads, and the pairs that an objective learns from."""
     model = recipe.image_model
     takes = model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
+    played = [phase.most_turns for phase in recipe.resolved_phases() if phase.data == data and phase.most_turns > 1]
+    turns = (1 if played or (recipe.eval.turns and data == recipe.data) else 0, min(played, default=sys.maxsize))
     return RowRequirements(
         images=(0, sys.maxsize) if takes is None else takes.images,
         mask=takes is not None and takes.mask,
@@ -155,6 +159,7 @@ def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
         text=any(part.reads_text for _, part in rewards_of(recipe)),
         target=any(part.needs_target for _, part in rewards_of(recipe)),
         pairs=any(phase.objective.needs_pairs for phase in recipe.resolved_phases() if phase.data == data),
+        turns=turns,
         model=model.kind,
         takes=str(takes),
     )
@@ -170,11 +175,14 @@ def build_phase(
     reward_range: tuple[float, float],
 ) -> Phase:
     """Build the phase that trains on ``tasks`` in ``steps`` of the run. ``reward_range``: the smallest and largest reward."""
-    order = [
-        row
-        for rank in range(ranks.world)
-        for row in global_rows(rows=phase.rows, minibatches=recipe.minibatches, rank=rank, world=ranks.world)
-    ]
+    most, order = phase.most_turns, list[int]()
+    for rank in range(ranks.world):
+        mine = global_rows(rows=phase.rows, minibatches=recipe.minibatches, rank=rank, world=ranks.world)
+        if most > 1:
+            keys = [divmod(row, phase.group_size) for row in mine]
+            turns = in_order(keys, most=most, minibatches=recipe.minibatches)
+            mine = [(keys[row][0] * most + turn) * phase.group_size + keys[row][1] for row, turn in turns]
+        order += mine
 
     count = phase.tasks_per_step
     share = {
@@ -207,7 +215,7 @@ def build_phase(
         objective=objective.build(entropy=entropy, value_head=None if phase.imitates else recipe.advantage.value_head),
         batch=batch,
         order=torch.tensor(order),
-        group=torch.arange(phase.rows) // phase.group_size,
+        group=torch.arange(phase.rows * most) // phase.group_size,
         advantage=None if phase.imitates else recipe.advantage,
         reward_range=reward_range,
         max_length=phase.rollout.longest if objective.loss_weights == "dr_grpo" else None,
@@ -428,14 +436,18 @@ class Assembly(PolicyParts):
             clock=self.clock,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
-        combined = self.judge.combination
+        bounds = self.judge.combination.low, self.judge.combination.high
+        if isinstance(resolved.rollout, DenoisingRollout) and resolved.rollout.turns is not None and not resolved.imitates:
+            section = resolved.rollout.turns
+            bounds = section.bounds(*bounds)
+            run = replace(run, episodes=partial(begin_episodes, section=section, minibatches=self.recipe.minibatches))
         phase = build_phase(
             self.recipe,
             resolved,
             steps=steps,
             tasks=self.sets[index].train,
             ranks=self.ranks,
-            reward_range=(combined.low, combined.high),
+            reward_range=bounds,
         )
         if self.painted is not None and isinstance(stepper, JointStepper) and not resolved.imitates:
             run = replace(run, painting=self._painting(run, phase, stepper.second))
@@ -584,6 +596,8 @@ def assemble(
     if first := sets[0].heldout[: recipe.eval.batch]:
         for _, _, part in recipe.reward.parts():
             part.require_columns(first)
+        if recipe.evaluates_in_turns:
+            require_turns(first, most=MOST_TURNS)
     # Building a reward may wait hours for its server, so mistakes in data and weights are found first.
     for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
         model.fetch_weights()

@@ -25,6 +25,7 @@ from retouch.run.build import Assembly, has_demonstration
 from retouch.run.ledger import task_content
 from retouch.run.metrics import completion_texts
 from retouch.run.step import TooManyMissing, wait_for_rewards
+from retouch.run.turns import last_images, play
 from retouch.types import Batch, Sample, Scores, Task
 
 log = logging.getLogger("retouch")
@@ -97,7 +98,8 @@ class Evaluator:
     ``seed``: the key of the initial noise. ``batch``: rows per batch. ``pictures``: the number of images to return.
     ``demonstrates``: whether the policy can demonstrate a task, because the task has a target. ``scores_images``: whether there is
     a reward; without a reward, only the images that are returned are made. ``lower_is_better``: the columns in which a lower score
-    is better. ``objective``: adds the columns that the objective measures itself (``heldout_columns``).
+    is better. ``objective``: adds the columns that the objective measures itself (``heldout_columns``). ``in_turns``: the policy
+    plays the turns of a task, and the whole task scores the last image.
     """
 
     tasks: Sequence[Task]
@@ -111,6 +113,7 @@ class Evaluator:
     scores_images: bool = True
     lower_is_better: Sequence[str] = ()
     objective: Objective | None = None
+    in_turns: bool = False
 
     @property
     def measured(self) -> Mapping[str, str]:
@@ -140,7 +143,7 @@ class Evaluator:
         """
         if not all(self.demonstrates(task) for task in self.tasks):
             return None
-        return self._evaluate(policy.demonstrate, slot=0)
+        return replace(self, in_turns=False)._evaluate(policy.demonstrate, slot=0)
 
     def best_of(self, policy: Any, *, k: int) -> EvaluationResult:
         """Return the best of ``k`` samples per task, separately for each column; a sample without a score is never the best.
@@ -184,6 +187,10 @@ class Evaluator:
             )
 
     def _samples(self, act: Any, batch: Batch) -> list[Sample]:
+        if self.in_turns:
+            most = max(len(task.turns) for task in self.tasks)
+            played = list(play(act, self.renderer, batch, most=most))
+            return [Sample(*parts) for parts in zip(batch.tasks, last_images(played), strict=True)]
         trajectory = act(batch)
         images = self.renderer(batch.tasks, trajectory)
         return [Sample(*parts) for parts in zip(batch.tasks, images, completion_texts(trajectory), strict=True)]
@@ -221,6 +228,7 @@ def build_evaluator(parts: Assembly, judge: BatchScorer) -> Evaluator:
         scores_images=bool(columns),
         lower_is_better=[name for name, column in columns.items() if not column.higher_is_better],
         objective=recipe.heldout_objective,
+        in_turns=recipe.evaluates_in_turns,
         demonstrates=has_demonstration(parts.model),
     )
 

@@ -117,8 +117,9 @@ class Recorder:
             return
         batch, texts = collected.batch, completion_texts(collected.trajectory)
         records: list[SampleRecord] = []
+        shown = set(list(dict.fromkeys(batch.group_ids))[: self.samples.groups])
         for row, group in enumerate(batch.group):
-            if group < self.samples.groups:
+            if batch.group_ids[group] in shown:
                 first = not records or records[-1].group != batch.group_ids[group]
                 mask = collected.trajectory.mask[row].cpu()
                 records.append(

@@ -83,8 +83,8 @@ def open_session(
         sharding = f" with {recipe.sharding}{waits}" if recipe.sharding is not None and ranks.world > 1 else ""
         where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{sharding}"
         log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
-        if (warning := rank_count_warning(recipe, ranks.world)) is not None:
-            log.warning("%s", warning)
+        if recipe.ranks not in (None, ranks.world):
+            log.warning("%s", rank_count_warning(recipe.ranks, ranks.world))
         accelerate.utils.set_seed(recipe.seed)  # Retouch does not use the global generators, but a user's reward may
         limit_memory(recipe.devices, plan_placement(recipe, ranks))
         found: list[Hook] = []

@@ -90,7 +90,7 @@ class Run:
     scored together. ``max_missing``: the largest allowed fraction of samples without a reward. ``average``: updates the weight
     average; called with the number of optimizer steps in the phase. ``clock``: times a named stage. ``counted``: the columns whose
     fraction of missing scores is logged. ``painting``: the image model, if it makes the images with exploration and trains too;
-    None: ``renderer`` makes them.
+    None: ``renderer`` makes them. ``episodes``: begins to collect rows that are edited in several turns; None: in one.
     """
 
     policy: Any
@@ -104,6 +104,7 @@ class Run:
     clock: Callable[[str], AbstractContextManager[None]]
     counted: Sequence[str] = ()
     painting: Any = None  # ``retouch.run.painting.Painting``, which imports this module
+    episodes: "Callable[[Run, Batch], PendingRollout] | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,13 +128,15 @@ class ScoredRollout:
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRollout:
     """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk.
-    ``painted``: the rows and the trajectory of the image model, if it trains too."""
+    ``painted``: the rows and the trajectory of the image model, if it trains too. ``credit``: maps the scores of the samples to
+    those of the rows, if there are more samples than rows."""
 
     batch: Batch
     trajectory: Trajectory
     images: Sequence[Image | None]
     pending: "Sequence[Future[ScoredBatch]]"
     painted: "tuple[Batch, Trajectory] | None" = None
+    credit: Callable[[ScoredBatch], ScoredBatch] = lambda judged: judged
 
 
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRollout, Metrics]]:
@@ -171,6 +174,8 @@ def chunks_of(batch: Batch, rows: int) -> list[Batch]:
 
 def begin_collecting(run: Run, batch: Batch) -> PendingRollout:
     """Sample and render these rows, and start scoring them: a chunk is judged while the next one is sampled."""
+    if run.episodes is not None:
+        return run.episodes(run, batch)
     parts, images, pending, painted = [], [], [], []
     for chunk in chunks_of(batch, run.chunk):
         with run.clock("rollout"):  # 2. Actions and their log-probabilities under the weights that sample, without gradient.
@@ -231,6 +236,7 @@ def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> l
 def with_advantages(run: Run, phase: Phase, made: PendingRollout, judged: ScoredBatch) -> ScoredRollout:
     """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
     assert phase.advantage is not None
+    judged = made.credit(judged)
     row_advantages, metrics = compute_advantages(run, phase, judged)
     credit = phase.advantage.assign(row_advantages, made.trajectory, run.ranks)  # (b,) to (b, t); a value head sees each action
     metrics |= {**credit.metrics, **completion_metrics(made.trajectory, ranks=run.ranks)}
@@ -251,8 +257,10 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
     assert phase.advantage is not None
     # 5. Gather before anything is compared, because the rows of a group may be on several ranks. Rewards are fp64.
     names = list(judged.scores)
-    gathered = in_global_order(run, phase, torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1))
-    rewards = gathered[:, 0]
+    exists = torch.ones_like(judged.rewards) if judged.there is None else judged.there.to(judged.rewards)
+    gathered = in_global_order(run, phase, torch.stack([exists, judged.rewards, *(judged.scores[name] for name in names)], dim=1))
+    kept = gathered[:, 0] > 0
+    rewards, group = gathered[kept, 1], phase.group[kept]
     missing = rewards.isnan().double().mean().item()  # in fp32, a fraction that equals the limit could exceed it
     if missing > run.max_missing:
         raise TooManyMissing(
@@ -262,18 +270,19 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
         )
     # 6. GRPO: A = (reward - mean of the group) / (std of the group + eps), clamped if `clip` is set. A missing
     #    reward is in no mean, and its A is 0.
-    scores = dict(zip(names, gathered[:, 1:].unbind(dim=1), strict=True))
+    scores = dict(zip(names, gathered[kept, 2:].unbind(dim=1), strict=True))
     read: dict[str, Any] = {"scores": scores} if phase.advantage.reads_scores else {}
-    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range, **read).float()
+    advantages = torch.zeros(len(phase.order))
+    advantages[kept] = phase.advantage(rewards, group, reward_range=phase.reward_range, **read).float()
     valid = rewards[~rewards.isnan()]
     metrics = {
         "reward/mean": valid.mean().item(),
         "reward/std": valid.std(correction=0).item(),
         "reward/count": float(len(valid)),
-        "reward/ci95": estimate_mean(rewards.tolist(), [str(number) for number in phase.group.tolist()]).half_width,
+        "reward/ci95": estimate_mean(rewards.tolist(), [str(number) for number in group.tolist()]).half_width,
         "reward/missing_fraction": missing,
         "reward/fault_fraction": run.ranks.sum(torch.tensor(float(judged.faults))).item() / len(rewards),
-        "group/zero_std_fraction": zero_std_groups(rewards, phase.group),
+        "group/zero_std_fraction": zero_std_groups(rewards, group),
     }
     for name, column in scores.items():
         metrics[f"reward/{name}"] = column.nanmean().item()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import ImageChops
 
-from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
 from retouch.types import Sample, SplitName
+from retouch_models.triplets import PROMPT as TRIPLETS_PROMPT
 from retouch_rewards.ocr import OcrReward
 from retouch_worlds.data import PROMPT, WordData
 from retouch_worlds.playground import words

@@ -16,10 +16,10 @@ from retouch.data.rows import quoted
 from retouch.data.sources.folder import FolderData, PromptData, path_under, read_folder, read_instructions, read_prompts
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.stream import StreamData
-from retouch.data.sources.triplets import TripletData
 from retouch.data.tasks import Tasks
 from retouch.recipe.recipe import load
 from retouch_models.image_tokens import TokenData
+from retouch_models.triplets import TripletData
 
 
 def write(folder, rows, name="metadata.jsonl"):

@@ -8,11 +8,11 @@ from PIL import Image, ImageDraw
 
 from retouch.data.checks import accept_rows
 from retouch.data.kinds import check, read_path
-from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
 from retouch.recipe.recipe import parse, problems
 from retouch.run.build import build_sets
 from retouch_bench.complex_edit import levels, read_complex_edit
+from retouch_models.triplets import TripletRows
 
 SIZE = (48, 32)
 BOX = (8, 8, 30, 20)

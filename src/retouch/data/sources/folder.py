@@ -2,9 +2,9 @@
 
 A line of a folder's ``metadata.jsonl`` or ``metadata.csv`` has ``file_name`` (or ``file_names``, ``image``, ``images``) and
 ``instruction`` (or ``prompt``), and may have ``target``, ``mask``, ``reference``, ``chosen`` and ``rejected`` (each also as
-``target_file_name`` and so on), ``text``, ``id``, ``source`` and ``thought``. File names are relative to the metadata file, and no
-file outside the folder is ever opened. If no line names a source image, the tasks are text-to-image tasks. All rows are kept in
-memory; for millions of rows use parquet and ``HubData``.
+``target_file_name`` and so on), ``text``, ``id``, ``source``, ``thought`` and ``later`` (``retouch.data.rows``). File names are
+relative to the metadata file, and no file outside the folder is ever opened. If no line names a source image, the tasks are
+text-to-image tasks. All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 
 A list of prompts is a ``.txt`` file with one prompt per line, or a ``.jsonl`` or ``.csv`` file with ``prompt`` (or ``instruction``)
 and the columns that a reward needs. As in Flow-GRPO's lists, the quoted text of a prompt is the text that the image should show.
@@ -50,6 +50,7 @@ _COLUMNS = {
     "text": ("text",),
     "source": ("source",),
     "thought": ("thought", "thinking", "CoT"),
+    "later": ("later",),
 }
 _PROMPT_COLUMNS = {"id": ("id",), "instruction": ("prompt", "instruction"), "text": ("text",), "source": ("source",)}
 _INSTRUCTION_COLUMNS = {

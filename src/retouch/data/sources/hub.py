@@ -43,6 +43,7 @@ _COLUMNS = {
     "text": ("text",),
     "source": ("source",),
     "thought": ("thought", "thinking", "CoT"),
+    "later": ("later",),
 }
 Table: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 

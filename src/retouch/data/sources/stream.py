@@ -82,7 +82,7 @@ class StreamedData(DataSource):
         """How rows with the columns ``names`` are read. Raises ValueError for a missing column."""
 
     @property
-    def image_size(self) -> Pixels | None:
+    def image_size(self) -> Pixels | None:  # type: ignore[override]
         return self.size
 
     def contents(self) -> TaskContents:
