@@ -218,7 +218,9 @@ def add_ledger(commands: Commands) -> None:
     as_json.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     subset = argparse.ArgumentParser(add_help=False, parents=[as_json])
     subset.add_argument(
-        "--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="use only this split (default: all)"
+        "--split",
+        choices=("train", "heldout", "ceiling", "best", "turns", "watch", "canary"),
+        help="use only this split (default: all)",
     )
     subset.add_argument("--steps", type=_steps, metavar="A:B", help="use only steps A to B, inclusive")
     cost = what.add_parser(

@@ -407,7 +407,8 @@ class EvaluationKeys(Section):
     """Whether the policy makes the edits of a held-out task in turns, of which the whole task scores the last image; null does as
     ``rollout``. Without ``rollout.turns``, true measures the base model edit by edit, with no training for it."""
     best_of_k: StepInterval = 0
-    """Also measure the best of this many samples of the untrained policy; 0 does not."""
+    """Also measure the best of this many samples of the untrained policy, and its score edit by edit if tasks have turns; 0 does
+    not."""
     batch: Count = 128
     """Number of rows that are sampled together."""
     suites: tuple[SuiteKeys, ...] = Field(default=(), exclude_if=operator.not_)

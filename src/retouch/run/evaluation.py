@@ -354,7 +354,8 @@ class RunEvaluations:
         self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower, missing=missing)
 
     def write_baselines(self) -> None:
-        """Store the baselines: the score of the tasks' targets (ceiling), and the best of k samples of the base policy."""
+        """Store the baselines: the score of the tasks' targets (ceiling), the best of k samples of the base policy, and its score
+        edit by edit, if the tasks have turns and are evaluated without them."""
         if self._baselines_path.exists():
             return
         if self._column in self.evaluator.measured:  # the objective measures the policy, not its images
@@ -367,11 +368,16 @@ class RunEvaluations:
             tasks = len(self.evaluator.tasks)
             log.info("baselines: the best of %d samples of the base policy for each of %d %s tasks", k, tasks, self._split_label)
             best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k)
+        edited = None
+        if k and not self.evaluator.in_turns and all(task.turns for task in self.evaluator.tasks):
+            log.info("baselines: the base policy makes the edits of each task one by one")
+            edited = replace(self.evaluator, judge=self.parts.judge.for_split("turns", 0), in_turns=True)(self.policy)
         if self.parts.ranks.is_main:
             found = {
                 "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),
                 "best_of_k": None if best is None else self._headline(self._values(best)),
                 "k": k or None,
+                "edit_by_edit": None if edited is None else self._headline(self._values(edited)),
             }
             self.folder.require_owner()
             files.write_json(self._baselines_path, found)
@@ -426,6 +432,7 @@ class RunEvaluations:
             ceiling=baselines.get("ceiling"),
             best_of_k=baselines.get("best_of_k"),
             k=None if (k := baselines.get("k")) is None else int(k),
+            edit_by_edit=baselines.get("edit_by_edit"),
             gain_ci95=gain.interval,
             independent_tasks=gain.clusters,
             needed_tasks=gain.clusters_for_significance,
@@ -454,7 +461,8 @@ class RunEvaluations:
         """Read the baselines; empty if the file is missing or damaged."""
         try:
             found = files.read_record(self._baselines_path)
-            return {name: None if found[name] is None else float(found[name]) for name in ("ceiling", "best_of_k", "k")}
+            names = ("ceiling", "best_of_k", "k", *(["edit_by_edit"] if "edit_by_edit" in found else []))
+            return {name: None if found[name] is None else float(found[name]) for name in names}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
