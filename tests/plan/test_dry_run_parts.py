@@ -35,6 +35,7 @@ def test_a_second_process_gives_the_same_results(caplog):
     assert not [record for record in caplog.records if record.name.startswith("retouch")]
 
 
+@pytest.mark.slow
 def test_what_a_second_process_cannot_do_is_done_in_this_one(caplog):
     assert both(lambda value: value + 1, 1, 2) == (2, 3)  # a lambda cannot be pickled
     assert "the second process failed" in caplog.text

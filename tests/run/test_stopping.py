@@ -52,6 +52,7 @@ class HangsInThisProcess:
 
 def test_sigterm_ends_a_run_whose_reward_hangs_and_keeps_the_last_complete_step(tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("retouch.run.step.STOP_SECONDS", 1.0)
     document = six_step_recipe(tmp_path, "hung").document()
     document["reward"] = {"kind": "import", "class": "test_stopping:HangsInThisProcess", "combine": {"bright": 1}}
     made = parse(document, allow_imports=["test_stopping"])

@@ -25,6 +25,7 @@ from retouch_serve.front import BoundedRate, Connections, MemoryBudget
 from retouch_serve.requests import Limits
 from retouch_serve.wire import RequestError, encode_body
 from served_rewards import Digest, WaitsForFile
+from slow_params import slow_after
 
 STRICT_LIMITS = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
 
@@ -60,7 +61,9 @@ def answers(server, within=5.0):
     return httpx.get(f"{server.url}/livez", timeout=within).status_code == 200
 
 
-@pytest.mark.parametrize("start", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"POST /v1/score HTTP/1.1\r\n"])
+@pytest.mark.parametrize(
+    "start", slow_after(2, [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"G", b"POST /v1/score HTTP/1.1\r\n"])
+)
 def test_incomplete_headers_end_the_connection_with_408(strict, start):
     with connect(strict) as connection:
         connection.sendall(start)

@@ -89,6 +89,7 @@ def changed(tmp_path: Path, **values: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_configuration_trains_for_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loopback.Server(Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

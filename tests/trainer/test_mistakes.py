@@ -26,6 +26,7 @@ from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample, Task
 from retouch_worlds.data import PlaygroundData
+from slow_params import slow_after
 
 ROWS = [{"prompt": "a red circle" if number % 2 else "blue", "level": number} for number in range(8)]
 
@@ -194,7 +195,7 @@ def pasted(given, trl):
     return retouch.Trainer(**{**given, **known, **names["new"], **model}).recipe, str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in TRL if name not in NOT_PASTED])
+@pytest.mark.parametrize("name", slow_after(30, [name for name in TRL if name not in NOT_PASTED]))
 def test_what_the_hint_for_a_name_of_another_trainer_says_can_be_pasted(name, given):
     if not TRL[name][0]:
         with pytest.raises(ValueError, match=re.escape(f"{name}: unknown key; {TRL[name][2]}")):

@@ -60,7 +60,7 @@ def faultless_answers(tmp_path_factory):
     return ledger_answers(folder)
 
 
-@pytest.mark.parametrize("fault", slow_after(6, FAULTS))
+@pytest.mark.parametrize("fault", slow_after(3, FAULTS))
 def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, faultless_answers, fault):
     """A third of the questions get the fault once. A 429 with Retry-After is retried at once and does not count as an attempt."""
 

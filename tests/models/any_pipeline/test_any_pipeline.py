@@ -244,6 +244,7 @@ class Stop(retouch.Callback):
             trainer.stop()
 
 
+@pytest.mark.slow
 def test_a_class_of_the_user_trains_and_a_run_that_was_stopped_continues_with_the_same_bits(tmp_path):
     def trained_weights(name, *callbacks):
         for each in callbacks:

@@ -33,6 +33,7 @@ from retouch_serve.engines.sections import SglangEngine
 from retouch_serve.wire import unpack
 from retouch_worlds.testing import check_policy
 from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE
+from slow_params import slow_after
 
 
 @contextmanager
@@ -178,7 +179,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("way", FAULTS)
+@pytest.mark.parametrize("way", slow_after(8, FAULTS))
 def test_a_response_with_a_fault_is_rejected(tmp_path, way):
     changes, message = FAULTS[way]
     with served(tmp_path, mode="window") as (policy, double):

@@ -238,7 +238,7 @@ def test_the_retry_budget_allows_a_share_of_requests_and_a_number_per_second():
     assert [slow.take(now) for now in (0.0, 0.1, 0.5, 0.7, 1.1)] == [True, False, True, False, True]
 
 
-@pytest.mark.parametrize("kind", [*ALL_FAULTS, *HARMLESS])
+@pytest.mark.parametrize("kind", slow_after(25, [*ALL_FAULTS, *HARMLESS]))
 def test_scores_come_from_another_server_after_a_faulty_reply(kind):
     samples = samples_of(16)
     timeout = 1.0 if kind in ("hang", "slow drip") else 10.0
@@ -253,7 +253,7 @@ def test_scores_come_from_another_server_after_a_faulty_reply(kind):
     equal(scores[there], expected(samples)[there])
 
 
-@pytest.mark.parametrize("kind", ["an error of the reward", "NaN", *STATUSES, *TRANSPORT_FAULTS])
+@pytest.mark.parametrize("kind", slow_after(12, ["an error of the reward", "NaN", *TRANSPORT_FAULTS, *STATUSES]))
 def test_scores_are_missing_if_the_only_server_is_faulty(kind):
     samples = samples_of(6)
     timeout = 0.3 if kind in ("hang", "slow drip") else 10.0
