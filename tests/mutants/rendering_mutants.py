@@ -74,9 +74,16 @@ RENDERING = (
     Mutant(
         "the image is made from the task's own prompt",
         "renderers/prompts.py",
-        "return replace(task, instruction=prompt, images=()) if prompt",
-        "return replace(task, images=()) if prompt",
+        "return replace(task, instruction=prompt, images=images) if prompt",
+        "return replace(task, images=images) if prompt",
         f"{PROMPTS}::test_images_match_those_of_the_diffusers_pipeline",
+    ),
+    Mutant(
+        "all tasks of an editor share the negative branch of the first one",
+        "renderers/prompts.py",
+        "negative=self.sampler.model.encode_negative(tasks))",
+        "negative=self.sampler.model.encode_negative(tasks[:1] * len(tasks)))",
+        f"{PROMPTS}::test_an_editor_edits_the_source_image_of_the_task_as_the_prompt_says",
     ),
     Mutant(
         "an unclosed thought in a completion is used as its answer",

@@ -96,7 +96,7 @@ def test_invalid_keys_and_values_are_reported_with_their_full_path(changes, line
         ({"policy__model": {"kind": "qwen-vl", "path": "x", "system": "write"}}, "policy.model.system, policy.model.area"),
         ({**PROMPT, "policy__model": {"kind": "playground-writer"}}, "policy.model.kind"),
         ({"samples": {"states": True}}, "samples.states"),
-        ({**PROMPT, "renderer__model": {"kind": "playground"}}, "renderer.model.kind"),
+        ({**PROMPT, "renderer__model": {"kind": "playground"}}, "data.kind"),
         ({**PROMPT, "objective": {"kind": "sft"}}, "data"),
         ({"data": {"kind": "prompts", "path": "x"}, "reward": PROMPT["reward"]}, "data.kind"),
         ({"data": SCENES["data"], "reward": SCENES["reward"]}, "data.kind"), ({**SCENES, "reward": BASE["reward"]}, "reward.kind"),

@@ -53,8 +53,8 @@ def config(**options):
     return PromptRenderer(**{"model": PlaygroundTextToImage(), "num_steps": STEPS, "cut_off": "draw", **options})
 
 
-def renderer(model, guidance_scale=4.0, **options):
-    return config(guidance_scale=guidance_scale, **options).build(model, tiny_writers.writer("qwen2.5"))
+def renderer(made, guidance_scale=4.0, **options):
+    return config(guidance_scale=guidance_scale, **options).build(made, tiny_writers.writer("qwen2.5"))
 
 
 def outputs(*texts, truncated=False):
@@ -115,6 +115,26 @@ def test_images_match_those_of_the_diffusers_pipeline(kind, guidance_scale):
         assert mine.size == other.size == (40, 24)
         assert max_pixel_difference(mine, other) <= 1  # rounding to 8 bits can differ by one level
         assert np.asarray(mine).std() > 5
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.0])
+def test_an_editor_edits_the_source_image_of_the_task_as_the_prompt_says(tmp_path, guidance_scale):
+    family = FAMILIES["flux-kontext"]
+    family.save(tmp_path)
+    model = family.build(tmp_path)
+    asked = [*family.tasks("a", sizes=((24, 40),)), replace(family.tasks("b")[0], images=(tiny_models.image(3, 24, 40),))]
+    model.text.max_sequence_length = 80
+    section = family.section(path=str(tmp_path), size=family.size)
+    said = outputs("Prompt: a purple rabbit", '"a red circle on it"')
+    ours = renderer(model, guidance_scale, model=section)(asked, said)
+    told = family.asks(asked, guidance_scale) | {"max_sequence_length": 80, "height": SIZE[0], "width": SIZE[1]}
+    draws = noise_generators(said.outputs, shared=True)
+    theirs = family.pipeline(tmp_path)(
+        prompt=["a purple rabbit", "a red circle on it"], num_inference_steps=STEPS, generator=draws, **told
+    )
+    assert all(max_pixel_difference(*pair) <= 1 for pair in zip(ours, theirs.images, strict=True))
+    other = replace(asked[0], images=asked[1].images)
+    assert max_pixel_difference(renderer(model, guidance_scale, model=section)([other, asked[1]], said)[0], ours[0]) > 0
 
 
 def test_images_depend_on_the_completion_and_not_on_the_task(kind):

@@ -169,3 +169,24 @@ def test_only_the_image_model_of_a_prompt_renderer_can_be_a_text_to_image(tmp_pa
     document = load("recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet").document()
     with pytest.raises(ValueError, match="text_to_image: only the image model of a renderer of kind prompt trains together"):
         parse({**document, "text_to_image": section})
+
+
+def test_an_editor_learns_with_the_writer_of_its_prompts_on_the_source_images_of_the_tasks(make):
+    made = parse(
+        make(
+            checkpoints={"every": 1, "keep": 2},
+            policy__model={"kind": "qwen-vl", "path": make()["policy"]["model"]["path"]},
+            renderer={"kind": "prompt", "model": {"kind": "playground"}, "num_steps": 2, "ignore_completions": True},
+            text_to_image={
+                **{"train": {"kind": "full"}, "objective": {"kind": "nft"}, "learning_rate": 1e-3, "microbatch": 4},
+                "rollout": {"num_steps": 2, "transition": {"kind": "ode"}},
+            },
+        )
+    )
+    assembly = assemble(made, Ranks())
+    first, phase = assembly.phase(0, stepper=assembly.stepper(), judge=lambda batch, samples: assembly.judge.submit(samples))
+    painted = collect(first, phase, 0).painted
+    tasks = {task.id: task for task in phase.batch(0).tasks}
+    assert all(row.images[0].tobytes() == tasks[row.id].images[0].tobytes() for row in painted.batch.tasks)
+    assert run(made, fresh=False) == 0
+    assert differ(stored(made.folder, 1)["text_to_image"], stored(made.folder, 2)["text_to_image"])

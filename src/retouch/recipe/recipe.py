@@ -125,7 +125,7 @@ def parts_problems(recipe: RecipeKeys) -> Iterator[str]:
     if tokens and renderer is None:
         yield (
             'renderer: missing; a language-model policy needs one: {"kind": "response"} for an image editor, {"kind": "prompt"} '
-            'for another image model, {"kind": "codes"} if the policy writes image tokens. A Trainer also takes the image model: '
+            'for any image model, {"kind": "codes"} if the policy writes image tokens. A Trainer also takes the image model: '
             'renderer="stabilityai/stable-diffusion-3.5-medium". To train on rewards of text without making images, use TRL'
         )
     if not tokens and renderer is not None:

@@ -1,4 +1,4 @@
-"""Renders prompts: a frozen text-to-image model makes an image from the prompt in a completion.
+"""Renders prompts: an image model makes an image from the prompt in a completion; an editor, from the task's source images too.
 
 The task keeps its own instruction, and a judge sees this instruction.
 """
@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 
 class PromptRenderer(ImageModelRenderer):
-    """A text-to-image model that makes an image from the prompt in the completion."""
+    """A model that makes an image from the prompt in the completion. An editor, such as FLUX.1 Kontext, edits the task's source
+    images as the prompt says."""
 
     kind: Literal["prompt"] = "prompt"
 
-    uses_sources: ClassVar[bool] = False
     can_train: ClassVar[bool] = True
+
+    @property
+    def uses_sources(self) -> bool:  # type: ignore[override]
+        """Whether the image model takes source images."""
+        return self.model.takes is not None and self.model.takes.images[1] > 0
 
     def written_task(self, model: DenoisingModel, task: Task, completion: Completion) -> Task | None:
         """The task that the image model reads in place of ``task``: the prompt in the completion. None, the policy's own fault, if
@@ -45,15 +50,10 @@ class PromptRenderer(ImageModelRenderer):
             prompt = None
         else:  # the text of a completion without token ids is the instruction, which is not parsed
             prompt = answer_in(completion.text) if completion.ids else completion.text
-        return replace(task, instruction=prompt, images=()) if prompt and accepts_prompt(model, prompt) else None
+        images = task.images if self.uses_sources else ()
+        return replace(task, instruction=prompt, images=images) if prompt and accepts_prompt(model, prompt) else None
 
     def problems(self, writer: LanguageModel) -> Iterator[str]:
-        takes = self.model.takes
-        if takes is not None and takes.images[0] > 0:
-            yield (
-                f"renderer.model.kind: {self.model.kind} edits a source image, but a prompt has none; use qwen-image, "
-                f"sd3, z-image or flux{', or renderer.kind response' if takes.responses else ''}"
-            )
         yield from writer.prompt_problems()
 
     def load(
@@ -79,7 +79,7 @@ class PromptRenderer(ImageModelRenderer):
 
 
 class FlowTextToImage:
-    """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once."""
+    """A flow-matching model. Its negative branch is encoded once for all tasks without source images."""
 
     def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
         self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
@@ -91,7 +91,9 @@ class FlowTextToImage:
 
         with torch.no_grad():
             conditioning = self.sampler.model.encode(tasks)
-            if self.sampler.guided:
+            if self.sampler.guided and any(task.images for task in tasks):
+                conditioning = replace(conditioning, negative=self.sampler.model.encode_negative(tasks))
+            elif self.sampler.guided:
                 if self._negative is None:
                     self._negative = self.sampler.model.encode_negative(tasks[:1])
                 conditioning = replace(conditioning, negative=self._negative.take(torch.zeros(len(tasks), dtype=torch.long)))

@@ -481,6 +481,7 @@ class Assembly(PolicyParts):
                 max_length=section.rollout.longest if objective.loss_weights == "dr_grpo" else None,
             ),
             read=partial(renderer.written_task, model),
+            edits=renderer.uses_sources,
             decode=LatentRenderer(model),
             trains=section.trains,
         )

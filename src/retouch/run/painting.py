@@ -15,13 +15,15 @@ from retouch.types import Batch, Completion, Task, Trajectory
 class Painting:
     """The image model of a run. ``run``: its policy and its stepper. ``phase``: its objective and learning rate.
 
-    ``read``: the task that the image model reads for a completion; None if it has no usable prompt. ``decode``: makes the images of
-    the image model's trajectories. ``trains``: whether the writer and the image model train in a step.
+    ``read``: the task that the image model reads for a completion; None if it has no usable prompt. ``edits``: whether the image
+    model reads source images. ``decode``: makes the images of its trajectories. ``trains``: whether the writer and the image model
+    train in a step.
     """
 
     run: Run
     phase: Phase
     read: Callable[[Task, Completion], Task | None]
+    edits: bool
     decode: Renderer
     trains: Callable[[int], tuple[bool, bool]]
 
@@ -31,11 +33,11 @@ class Painting:
         A completion without a usable prompt has no image. The image model makes one of the task's own instruction in its
         place, so that all ranks make equally many, and does not train on it.
         """
-        own = [batch.tasks[k] for k in batch.group]
+        own = [batch.tasks[k] if self.edits else replace(batch.tasks[k], images=()) for k in batch.group]
         written = [self.read(task, completion) for task, completion in zip(own, outputs, strict=True)]
         rows = replace(
             batch,
-            tasks=tuple(replace(task, images=()) if found is None else found for found, task in zip(written, own, strict=True)),
+            tasks=tuple(found or task for found, task in zip(written, own, strict=True)),
             group_ids=tuple(batch.group_ids[k] for k in batch.group),  # these and the slots key the noise
             group=tuple(range(len(batch))),
         )
