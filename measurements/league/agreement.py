@@ -65,9 +65,16 @@ def section(worlds: Sequence[tuple[str, Scores]]) -> Iterator[str]:
     names = list(dict.fromkeys(name for each in places for name in each))
     for name in sorted(names, key=lambda name: np.mean([each[name] for each in places if name in each])):
         yield f"| {name} | {' | '.join(str(each.get(name, '-')) for each in places)} |"
-    for third, chosen in (("first", lambda place, count: 3 * place <= count), ("last", lambda place, count: 3 * place > 2 * count)):
-        always = [name for name in names if all(name in each and chosen(each[name], len(each)) for each in places)]
-        yield f"\nIn the {third} third of each of these worlds: {'; '.join(always) or 'none'}."
+    alike: list[set[str]] = []  # worlds whose algorithms are the same ones: those of denoising policies, and those of tokens
+    for one, other, _ in known:
+        together = [each for each in alike if each & {one, other}]
+        alike = [each for each in alike if each not in together] + [{one, other}.union(*together)]
+    for group in alike:
+        of_group = [each for title, each in zip(titles, places, strict=True) if title in group]
+        where = "these worlds" if len(alike) == 1 else f'the {len(of_group)} worlds like "{min(group, key=len)}"'
+        for third, chosen in (("first", lambda place, n: 3 * place <= n), ("last", lambda place, n: 3 * place > 2 * n)):
+            always = [name for name in names if all(name in each and chosen(each[name], len(each)) for each in of_group)]
+            yield f"\nIn the {third} third of each of {where}: {'; '.join(always) or 'none'}."
     yield ""
 
 
