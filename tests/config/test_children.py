@@ -97,8 +97,11 @@ def test_point_3_2_a_tried_checkpoint_imports_nothing_from_the_current_folder(ho
         return {"type": "http.request"}
 
     async def send_a_wrong_job():
-        asked = TrialWorker("cpu").events(RunFolder(hostile.parent), {}, Request({"type": "http"}, connected))
-        return "".join([line async for line in asked])
+        bench = TrialWorker("cpu")
+        asked = bench.events(RunFolder(hostile.parent), {}, Request({"type": "http"}, connected))
+        said = "".join([line async for line in asked])
+        await bench.stop()
+        return said
 
     assert "KeyError" in asyncio.run(send_a_wrong_job())
     assert not hostile.exists()
