@@ -260,8 +260,9 @@ def row(lines: list[dict[str, Any]]) -> str:
     """The row of a run with its seeds in docs/models.md."""
     line, ratios = lines[0], [each["ratio"] for each in lines if each["ratio"] is not None]
     before, after, gains = ([each[key] for each in lines] for key in ("before", "after", "gain"))
-    widest = max(each["gain_ci95"][1] - each["gain"] for each in lines)
-    scores = f"{mean(before):.3f} | {mean(after):.3f} | {mean(gains):+.3f} ({min(gains):+.3f} to {max(gains):+.3f}) | {widest:.3f}"
+    known = [each["gain_ci95"][1] - each["gain"] for each in lines if each["gain_ci95"] is not None]  # none below 8 tasks
+    widest = f"{max(known):.3f}" if known else "-"
+    scores = f"{mean(before):.3f} | {mean(after):.3f} | {mean(gains):+.3f} ({min(gains):+.3f} to {max(gains):+.3f}) | {widest}"
     ratio = "" if not ratios else "< 1e-06" if max(ratios) < 1e-6 else f"{max(ratios):.0e}"
     cells = [f"`{CLASSES[line['model']]}`", f"`{line['kind']}`", line["objective"], f"`{line['reward']}`", str(len(lines))]
     cells += [scores, ratio]
