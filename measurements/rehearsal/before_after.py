@@ -109,6 +109,7 @@ def main(chosen: list[str]) -> None:
     if missing:
         table.main(missing)
     insert(PAGE, MARK, tables(kept(), table.kept()))
+    print(f"{len(found)} recipes have figures of their present settings; wrote the tables of {PAGE.name}")
 
 
 if __name__ == "__main__":
