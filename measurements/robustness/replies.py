@@ -87,7 +87,7 @@ def _answers(counted: Counts) -> None:
             if not 1 <= answer.input_tokens < 1000 or not 1 <= answer.output_tokens <= 1100:
                 counted.wrong += 1
                 counted.notes.append(f"accepted: a usage of {name}")
-        counted.wrong += elsewhere.questions
+        counted.wrong += len(elsewhere.requests)
         judge.make_reply = faulty_judge._json
         counted.lost += client.ask([truth])[0].scores != {"score": 7.0}
         client.close()
