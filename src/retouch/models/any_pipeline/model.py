@@ -13,8 +13,6 @@ A call has rows of one task only, so that a row's embeddings never depend on the
 group fit into one forward pass.
 """
 
-import __future__
-
 import ast
 import copy
 import functools
@@ -22,6 +20,7 @@ import hashlib
 import inspect
 import math
 import textwrap
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -213,12 +212,14 @@ def _suspended(kind: Any) -> Callable[..., Generator[Any, Any, Any]]:
     if not visitor.steps:
         raise ValueError(f"{refusal} calls no scheduler.step itself, so its loop cannot be trained")
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    names = {**function.__globals__, "enumerate": _numbered}
-    flags = __future__.annotations.compiler_flag
     file = inspect.getsourcefile(function) or "<pipeline>"
-    # The method of a class that is imported already, with a `yield` in two places: no text from outside is run.
-    exec(compile(ast.fix_missing_locations(tree), file, "exec", flags, dont_inherit=True), names)
-    made: Callable[..., Generator[Any, Any, Any]] = names[definition.name]
+    # The method of a class that is imported already, with a `yield` in two places: no text from outside is compiled, and nothing is
+    # run here. Its defaults are those of the method.
+    module = compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
+    code = next(each for each in module.co_consts if isinstance(each, types.CodeType) and each.co_name == definition.name)
+    names = {**function.__globals__, "enumerate": _numbered}
+    made = types.FunctionType(code, names, definition.name, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 
