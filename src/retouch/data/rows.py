@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from retouch.config.imports import nearest
 from retouch.data.images import EncodedImage
@@ -95,10 +95,10 @@ class Row:
     def turns(self) -> int:
         """The number of instructions of an episode, with that of the first turn; 0 without ``later``."""
         later = self.meta.get("later")
-        return 1 + len(later) if isinstance(later, list) and _are_texts(later) else 0
+        return 1 + len(later) if _are_texts(later) else 0
 
 
-def _are_texts(values: Any) -> bool:
+def _are_texts(values: Any) -> TypeGuard[list[str]]:
     return isinstance(values, list) and all(isinstance(each, str) and each.strip() for each in values)
 
 

@@ -460,8 +460,8 @@ class RunEvaluations:
     def _stored_baselines(self) -> dict[str, float | None]:
         """Read the baselines; empty if the file is missing or damaged."""
         try:
-            found = files.read_record(self._baselines_path)
-            names = ("ceiling", "best_of_k", "k", *(["edit_by_edit"] if "edit_by_edit" in found else []))
+            found = {"edit_by_edit": None, **files.read_record(self._baselines_path)}  # older files lack it
+            names = ("ceiling", "best_of_k", "k", "edit_by_edit")
             return {name: None if found[name] is None else float(found[name]) for name in names}
         except (OSError, ValueError, KeyError, TypeError):
             return {}

@@ -121,7 +121,7 @@ def begin_episodes(run: Run, batch: Batch, *, section: EditingTurns, minibatches
         returns = turn_returns(rewards[:, :-1], rewards[:, -1], lengths, discount=section.discount, end=section.end)
         scores |= {f"turn_{number + 1}": rewards[of, at].masked_fill(at != number, math.nan) for number in range(most)}
         scores["episode"] = rewards[of, -1].masked_fill(at != 0, math.nan)
-        faults = sum(image is None for image in images) - int((~there).sum())
+        faults = sum(image is None for image, exists in zip(images, there.tolist(), strict=True) if exists)
         return ScoredBatch(scores, returns[of, at], faults, judged.last_fault, there)
 
     rows = replace(
