@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "src"
 
 # Shapes and types are checked in modules that compute with tensors and name their shapes. Tests of other packages, such as `data`,
-# pass wrong values on purpose and expect Retouch's own errors; and a check of every call of the others would cost 9 % of the tests.
+# pass wrong values on purpose and expect Retouch's own errors; and checking every call of the others would cost 9 % of the time.
 SHAPED = ("core/*", "models/*", "policies/*", "objectives/*", "renderers/*", "run/step")
 _files = [*SOURCES.glob("retouch_models/**/*.py"), *SOURCES.glob("retouch_worlds/pretraining/*.py")]
 _files += [file for names in SHAPED for file in SOURCES.glob(f"retouch/{names.replace('*', '**/*')}.py")]

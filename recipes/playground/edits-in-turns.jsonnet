@@ -3,8 +3,8 @@
 //
 //   retouch train recipes/playground/edits-in-turns.jsonnet
 //
-// Nearly all of the gain over editing at once is that of the turns themselves, and little that of their training. The whole task scores
-// the last image, on 220 held-out tasks; one seed each, and each trained run makes 144 images in a step:
+// Nearly all of the gain over editing at once is that of the turns themselves, and little that of their training. The last image
+// is scored against the whole task, on 220 held-out tasks. One seed each; each trained run makes 144 images in a step:
 //
 //                                     overall   exact
 //   base model, all edits at once      7.05     21 %   --set eval.turns=false, before training

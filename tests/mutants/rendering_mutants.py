@@ -116,7 +116,7 @@ RENDERING = (
     Mutant(
         "the image model does not resume from the checkpoint",
         "run/checkpoint.py",
-        'for own, start in ((copies, ""), (painted, _TEXT_TO_IMAGE)):',
+        'for own, start in ((copies, ""), (painted, TEXT_TO_IMAGE)):',
         'for own, start in ((copies, ""),):',
         f"{TEXT_TO_IMAGE}::test_it_resumes_to_the_same_bits",
     ),

@@ -127,7 +127,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     copies = WeightCopies(model.module)
     state = _newest(folder, trained=True)
     if state is not None:
-        for name in {key.partition("/")[0] for key in state.tensors["copies"]} - {"text_to_image"}:
+        for name in {key.partition("/")[0] for key in state.tensors["copies"]} - {checkpoint.TEXT_TO_IMAGE.rstrip("/")}:
             copies.snapshot(name)
         assert folder is not None, "the state is from there"
         require_same_weights(folder, frozen_hashes({"policy": model}))

@@ -486,7 +486,7 @@ class EditingTurns(Section):
     discount: Share = 1.0
     """Weight of the reward of the next turn in a return; that of the turn after it has the square of it, and so on."""
     end: NonNegative = 1.0
-    """Weight of the reward of the whole episode, which scores the last image by the whole task; discounted from the last turn."""
+    """Weight of the reward of the last image, scored against the whole task. It is discounted like a reward of the last turn."""
 
     def bounds(self, low: float, high: float) -> tuple[float, float]:
         """The smallest and the largest return, of rewards from ``low`` to ``high``."""

@@ -404,8 +404,8 @@ class EvaluationKeys(Section):
     headline: dict[str, tuple[str, ...]] | None = None
     """Tags of the tasks that the summary reports, for example {"complexity": ["2", "3"]}; null is all tasks."""
     turns: bool | None = Field(default=None, exclude_if=partial(operator.is_, None))
-    """Whether the policy makes the edits of a held-out task in turns, of which the whole task scores the last image; null does as
-    ``rollout``. Without ``rollout.turns``, true measures the base model edit by edit, with no training for it."""
+    """Whether the policy makes the edits of held-out tasks in turns; the last image is scored against the whole task. null does as
+    ``rollout``. Without ``rollout.turns``, true measures edit by edit a model that was not trained for it."""
     best_of_k: StepInterval = 0
     """Also measure the best of this many samples of the untrained policy, and its score edit by edit if tasks have turns; 0 does
     not."""

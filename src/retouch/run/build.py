@@ -59,6 +59,7 @@ from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
 from retouch.run.checkpoint import (
     GROUPS,
+    TEXT_TO_IMAGE,
     TrainState,
     all_generators,
     restore_copy,
@@ -400,7 +401,7 @@ class Assembly(PolicyParts):
         section = self.recipe.advantage.value_head
         if self.painted is not None:
             own = ReplicatedStepper(self.image_model.module, self.ranks, **options)
-            return JointStepper(stepper, own, prefix="text_to_image/", weights={})
+            return JointStepper(stepper, own, prefix=TEXT_TO_IMAGE, weights={})
         if self.head is None or section is None:
             return stepper
         return HeadStepper(

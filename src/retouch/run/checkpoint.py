@@ -303,23 +303,23 @@ def _discard(path: Path) -> None:
 GROUPS = ("weights", "optimizer", "copies", "random")
 
 
-_TEXT_TO_IMAGE = "text_to_image/"
+TEXT_TO_IMAGE = "text_to_image/"
 
 
 def with_image_model(tensors: Mapping[str, Tensor], painted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a writer, and those of the image model that trains with it, as a checkpoint names them."""
-    return {**tensors, **{f"{_TEXT_TO_IMAGE}{name}": tensor for name, tensor in painted.items()}}
+    return {**tensors, **{f"{TEXT_TO_IMAGE}{name}": tensor for name, tensor in painted.items()}}
 
 
 def restore_weights(copies: WeightCopies, state: TrainState, painted: WeightCopies | None = None) -> None:
     """Restore the trained weights and their copies, and those of the image model, ``painted``; without it, the image model's
     weights in the checkpoint are not read. Raises ValueError if the checkpoint contains other weights."""
     weights, stored = state.tensors["weights"], state.tensors["copies"]
-    for own, start in ((copies, ""), (painted, _TEXT_TO_IMAGE)):
+    for own, start in ((copies, ""), (painted, TEXT_TO_IMAGE)):
         if own is None:
             continue
         mine, theirs = (
-            {name.removeprefix(start): tensor for name, tensor in found.items() if name.startswith(_TEXT_TO_IMAGE) == bool(start)}
+            {name.removeprefix(start): tensor for name, tensor in found.items() if name.startswith(TEXT_TO_IMAGE) == bool(start)}
             for found in (weights, stored)
         )
         if own.parameters.keys() != mine.keys():
@@ -338,7 +338,7 @@ def restore_copy(copies: WeightCopies, copy: str, checkpoints: Path) -> None:
     if state is None:
         raise ValueError(f"{checkpoints}: there is no readable checkpoint")
     averaged = {name.removeprefix("average/"): t for name, t in state.tensors["copies"].items() if name.startswith("average/")}
-    found = averaged or {name: tensor for name, tensor in state.tensors["weights"].items() if not name.startswith(_TEXT_TO_IMAGE)}
+    found = averaged or {name: tensor for name, tensor in state.tensors["weights"].items() if not name.startswith(TEXT_TO_IMAGE)}
     shapes = {name: tensor.shape for name, tensor in found.items()}
     if shapes != {name: parameter.shape for name, parameter in copies.parameters.items()}:
         raise ValueError(

@@ -99,7 +99,7 @@ class Evaluator:
     ``demonstrates``: whether the policy can demonstrate a task, because the task has a target. ``scores_images``: whether there is
     a reward; without a reward, only the images that are returned are made. ``lower_is_better``: the columns in which a lower score
     is better. ``objective``: adds the columns that the objective measures itself (``heldout_columns``). ``in_turns``: the policy
-    plays the turns of a task, and the whole task scores the last image.
+    makes the edits of a task in turns, and the last image is scored against the whole task.
     """
 
     tasks: Sequence[Task]
