@@ -15,9 +15,9 @@
 //   trained at once                    8.28     43 %   --set rollout.turns=null --set eval.turns=false --set tasks_per_step=48
 //
 // The gain over the base model edit by edit is 0.23 (95 % interval over the tasks: 0.08 to 0.41). Over the training on single edits
-// it is 0.14 (0.05 to 0.23, `retouch compare`). Both intervals are without the difference between runs, which is not small: with
-// another number of threads, and so another rounding, the last two rows were 9.58 and 8.43. A good edit here hardly depends on the
-// turns around it, so the credit for later turns has little to do.
+// it is 0.14 (0.05 to 0.23, `retouch compare`). Both intervals are without the difference between runs, which is not small: these
+// are runs with two threads, and with one (OMP_NUM_THREADS=1), and so another rounding, the last two rows are 9.58 and 8.43. A good edit
+// here hardly depends on the turns around it, so the credit for later turns has little to do.
 local quickstart = import '../quickstart.jsonnet';
 
 quickstart {
