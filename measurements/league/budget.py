@@ -37,7 +37,7 @@ def _dpo(objective: Any, actions: int, group: int) -> float:
     return objective.samples * (TRAINED + 1) * 2 / group
 
 
-def _dgpo(objective: Any, actions: int, group: int) -> float:
+def _whole_groups(objective: Any, actions: int, group: int) -> float:
     """A group fits into a microbatch; otherwise its images are evaluated once more, without gradient."""
     return objective.samples * (TRAINED + 1)
 
@@ -56,7 +56,8 @@ UPDATE: Mapping[str, Callable[[Objective, int, int], float]] = {
     "nft": _nft,
     "awm": _awm,
     "dpo": _dpo,
-    "dgpo": _dgpo,
+    "dgpo": _whole_groups,
+    "crd": _whole_groups,
     "draft": _draft,
     "refl": _imitation,
     "supervised": _imitation,

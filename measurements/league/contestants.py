@@ -186,6 +186,12 @@ DENOISING = (
         (LEARNING_RATE, Knob("beta", ("objective.beta",), 100.0, 10.0, 5000.0)),
     ),
     Contestant(
+        "CRD",
+        "2603.14128",
+        {**ODE, "objective": {"kind": "crd", "shift": 3, "beta": 1.0}},
+        (LEARNING_RATE, Knob("beta", ("objective.beta",), 1.0, 0.1, 10.0)),
+    ),
+    Contestant(
         "RAFT",
         "2304.06767",
         {**ODE, "advantage": {"kind": "best", "keep": 2}, "objective": {"kind": "awm", "shift": 3, "samples": 4}},

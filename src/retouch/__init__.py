@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from retouch.objectives.advantages import GroupAdvantage as GroupAdvantage
     from retouch.objectives.distillation import OPD as OPD
     from retouch.objectives.distillation import Teacher as Teacher
+    from retouch.objectives.dpo import CRD as CRD
     from retouch.objectives.dpo import DGPO as DGPO
     from retouch.objectives.dpo import DPO as DPO
     from retouch.objectives.imitation import CrossEntropy as CrossEntropy
@@ -69,6 +70,7 @@ _NAMES = {
     "CPSTransition": "retouch.policies.rollout",
     "Callback": "retouch.trainer.trainer",
     "CrossEntropy": "retouch.objectives.imitation",
+    "CRD": "retouch.objectives.dpo",
     "DGPO": "retouch.objectives.dpo",
     "DPO": "retouch.objectives.dpo",
     "DPPO": "retouch.objectives.policy_gradient",

@@ -1,4 +1,4 @@
-"""Deliberate bugs in DPPO, GDPO, DGPO, the hinge on the velocity's norm, and editing in turns."""
+"""Deliberate bugs in DPPO, GDPO, DGPO, CRD, the hinge on the velocity's norm, and editing in turns."""
 
 from mutant import Mutant
 
@@ -6,6 +6,7 @@ _POLICY = "tests/objectives/test_policy_gradient.py"
 _DPPO = f"{_POLICY}::test_dppo_leaves_out_transitions_whose_means_have_moved_far_with_the_advantage[mean]"
 
 _FLOW = "tests/objectives/test_flow_matching.py"
+_CRD = f"{_FLOW}::test_crd_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch[3]"
 _DGPO = f"{_FLOW}::test_dgpo_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch[3]"
 
 _TURNS = "tests/run/test_turns.py::test_"
@@ -78,15 +79,29 @@ ALGORITHMS = (
     Mutant(
         "DGPO prefers the bad images of a group",
         "objectives/dpo.py",
-        "factor = -weight",
-        "factor = weight",
+        "-(-margin).sigmoid() * pull",
+        "(-margin).sigmoid() * pull",
         _DGPO,
     ),
     Mutant(
         "DGPO counts images without a score in the mean of their group",
         "objectives/dpo.py",
-        "count = (row_weights[group] > 0).sum()",
-        "count = (row_weights[group] >= 0).sum()",
+        "(weights > 0).to(weights.dtype)",
+        "(weights >= 0).to(weights.dtype)",
         _DGPO,
+    ),
+    Mutant(
+        "CRD compares implicit rewards without their mean over the group",
+        "objectives/dpo.py",
+        "self.beta * (gains - (share * gains).sum())",
+        "self.beta * gains",
+        _CRD,
+    ),
+    Mutant(
+        "CRD measures implicit rewards against the reference, not the old policy",
+        "objectives/dpo.py",
+        'for which in ("current", "old"))',
+        'for which in ("current", "reference"))',
+        _CRD,
     ),
 )

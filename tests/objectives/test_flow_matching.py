@@ -12,7 +12,7 @@ import tiny_models
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.base import ObjectiveContext
-from retouch.objectives.dpo import DGPO, DPO, HELDOUT_POINTS
+from retouch.objectives.dpo import CRD, DGPO, DPO, HELDOUT_POINTS
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import AWM, NFT, OldDecay
 from retouch.objectives.policy_gradient import PolicyGradient
@@ -420,14 +420,47 @@ def test_dgpo_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch(m
     assert not any(slope.any() for slope in none.values())
 
 
+@pytest.mark.parametrize("microbatch", [1, 3, 8])
+def test_crd_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch(microbatch):
+    """Two groups of four; one image has no score. The old policy is neither the current one nor the reference."""
+    policy, batch = moved(microbatch=microbatch, copies=("old", "reference")), tiny.batch(2, 4)
+    policy.follow_old(0.5)
+    trajectory, valid = policy.rollout(batch), torch.tensor([True, True, False, *[True] * 5])
+    advantages = torch.tensor([1.5, -0.5, 0.0, -1.0, 0.3, 9.0, -1.5, -0.8])
+    some = tiny.minibatch(batch, trajectory, advantages, valid=valid, epoch=1)
+    found, losses = tiny.gradient(policy, CRD(beta=2.0, advantage_clip=4.0, shift=2.0), some)
+    total = torch.zeros(())
+    for group in (0, 1):
+        scored = [row for row in range(4 * group, 4 * group + 4) if valid[row]]
+        implicit = []
+        for row in scored:
+            key = generator(batch.seed, "crd", batch.step, batch.group_ids[group], batch.slot[row], 1, 0)
+            s = torch.rand((), generator=key)
+            sigma, noise = 2 * s / (1 + s), torch.randn(trajectory.outputs.shape[1:], generator=key)
+            x0 = trajectory.outputs[row]
+            x = ((1 - sigma) * x0 + sigma * noise)[None]
+            now, old = (
+                policy.velocity(trajectory, slice(row, row + 1), x, sigma[None], which)[0] - (noise - x0)
+                for which in ("current", "old")
+            )
+            implicit.append(old.square().mean() / old.abs().mean() - now.square().mean() / now.detach().abs().mean())
+        r, wanted = torch.stack(implicit), (advantages[scored] / 8 + 0.5).clamp(0, 1)
+        error = 2.0 * (r - r.mean()) - (wanted - wanted.mean())
+        total = total + 4.0 / 2.0 * error.square().mean() * len(scored) / 7
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
+    assert sum(float(loss.sums["policy/loss"]) for loss in losses) == pytest.approx(total.item(), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("objective", "sampling"),
     [
         (DGPO(beta=30.0), {"kind": "ode"}),
+        (CRD(), {"kind": "ode", "copies": ("old",)}),
         (AWM(norm_guard={"weight": 1.0}), {"kind": "ode"}),
         (PolicyGradient(surrogate="dppo", kl_limit=1e-7), {"kind": "sde", "mode": "all", "keep_means": True}),
     ],
-    ids=["dgpo", "awm", "dppo"],
+    ids=["dgpo", "crd", "awm", "dppo"],
 )
 def test_gradient_and_metrics_on_two_ranks_match_one_rank(objective, sampling):
     """One image has no score. In the second epoch the policy has moved."""

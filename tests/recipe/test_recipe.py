@@ -71,7 +71,7 @@ def test_every_key_is_documented():
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         (
             {"objective__beta": 2},
-            "objective.beta: unknown key; only 'nft' or 'dpo' or 'dgpo' has it, and this is 'policy_gradient'; "
+            "objective.beta: unknown key; only 'nft' or 'dpo' or 'dgpo' or 'crd' has it, and this is 'policy_gradient'; "
             "TRL's beta is objective.kl.weight",
         ),
         ({"num_generations": 8}, "num_generations: unknown key; TRL's num_generations is group_size"),
@@ -85,7 +85,7 @@ def test_every_key_is_documented():
         ({"phases": [{"name": "a", "step": 3}], "steps": None}, "phases.0.step: unknown key; did you mean phases.0.steps?"),
         (
             {"objective__kind": "nfl"},
-            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'opd', 'dpo', 'dgpo', "
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'opd', 'dpo', 'dgpo', 'crd', "
             "'supervised', 'sft', 'import'; did you mean 'nft'?",
         ),
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding', 'import'"),

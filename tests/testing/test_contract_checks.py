@@ -19,7 +19,7 @@ from retouch.objectives.advantages import (
     GroupAdvantage,
 )
 from retouch.objectives.base import Objective
-from retouch.objectives.dpo import DGPO, DPO
+from retouch.objectives.dpo import CRD, DGPO, DPO
 from retouch.objectives.imitation import Supervised
 from retouch.objectives.nft import AWM, NFT
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
@@ -445,7 +445,7 @@ def policy():
     [
         PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.1)), PolicyGradient(surrogate="reinforce"),
         NFT(reference_weight=0.1), AWM(samples=2), Supervised(),
-        DGPO(beta=10.0), DPO(beta=10.0),  # at the reference its margin is 0, but the gradient is not
+        CRD(), DGPO(beta=10.0), DPO(beta=10.0),  # at the reference its margin is 0, but the gradient is not
     ],
     ids=lambda objective: objective.label,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from retouch.rewards.parts import PARTS
 from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {
-    "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DGPO", "DPO", "DPPO",
+    "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "CRD", "Callback", "CrossEntropy", "DGPO", "DPO", "DPPO",
     "DRaFT", "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GDPOAdvantage", "GRPO", "GSPO", "GroupAdvantage",
     "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "OPD", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition",
     "Supervised", "Teacher", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward",

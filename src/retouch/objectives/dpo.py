@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
-from retouch.objectives.nft import SampledPoints, squared_distance
+from retouch.objectives.nft import OldDecay, SampledPoints, relative_error, squared_distance
 from retouch.protocols import VelocityPolicy
 from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
@@ -157,7 +157,50 @@ class DPO(ForwardPreference):
                 yield Loss(value, sums)
 
 
-class DGPO(ForwardPreference):
+class WholeGroups(SampledPoints):
+    """An objective whose loss of a group depends on one gain of each of its images: how much better the image fits the policy."""
+
+    needs_velocities: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
+    needs_both_signs: ClassVar[bool] = True
+
+    def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        """Yield one share per draw and microbatch of a group.
+
+        The slope of the loss in a row's gain depends on the whole group. It is computed first, without gradient if the group has
+        several microbatches; then the loss of a row is linear in its gain. The gradient equals that of the loss of the group.
+        """
+        import torch
+
+        size = next(iter(policy.row_slices(minibatch.trajectory))).stop
+        row_weights = minibatch.weights.sum(dim=1) / self.samples
+        for draw in range(self.samples):
+            for number in sorted(set(minibatch.batch.group)):
+                members = [row for row, of in enumerate(minibatch.batch.group) if of == number]
+                group = slice(members[0], members[-1] + 1)
+                parts = [slice(row, min(row + size, group.stop)) for row in range(group.start, group.stop, size)]
+                with torch.set_grad_enabled(len(parts) == 1):
+                    found = [self._gain(policy, minibatch, rows, draw) for rows in parts]
+                weights = row_weights[group]
+                advantages = minibatch.advantages[group, 0]
+                loss, slopes, told = self._group_loss(torch.cat(found).detach(), advantages, (weights > 0).to(weights.dtype))
+                for rows, gain in zip(parts, found, strict=True):
+                    fresh = gain if len(parts) == 1 else self._gain(policy, minibatch, rows, draw)
+                    linear = (weights.sum() * slopes[rows.start - group.start : rows.stop - group.start] * fresh).sum()
+                    sums = {name: weights.sum() * value / len(parts) for name, value in {"policy/loss": loss, **told}.items()}
+                    yield Loss(sums["policy/loss"] + linear - linear.detach(), sums)
+
+    def _gain(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+        raise NotImplementedError
+
+    def _group_loss(
+        self, gains: Float[Tensor, " n"], advantages: Float[Tensor, " n"], scored: Float[Tensor, " n"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " n"], dict[str, Float[Tensor, ""]]]:
+        """The loss of a group, its derivative by each gain, and metrics. ``scored``: 1 for an image with a score, else 0."""
+        raise NotImplementedError
+
+
+class DGPO(ForwardPreference, WholeGroups):
     """Direct group preference optimisation: the good images of a group are preferred to its bad ones. Loss of a group:
     - log sigmoid(- beta mean_i A_i (e_i - e_ref_i)).
 
@@ -180,40 +223,71 @@ class DGPO(ForwardPreference):
 
     purpose: ClassVar[str] = "dgpo"
 
-    def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """Yield one share per draw and microbatch of a group.
+    def _gain(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+        return self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
 
-        The factor of a row's gradient depends on the whole group. It is computed first, without gradient if the group has several
-        microbatches; then the loss of a row is linear in its error. The gradient equals that of the loss of the group.
-        """
-        import torch
+    def _group_loss(
+        self, gains: Float[Tensor, " n"], advantages: Float[Tensor, " n"], scored: Float[Tensor, " n"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " n"], dict[str, Float[Tensor, ""]]]:
+        from torch.nn.functional import softplus
 
-        improvement_of = partial(self._improvement, policy, minibatch.trajectory, minibatch.batch, epoch=minibatch.epoch)
-        size = next(iter(policy.row_slices(minibatch.trajectory))).stop
-        row_weights = minibatch.weights.sum(dim=1) / self.samples
-        advantages = minibatch.advantages[:, 0] * (row_weights > 0)
-        for draw in range(self.samples):
-            for number in sorted(set(minibatch.batch.group)):
-                members = [row for row, of in enumerate(minibatch.batch.group) if of == number]
-                group = slice(members[0], members[-1] + 1)
-                parts = [slice(row, min(row + size, group.stop)) for row in range(group.start, group.stop, size)]
-                with torch.set_grad_enabled(len(parts) == 1):
-                    improvements = [improvement_of(rows, draw=draw) for rows in parts]
-                count = (row_weights[group] > 0).sum().clamp(min=1)
-                weight = row_weights[group].sum() * float(advantages[group].any())
-                margin = self.beta * (advantages[group] * torch.cat(improvements).detach()).sum() / count
-                loss = torch.nn.functional.softplus(-margin)  # -log sigmoid(margin)
-                factor = -weight * (-margin).sigmoid() * self.beta / count
-                for rows, found in zip(parts, improvements, strict=True):
-                    improvement = found if len(parts) == 1 else improvement_of(rows, draw=draw)
-                    linear = (factor * advantages[rows] * improvement).sum()
-                    share = weight * loss / len(parts)
-                    sums = {
-                        "policy/loss": share,
-                        "policy/preferred": weight * (margin > 0) / len(parts),
-                        "policy/pairs": weight / len(parts),
-                    }
-                    yield Loss(share + linear - linear.detach(), sums)
+        pull = self.beta * advantages * scored / scored.sum().clamp(min=1)
+        margin, differ = (pull * gains).sum(), pull.any().to(pull.dtype)
+        told = {"policy/preferred": differ * (margin > 0), "policy/pairs": differ}
+        return differ * softplus(-margin), -(-margin).sigmoid() * pull, told  # softplus(-x) = -log sigmoid(x)
+
+
+class CRD(WholeGroups):
+    """Centred reward distillation: the implicit rewards of a group follow its rewards. Loss of a group:
+    mean_i (beta (r_i - mean r) - (R_i - mean R))^2 advantage_clip / beta, a mean over the scored images.
+
+    r_i = e_old_i / |e_old_i| - e_i / |e_i| is the implicit reward of an image: e is the squared error of the current velocity and
+    e_old that of the old one, at one point of the forward process that is the image's own, and |e| the mean absolute error,
+    detached and at least 1e-5; all are means over a latent's elements. R = clip(A / (2 advantage_clip) + 1/2, 0, 1) as in ``NFT``.
+    The constant that implicit rewards of one prompt share cancels in the differences to the mean. Images are sampled by the current
+    policy. Equal rewards pull the policy towards the old one. ``policy/preferred`` is the share of the groups whose implicit rewards
+    rise with their rewards.
+
+    Source: Zhu et al. 2026 (arXiv 2603.14128), with equal weights in the means. The published KL to a reference with guidance is
+    left out.
+
+    Example::
+
+        >>> retouch.CRD(beta=1.0).advantage_clip
+        5.0
+    """
+
+    kind: Literal["crd"] = "crd"
+    beta: Positive = 1.0
+    """Scale of the implicit rewards; larger values stay closer to the old policy."""
+    advantage_clip: Positive = 5.0
+    """Advantage at which an image's reward R is 1 (or, if negative, 0)."""
+    old_decay: OldDecay = OldDecay()
+    """How the old policy follows the current one."""
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"old"})
+
+    def _gain(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+        x0 = minibatch.trajectory.outputs[rows]
+        x, noise, sigma = self.draw_points(x0, minibatch.batch, rows, purpose="crd", epoch=minibatch.epoch, draw=draw)
+        now, old = (policy.velocity(minibatch.trajectory, rows, x, sigma, which) for which in ("current", "old"))
+        return relative_error(old - (noise - x0)) - relative_error(now - (noise - x0))
+
+    def _group_loss(
+        self, gains: Float[Tensor, " n"], advantages: Float[Tensor, " n"], scored: Float[Tensor, " n"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " n"], dict[str, Float[Tensor, ""]]]:
+        share, scale = scored / scored.sum().clamp(min=1), self.advantage_clip / self.beta
+        wanted = (advantages / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+        wanted = wanted - (share * wanted).sum()
+        error = self.beta * (gains - (share * gains).sum()) - wanted
+        told = {"policy/preferred": ((share * gains * wanted).sum() > 0).to(share.dtype)}
+        return scale * (share * error.square()).sum(), 2 * scale * self.beta * share * error, told
+
+    def after_step(self, policy: VelocityPolicy, step: int) -> None:
+        """Move the old policy towards the current one."""
+        policy.follow_old(self.old_decay.at(step))
 
 
 def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:

@@ -24,6 +24,7 @@ OBJECTIVES = Kinds(
         "opd": "retouch.objectives.distillation:OPD",
         "dpo": "retouch.objectives.dpo:DPO",
         "dgpo": "retouch.objectives.dpo:DGPO",
+        "crd": "retouch.objectives.dpo:CRD",
         "supervised": "retouch.objectives.imitation:Supervised",
         "sft": "retouch.objectives.imitation:CrossEntropy",
     },

@@ -79,6 +79,11 @@ def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r 
     return (velocity - target).square().flatten(1).mean(dim=1)
 
 
+def relative_error(error: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
+    """Mean square of an error over a latent's elements, divided by its mean absolute value, which is detached."""
+    return error.square().flatten(1).mean(dim=1) / error.detach().abs().flatten(1).mean(dim=1).clamp_min(1e-5)
+
+
 class NormGuard(Section):
     """A hinge on the norm of the velocity: weight * max(|v| / |v_ref| - 1 - margin, 0) is added to the loss of a row, |v| over all
     elements of a latent.
@@ -190,10 +195,9 @@ class NFT(NearReference):
                 goodness = (used / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
                 positive = self.beta * velocity + (1 - self.beta) * old
                 negative = (1 + self.beta) * old - self.beta * velocity
-                loss = (
-                    goodness * _reconstruction_loss(positive, x, x0, sigma)
-                    + (1 - goodness) * _reconstruction_loss(negative, x, x0, sigma)
-                ) / self.beta
+                spread = sigma.view(-1, *[1] * (x.dim() - 1))
+                better, worse = (relative_error(x - spread * tilted - x0) for tilted in (positive, negative))
+                loss = (goodness * better + (1 - goodness) * worse) / self.beta
                 sums = {"policy/old_distance": (weights * squared_distance(velocity.detach(), old)).sum()}
                 if self.compares_reference:
                     penalty, told = self.penalty(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
@@ -219,16 +223,6 @@ class NFT(NearReference):
     def after_step(self, policy: VelocityPolicy, step: int) -> None:
         """Move the old policy towards the current one."""
         policy.follow_old(self.old_decay.at(step))
-
-
-def _reconstruction_loss(velocity: Tensor, x: Tensor, x0: Tensor, sigma: Tensor) -> Float[Tensor, " r"]:
-    """Mean squared error of the predicted clean image, divided by its mean absolute error, which is detached."""
-    error = x - sigma.view(-1, *[1] * (x.dim() - 1)) * velocity - x0
-    return _mean(error.square()) / _mean(error.detach().abs()).clamp_min(1e-5)
-
-
-def _mean(tensor: Tensor) -> Float[Tensor, " r"]:
-    return tensor.flatten(1).mean(dim=1)
 
 
 class AWM(NearReference):
