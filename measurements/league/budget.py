@@ -39,7 +39,7 @@ def _dpo(objective: Any, actions: int, group: int) -> float:
 
 def _whole_groups(objective: Any, actions: int, group: int) -> float:
     """A group fits into a microbatch; otherwise its images are evaluated once more, without gradient."""
-    return objective.samples * (TRAINED + 1)
+    return objective.samples * (TRAINED + 1 + getattr(objective, "compares_reference", False))
 
 
 def _draft(objective: Any, actions: int, group: int) -> float:

@@ -188,7 +188,7 @@ DENOISING = (
     Contestant(
         "CRD",
         "2603.14128",
-        {**ODE, "objective": {"kind": "crd", "shift": 3, "beta": 1.0}},
+        {**ODE, "objective": {"kind": "crd", "shift": 3, "beta": 1.0, "reference_weight": 0.1}},
         (LEARNING_RATE, Knob("beta", ("objective.beta",), 1.0, 0.1, 10.0)),
     ),
     Contestant(

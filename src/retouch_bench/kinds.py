@@ -28,6 +28,7 @@ SUITES = Kinds(
         "prompts": "retouch_bench.suites.text_to_image:OwnPromptsSuite",
         "edits": "retouch_bench.suites.editing:OwnEditsSuite",
         "geneval": "retouch_bench.suites.text_to_image:GenEvalSuite",
+        "negation": "retouch_bench.suites.text_to_image:NegationSuite",
         "geneval2": "retouch_bench.suites.text_to_image:GenEval2Suite",
         "dpg": "retouch_bench.suites.text_to_image:DpgSuite",
         "unigenbench": "retouch_bench.suites.text_to_image:UniGenSuite",

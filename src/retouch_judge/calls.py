@@ -8,6 +8,7 @@ reasoning.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from retouch.policies.rollout import DenoisingRollout
 from retouch.recipe.recipe import Recipe
 from retouch_judge.base import JudgeReward, rubric
 
@@ -50,10 +51,14 @@ def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[C
     ``steps``: number of steps of each phase. ``heldout``: number of tasks of an evaluation.
 
     These count as evaluation: the evaluations before, during and after the run, the evaluation of the tasks' own targets, the best
-    of k, and the measurements of ``watch``.
+    of k, the guided sampling, and the measurements of ``watch``.
     """
     every = recipe.eval.every
     evaluated = heldout * (3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k)
+    if recipe.eval.guided_k and isinstance(recipe.rollout, DenoisingRollout):
+        chain = recipe.eval.num_steps or recipe.rollout.num_steps
+        # The last step has no candidates. Its image is the best one of the step before, whose answer is known.
+        evaluated += heldout * max(1, recipe.eval.guided_k * (chain - 1))
     seen = canaries = 0  # images and canaries in all measurements of ``watch``
     if (watch := recipe.watch) is not None:
         looks = 1 + sum(steps) // watch.every

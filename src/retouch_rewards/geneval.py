@@ -5,6 +5,9 @@ The ``meta`` of a task contains its requirements, in GenEval's format::
     {"tag": "position", "include": [{"class": "dog", "count": 1},
                                     {"class": "tie", "count": 1, "position": ["right of", 0]}],
      "exclude": [{"class": "cat", "count": 1}]}
+
+``"negated": true`` in an entry of ``include`` is an addition to this format: the objects must be there, but not with this colour or
+position ("a cup that is not red").
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ class Wanted(BaseModel):
     """A required object: the image must show at least ``count`` of it, each of the colour ``color``.
 
     Each of them must lie in the direction ``position[0]`` (one of ``DIRECTIONS``) of every object that meets the requirement with
-    the index ``position[1]``.
+    the index ``position[1]``. If ``negated``, none of them may have the colour, and none may lie in the direction of any of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -113,6 +116,7 @@ class Wanted(BaseModel):
     count: int = Field(1, ge=1)
     color: str | None = None
     position: tuple[str, int] | None = None
+    negated: bool = False
 
 
 class Unwanted(BaseModel):
@@ -199,6 +203,8 @@ def requirements(task: Task) -> Requirements:
                 f"task {task.id!r} requires the position {list(one.position)}; give one of {', '.join(DIRECTIONS)} and the index "
                 "of an earlier requirement in meta['include']"
             )
+        if one.negated and (one.color is None) == (one.position is None):
+            raise ValueError(f"task {task.id!r}: a negated requirement needs either a color or a position that must not hold")
     return read
 
 
@@ -215,11 +221,14 @@ def met(wanted: Requirements, found: Sequence[Detection], image: Image.Image, co
         holds = len(objects) == one.count
         if holds and one.color is not None:
             assert colours is not None
-            holds = colours(image, [other.box for other in objects], one.name).count(one.color) == one.count
+            of_colour = colours(image, [other.box for other in objects], one.name).count(one.color)
+            holds = of_colour == (0 if one.negated else one.count)
         if holds and one.position is not None:
             direction, number = one.position
             others = groups[number]
-            holds = others is not None and all(direction in directions(a.box, b.box) for a in objects for b in others)
+            holds = others is not None and all(
+                (direction in directions(a.box, b.box)) != one.negated for a in objects for b in others
+            )
         groups.append(objects if holds else None)
     absent = [sum(other.name == one.name for other in found) < one.count for one in wanted.exclude]
     return [*(group is not None for group in groups), *absent]

@@ -219,7 +219,7 @@ def add_ledger(commands: Commands) -> None:
     subset = argparse.ArgumentParser(add_help=False, parents=[as_json])
     subset.add_argument(
         "--split",
-        choices=("train", "heldout", "ceiling", "best", "turns", "watch", "canary"),
+        choices=("train", "heldout", "ceiling", "best", "turns", "guided", "watch", "canary"),
         help="use only this split (default: all)",
     )
     subset.add_argument("--steps", type=_steps, metavar="A:B", help="use only steps A to B, inclusive")

@@ -18,7 +18,7 @@ PUBLISHED = {
     "dpg": "dpg_bench/dpg_bench.csv", "unigenbench": "data/test_prompts_en.csv", "ocr": "dataset/ocr/test.txt",
     "longtext": "X-Omni/LongText-Bench",
 }  # fmt: skip
-OWN_DATA = {"import", "playground", "preservation", "multi-turn", "prompts", "edits"}
+OWN_DATA = {"import", "negation", "playground", "preservation", "multi-turn", "prompts", "edits"}
 
 
 def test_the_suites_page_equals_the_generated_one():

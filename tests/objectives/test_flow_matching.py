@@ -428,8 +428,8 @@ def test_crd_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch(mi
     trajectory, valid = policy.rollout(batch), torch.tensor([True, True, False, *[True] * 5])
     advantages = torch.tensor([1.5, -0.5, 0.0, -1.0, 0.3, 9.0, -1.5, -0.8])
     some = tiny.minibatch(batch, trajectory, advantages, valid=valid, epoch=1)
-    found, losses = tiny.gradient(policy, CRD(beta=2.0, advantage_clip=4.0, shift=2.0), some)
-    total = torch.zeros(())
+    found, losses = tiny.gradient(policy, CRD(beta=2.0, advantage_clip=4.0, shift=2.0, reference_weight=0.3), some)
+    total, kl = torch.zeros(()), 0.0
     for group in (0, 1):
         scored = [row for row in range(4 * group, 4 * group + 4) if valid[row]]
         implicit = []
@@ -439,17 +439,20 @@ def test_crd_matches_a_hand_written_loss_of_whole_groups_for_every_microbatch(mi
             sigma, noise = 2 * s / (1 + s), torch.randn(trajectory.outputs.shape[1:], generator=key)
             x0 = trajectory.outputs[row]
             x = ((1 - sigma) * x0 + sigma * noise)[None]
-            now, old = (
+            now, old, reference = (
                 policy.velocity(trajectory, slice(row, row + 1), x, sigma[None], which)[0] - (noise - x0)
-                for which in ("current", "old")
+                for which in ("current", "old", "reference")
             )
+            apart = (now - reference).square().mean() / 7
+            total, kl = total + 0.3 * apart, kl + apart.item()
             implicit.append(old.square().mean() / old.abs().mean() - now.square().mean() / now.detach().abs().mean())
         r, wanted = torch.stack(implicit), (advantages[scored] / 8 + 0.5).clamp(0, 1)
         error = 2.0 * (r - r.mean()) - (wanted - wanted.mean())
         total = total + 4.0 / 2.0 * error.square().mean() * len(scored) / 7
     torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
     assert tiny.distance(found, slopes_of(policy, total)) < 1e-3
-    assert sum(float(loss.sums["policy/loss"]) for loss in losses) == pytest.approx(total.item(), rel=1e-4)
+    told = [sum(float(loss.sums[f"policy/{name}"]) for loss in losses) for name in ("loss", "kl")]
+    assert told == pytest.approx([total.item(), kl], rel=1e-4)
 
 
 @pytest.mark.parametrize(

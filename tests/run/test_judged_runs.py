@@ -57,7 +57,7 @@ def document(url, out, **changes):
             "combine": "0.6 * alignment + 0.4 * quality", "max_missing": 0.9,
         },
         "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
-        "eval": {"tasks": 3, "every": 1, "column": "judge/alignment"},
+        "eval": {"tasks": 3, "every": 1, "column": "judge/alignment", "guided_k": 2},
     }  # fmt: skip
     return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 

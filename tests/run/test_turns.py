@@ -175,10 +175,13 @@ def test_held_out_tasks_are_played_in_turns_and_scored_as_whole_tasks(tmp_path):
     several = torch.tensor([task.tags["complexity"] != "1" for task in once.tasks])
     gain = (played(policy).rewards - once(policy).rewards)[several].mean()
     assert gain > 1, "the base model makes single edits well"
-    made = recipe(tmp_path, "rollout.turns=null", "steps=1", "eval.best_of_k=2")
+    made = recipe(tmp_path, "rollout.turns=null", "steps=1", "eval.best_of_k=2", "eval.guided_k=2")
     assert run(made, fresh=False) == 0
     summary = json.loads((made.folder / "summary.json").read_text())
-    assert summary["edit_by_edit"] == pytest.approx(float(played(policy).scores["overall"].mean()), rel=1e-4)
+    untrained = {"edit by edit": played(policy), "guided by the reward": once.guided(policy, k=2)}
+    wanted = {name: float(evaluated.scores["overall"].mean()) for name, evaluated in untrained.items()}
+    assert summary["others"] == pytest.approx(wanted, rel=1e-4)
+    assert summary["before"] < wanted["guided by the reward"]
 
 
 def test_the_turns_of_the_playground_reach_the_target_and_no_scene_in_between_is_empty(tmp_path):
@@ -242,6 +245,7 @@ def test_own_rows_with_a_wrong_number_of_turns_are_refused_before_a_model_is_loa
     [
         (["data.turns=false"], "rollout.turns: the tasks of data have 0 to 0 turns, not 1 to 3; change `most`"),
         (["data.complexity=[1,4]"], "rollout.turns: the tasks of data have 1 to 4 turns, not 1 to 3; change `most`"),
+        (["eval.guided_k=2"], "eval.guided_k: only a denoising policy can be guided by the reward, and not in turns; set it to 0"),
         (["rollout.turns=null", "eval.turns=true", "data.turns=false"], "eval.turns: the held-out tasks of playground have no"),
         (["policy.model.kind=playground-text-to-image"], "does not edit source images in a denoising chain; remove it"),
         (["policy.prompt_embeddings=cached"], "prompt_embeddings: the images of later turns are not known before the run"),

@@ -178,6 +178,16 @@ def geneval(root: Path) -> Path:
     return lines(root / "evaluation_metadata.jsonl", rows)
 
 
+def negation(root: Path) -> Path:
+    """A cow, a cow that is not red, and an entry that negates nothing."""
+    rows = [
+        {"include": [{"class": "cow", "color": "red"}], "exclude": [{"class": "dog", "count": 1}], "prompt": "a red cow, no dog"},
+        {"include": [{"class": "cow", "color": "red", "negated": True}], "prompt": "a cow that is not red"},
+        {"include": [{"class": "cow", "negated": True}], "prompt": "not a cow"},
+    ]
+    return lines(root / "negated.jsonl", rows)
+
+
 def geneval2(root: Path) -> Path:
     row = {"prompt": "four bicycles", "atom_count": 2, "vqa_list": [["How many bicycles are there?", "four"]], "skills": ["count"]}
     rows = [row, {**row, "prompt": "two cats"}, {**row, "prompt": "c", "atom_count": "three"}]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
-from retouch.objectives.nft import OldDecay, SampledPoints, relative_error, squared_distance
+from retouch.objectives.nft import NearReference, OldDecay, SampledPoints, relative_error, squared_distance
 from retouch.protocols import VelocityPolicy
 from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
@@ -181,16 +181,23 @@ class WholeGroups(SampledPoints):
                 parts = [slice(row, min(row + size, group.stop)) for row in range(group.start, group.stop, size)]
                 with torch.set_grad_enabled(len(parts) == 1):
                     found = [self._gain(policy, minibatch, rows, draw) for rows in parts]
-                weights = row_weights[group]
-                advantages = minibatch.advantages[group, 0]
-                loss, slopes, told = self._group_loss(torch.cat(found).detach(), advantages, (weights > 0).to(weights.dtype))
-                for rows, gain in zip(parts, found, strict=True):
-                    fresh = gain if len(parts) == 1 else self._gain(policy, minibatch, rows, draw)
-                    linear = (weights.sum() * slopes[rows.start - group.start : rows.stop - group.start] * fresh).sum()
-                    sums = {name: weights.sum() * value / len(parts) for name, value in {"policy/loss": loss, **told}.items()}
-                    yield Loss(sums["policy/loss"] + linear - linear.detach(), sums)
+                weights, advantages = row_weights[group], minibatch.advantages[group, 0]
+                gains = torch.cat([gain for gain, *_ in found]).detach()
+                loss, slopes, told = self._group_loss(gains, advantages, (weights > 0).to(weights.dtype))
+                for rows, first in zip(parts, found, strict=True):
+                    gain, penalty, of_rows = first if len(parts) == 1 else self._gain(policy, minibatch, rows, draw)
+                    slope = slopes[rows.start - group.start : rows.stop - group.start]
+                    linear = (weights.sum() * slope * gain).sum()
+                    value = weights.sum() * loss / len(parts) + linear - linear.detach() + (row_weights[rows] * penalty).sum()
+                    sums = {"policy/loss": value.detach()}
+                    sums |= {name: weights.sum() * each / len(parts) for name, each in told.items()}
+                    sums |= {name: (row_weights[rows] * each).sum() for name, each in of_rows.items()}
+                    yield Loss(value, sums)
 
-    def _gain(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+    def _gain(
+        self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int
+    ) -> tuple[Float[Tensor, " r"], Float[Tensor, " r"], dict[str, Float[Tensor, " r"]]]:
+        """The gain of each row, a penalty that is added to the loss of the row, and metrics of the penalty."""
         raise NotImplementedError
 
     def _group_loss(
@@ -223,8 +230,11 @@ class DGPO(ForwardPreference, WholeGroups):
 
     purpose: ClassVar[str] = "dgpo"
 
-    def _gain(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
-        return self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
+    def _gain(
+        self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int
+    ) -> tuple[Float[Tensor, " r"], Float[Tensor, " r"], dict[str, Float[Tensor, " r"]]]:
+        gain = self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
+        return gain, gain.new_zeros(gain.shape), {}
 
     def _group_loss(
         self, gains: Float[Tensor, " n"], advantages: Float[Tensor, " n"], scored: Float[Tensor, " n"]
@@ -237,19 +247,20 @@ class DGPO(ForwardPreference, WholeGroups):
         return differ * softplus(-margin), -(-margin).sigmoid() * pull, told  # softplus(-x) = -log sigmoid(x)
 
 
-class CRD(WholeGroups):
+class CRD(NearReference, WholeGroups):
     """Centred reward distillation: the implicit rewards of a group follow its rewards. Loss of a group:
-    mean_i (beta (r_i - mean r) - (R_i - mean R))^2 advantage_clip / beta, a mean over the scored images.
+    mean_i (beta (r_i - mean r) - (R_i - mean R))^2 advantage_clip / beta, a mean over the scored images, and for each of them
+    reference_weight |v - v_ref|^2.
 
     r_i = e_old_i / |e_old_i| - e_i / |e_i| is the implicit reward of an image: e is the squared error of the current velocity and
     e_old that of the old one, at one point of the forward process that is the image's own, and |e| the mean absolute error,
     detached and at least 1e-5; all are means over a latent's elements. R = clip(A / (2 advantage_clip) + 1/2, 0, 1) as in ``NFT``.
     The constant that implicit rewards of one prompt share cancels in the differences to the mean. Images are sampled by the current
-    policy. Equal rewards pull the policy towards the old one. ``policy/preferred`` is the share of the groups whose implicit rewards
+    policy. Equal rewards pull the policy towards the old one. ``policy/preferred``: the share of the groups whose implicit rewards
     rise with their rewards.
 
-    Source: Zhu et al. 2026 (arXiv 2603.14128), with equal weights in the means. The published KL to a reference with guidance is
-    left out.
+    Source: Zhu et al. 2026 (arXiv 2603.14128), with equal weights in the means; there the reference has guidance, and the weight of
+    its distance grows with the reward.
 
     Example::
 
@@ -267,13 +278,18 @@ class CRD(WholeGroups):
 
     @property
     def weight_copies(self) -> frozenset[str]:
-        return frozenset({"old"})
+        return frozenset({"old", "reference"} if self.compares_reference else {"old"})
 
-    def _gain(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+    def _gain(
+        self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int
+    ) -> tuple[Float[Tensor, " r"], Float[Tensor, " r"], dict[str, Float[Tensor, " r"]]]:
         x0 = minibatch.trajectory.outputs[rows]
         x, noise, sigma = self.draw_points(x0, minibatch.batch, rows, purpose="crd", epoch=minibatch.epoch, draw=draw)
         now, old = (policy.velocity(minibatch.trajectory, rows, x, sigma, which) for which in ("current", "old"))
-        return relative_error(old - (noise - x0)) - relative_error(now - (noise - x0))
+        gain = relative_error(old - (noise - x0)) - relative_error(now - (noise - x0))
+        if not self.compares_reference:
+            return gain, gain.new_zeros(gain.shape), {}
+        return gain, *self.penalty(now, policy.velocity(minibatch.trajectory, rows, x, sigma, "reference"))
 
     def _group_loss(
         self, gains: Float[Tensor, " n"], advantages: Float[Tensor, " n"], scored: Float[Tensor, " n"]

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.core.surrogates import gaussian_kl, importance_weights, velocity_mse
-from retouch.core.transitions import gradient_balance, ratio_norm
+from retouch.core.transitions import append_dims, gradient_balance, ratio_norm
 from retouch.models.parts import compute_device, to_device
 from retouch.models.pipeline import Guided
 from retouch.policies.engine import EngineFault
-from retouch.policies.rollout import ChainRequest, DenoisingEngine, DenoisingRollout, FirstGradientStep
+from retouch.policies.rollout import ChainRequest, CPSTransition, DenoisingEngine, DenoisingRollout, FirstGradientStep
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
@@ -201,6 +201,41 @@ class DenoisingPolicy:
         """Sample deterministically, under the average weights if there are any."""
         with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
             return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
+
+    @torch.no_grad()
+    def search(self, batch: Batch, *, k: int, score: Callable[[Batch, DenoisingTrajectory], Tensor]) -> DenoisingTrajectory:
+        """Sample with guidance by a reward that need not be differentiable: of ``k`` noisy steps, the best one continues the chain.
+
+        ``score``: the rewards (b,) of images, NaN for a missing one; it gets the batch with another slot for each step and
+        candidate. A candidate is scored by its predicted image, x - sigma v(x). The last step has no noise. A ``rollout`` that is
+        deterministic lends no noise, so the steps are then those of CPS with noise level 0.7.
+
+        Source: SVDD-PM (Li et al. 2024, arXiv 2408.08252), with the best candidate in place of a draw by their rewards.
+        """
+        transition = self.sampling.transition if self.sampling.transition.stochastic else CPSTransition(noise_level=0.7)
+        conditioning = self.model.encode(batch.tasks)
+        group = torch.tensor(batch.group, device=compute_device(self.model.module))
+        rows, sigmas = conditioning.take(group), self.model.sigmas(self.eval_steps, conditioning).to(group.device)
+        keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+        images_of = partial(DenoisingTrajectory.of_images, sigmas=sigmas, conditioning=conditioning, group=group)
+        x = self.model.initial_noise(rows, [generator(batch.seed, "noise", batch.step, *key) for key in keys])
+        velocity = self.model.velocity(self.model.module, x, sigmas[0].expand(len(x)), rows)
+        for step in range(self.eval_steps - 1):
+            sigma, sigma_next = sigmas[step].expand(len(x)), sigmas[step + 1].expand(len(x))
+            rewards, states, velocities = [], [], []
+            for candidate in range(k):
+                keyed = [generator(batch.seed, "search", batch.step, *key, step, candidate) for key in keys]
+                noise = to_device(torch.stack([torch.randn(x.shape[1:], generator=each) for each in keyed]), x.device)
+                reached = transition.step(
+                    x, velocity, sigma, sigma_next, sigma_max=sigmas[1], reduction=self.sampling.reduction, noise=noise
+                ).next
+                velocities.append(self.model.velocity(self.model.module, reached, sigma_next, rows))
+                states.append(reached)
+                tried = replace(batch, slot=(1 + step * k + candidate,) * len(batch))
+                rewards.append(score(tried, images_of(reached - append_dims(sigma_next, reached) * velocities[-1])))
+            best = torch.stack(rewards).nan_to_num(nan=-math.inf).argmax(dim=0).to(x.device)
+            x, velocity = (torch.stack(each)[best, torch.arange(len(x), device=x.device)] for each in (states, velocities))
+        return images_of(x - sigmas[-2] * velocity)
 
     def demonstrate(self, batch: Batch, *, images: Sequence[Image] | None = None) -> DenoisingTrajectory:
         """Encode the tasks' target images, or ``images`` (one per row), as outputs.

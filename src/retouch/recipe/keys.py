@@ -409,6 +409,9 @@ class EvaluationKeys(Section):
     best_of_k: StepInterval = 0
     """Also measure the best of this many samples of the untrained policy, and its score edit by edit if tasks have turns; 0 does
     not."""
+    guided_k: StepInterval = Field(default=0, exclude_if=operator.not_)
+    """Also measure the untrained policy guided by its reward: of this many noisy denoising steps, the one with the best predicted
+    image continues. The policy computes as much as for ``best_of_k``; the reward is asked in every step. 0 does not."""
     batch: Count = 128
     """Number of rows that are sampled together."""
     suites: tuple[SuiteKeys, ...] = Field(default=(), exclude_if=operator.not_)

@@ -392,7 +392,12 @@ def _problems_without_reward(recipe: RecipeKeys) -> Iterator[str]:
     columns = evaluated_columns(recipe, ())
     if recipe.eval.column is not None and recipe.eval.column not in columns:
         yield f"eval.column: without a reward, evaluation gives only {' and '.join(columns)}; name one of them, or {give}"
-    need = {"reward.combine": recipe.reward.combine, "eval.best_of_k": recipe.eval.best_of_k, "watch": recipe.watch}
+    need = {
+        "reward.combine": recipe.reward.combine,
+        "eval.best_of_k": recipe.eval.best_of_k,
+        "eval.guided_k": recipe.eval.guided_k,
+        "watch": recipe.watch,
+    }
     for key, given in need.items():
         if given:
             yield f"{key}: it needs a reward, and there is none; remove it, or {give}"
@@ -470,6 +475,8 @@ def problems(recipe: RecipeKeys) -> list[str]:
     if isinstance(policy.train, IpAdapter):
         found += ip_adapter_problems(recipe)
     found += _phases(recipe)
+    if recipe.eval.guided_k and (policy.is_autoregressive or recipe.evaluates_in_turns):
+        found.append("eval.guided_k: only a denoising policy can be guided by the reward, and not in turns; set it to 0")
     if recipe.evaluates_in_turns or any(phase.most_turns > 1 for phase in recipe.resolved_phases()):
         found += _turns(recipe)
     try:

@@ -112,7 +112,7 @@ class _Summary(TypedDict):
     ceiling: NotRequired[_Value]
     best_of_k: NotRequired[_Value]
     k: NotRequired[_Count | None]
-    edit_by_edit: NotRequired[_Value]
+    others: NotRequired[dict[str, _Number]]
     gain_ci95: NotRequired[Annotated[list[_Number], Field(min_length=2, max_length=2)] | None]
     independent_tasks: NotRequired[_Count | None]
     needed_tasks: NotRequired[_Count | None]
@@ -150,10 +150,10 @@ class Summary:
     ``column``: the name of the score ("overall"). ``on``: a description of the tasks ("held-out tasks of complexity 2 and 3"). All
     scores are in the column's unit. ``before``, ``after``: means over the tasks with a score both before and after training.
     ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples of the base
-    policy. ``edit_by_edit``: its score if it makes the edits of a task in turns. ``gain_ci95``: the 95 % confidence interval of
-    after - before, as (low, high). ``independent_tasks``: the number of these tasks, where tasks with the same source image count
-    once; ``needed_tasks``: how many it would take for an interval that excludes 0, if the gain and its spread between tasks stayed
-    the same. None means not measured.
+    policy. ``others``: its scores by other means without training ("edit by edit", "guided by the reward"). ``gain_ci95``: the
+    95 % confidence interval of after - before, as (low, high). ``independent_tasks``: the number of these tasks, where tasks with
+    the same source image count once; ``needed_tasks``: how many it would take for an interval that excludes 0, if the gain and its
+    spread between tasks stayed the same. None means not measured.
     ``lower_is_better``: whether a lower score is better, so that a negative gain is an improvement. ``cost``: amounts by name, for
     people to read.
     """
@@ -166,7 +166,7 @@ class Summary:
     ceiling: float | None = None
     best_of_k: float | None = None
     k: int | None = None
-    edit_by_edit: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
     gain_ci95: tuple[float, float] | None = None
     independent_tasks: int | None = None
     needed_tasks: int | None = None

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from retouch.records.folder import RunFolder, Summary, split_label
 from retouch.rewards.combination import WeightedSum
 from retouch.rewards.identity import short
 from retouch.rewards.judging import BatchScorer
+from retouch.rewards.ledger.journal import Split
 from retouch.run.build import Assembly, has_demonstration
 from retouch.run.ledger import task_content
 from retouch.run.metrics import completion_texts
@@ -158,6 +160,14 @@ class Evaluator:
             for name in results[0].scores
         }
         return EvaluationResult(self.tasks, scores, _best([result.rewards for result in results]))
+
+    def guided(self, policy: Any, *, k: int) -> EvaluationResult:
+        """Score images that a denoising policy samples with guidance by the reward, of ``k`` candidates in each step."""
+
+        def score(batch: Batch, trajectory: Any) -> Tensor:
+            return wait_for_rewards(self.ranks, [self.judge(batch, self._samples(lambda _: trajectory, batch))]).rewards
+
+        return self._evaluate(partial(policy.search, k=k, score=score), slot=0)
 
     def _evaluate(self, act: Any, *, slot: int) -> EvaluationResult:
         futures, samples = [], list[Sample]()
@@ -354,33 +364,37 @@ class RunEvaluations:
         self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower, missing=missing)
 
     def write_baselines(self) -> None:
-        """Store the baselines: the score of the tasks' targets (ceiling), the best of k samples of the base policy, and its score
-        edit by edit, if the tasks have turns and are evaluated without them."""
+        """Store the baselines: the score of the tasks' targets (ceiling), the best of k samples of the base policy, and its scores
+        edit by edit, if the tasks have turns and are evaluated without them, and guided by the reward (``eval.guided_k``)."""
         if self._baselines_path.exists():
             return
+        ceiling, best, others = None, None, dict[str, float]()
+        count, k, guided_k = len(self.evaluator.tasks), self.recipe.eval.best_of_k, self.recipe.eval.guided_k
         if self._column in self.evaluator.measured:  # the objective measures the policy, not its images
-            ceiling, k = None, 0
+            k = guided_k = 0
         else:
-            ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
-            k = self.recipe.eval.best_of_k
-        best = None
+            ceiling = self._judged("ceiling").ceiling(self.policy)
         if k:
-            tasks = len(self.evaluator.tasks)
-            log.info("baselines: the best of %d samples of the base policy for each of %d %s tasks", k, tasks, self._split_label)
-            best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k)
-        edited = None
+            log.info("baselines: the best of %d samples of the base policy for each of %d %s tasks", k, count, self._split_label)
+            best = self._judged("best").best_of(self.policy, k=k)
         if k and not self.evaluator.in_turns and all(task.turns for task in self.evaluator.tasks):
             log.info("baselines: the base policy makes the edits of each task one by one")
-            edited = replace(self.evaluator, judge=self.parts.judge.for_split("turns", 0), in_turns=True)(self.policy)
+            others["edit by edit"] = self._headline(replace(self._judged("turns"), in_turns=True)(self.policy))
+        if guided_k:
+            log.info("baselines: the base policy is guided by the reward, with %d candidates in each denoising step", guided_k)
+            others["guided by the reward"] = self._headline(self._judged("guided").guided(self.policy, k=guided_k))
         if self.parts.ranks.is_main:
             found = {
-                "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),
-                "best_of_k": None if best is None else self._headline(self._values(best)),
+                "ceiling": None if ceiling is None else self._headline(ceiling),
+                "best_of_k": None if best is None else self._headline(best),
                 "k": k or None,
-                "edit_by_edit": None if edited is None else self._headline(self._values(edited)),
+                "others": others,
             }
             self.folder.require_owner()
             files.write_json(self._baselines_path, found)
+
+    def _judged(self, split: Split) -> Evaluator:
+        return replace(self.evaluator, judge=self.parts.judge.for_split(split, 0))
 
     def format_table(self, step: int) -> Iterator[str]:
         """Yield the lines of the held-out table after ``step`` steps, which also shows the values at the start."""
@@ -432,7 +446,7 @@ class RunEvaluations:
             ceiling=baselines.get("ceiling"),
             best_of_k=baselines.get("best_of_k"),
             k=None if (k := baselines.get("k")) is None else int(k),
-            edit_by_edit=baselines.get("edit_by_edit"),
+            others=baselines.get("others", {}),
             gain_ci95=gain.interval,
             independent_tasks=gain.clusters,
             needed_tasks=gain.clusters_for_significance,
@@ -457,17 +471,17 @@ class RunEvaluations:
                 "restore the file from a backup and start the run again for its summary"
             ) from None
 
-    def _stored_baselines(self) -> dict[str, float | None]:
+    def _stored_baselines(self) -> dict[str, Any]:
         """Read the baselines; empty if the file is missing or damaged."""
         try:
-            found = {"edit_by_edit": None, **files.read_record(self._baselines_path)}  # older files lack it
-            names = ("ceiling", "best_of_k", "k", "edit_by_edit")
-            return {name: None if found[name] is None else float(found[name]) for name in names}
-        except (OSError, ValueError, KeyError, TypeError):
+            found = files.read_record(self._baselines_path)
+            others = {str(name): float(value) for name, value in found["others"].items()}
+            return {name: found[name] and float(found[name]) for name in ("ceiling", "best_of_k", "k")} | {"others": others}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def _headline(self, values: Tensor) -> float:
-        return float(values[self.headline].nanmean())
+    def _headline(self, evaluated: EvaluationResult) -> float:
+        return float(self._values(evaluated)[self.headline].nanmean())
 
     @property
     def _column(self) -> str:

@@ -83,6 +83,38 @@ class GenEvalSuite(RowSuite):
         )
 
 
+class NegationSuite(GenEvalSuite):
+    """Negated statements, after NegT2IBench: prompts of the user, with colours and positions that must and must not hold."""
+
+    name, title = "negation", "Negation"
+    source, licence, size = "the idea of NegT2IBench, https://arxiv.org/abs/2610.03084; prompts of your own", "your licence", 0
+    protocol: ClassVar[str] = (
+        "Four images of each prompt. A statement is a colour or a position, negated or not, or an object that must be absent. An "
+        "image is correct if all statements hold. The share of correct images is taken for each number of positive and negated "
+        "statements; the headline is the mean of these shares."
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "The 4,800 published prompts, their file format and their thresholds were not at hand, so this is no reproduction of the "
+        "published numbers. The prompts are yours.",
+        *GenEvalSuite.deviations[1:],
+    )
+    layout: ClassVar[str] = (
+        'give a .jsonl file in GenEval\'s format: lines with "prompt", "include" and "exclude"; "negated": true in an entry of '
+        '"include" means that its color or position must not hold, as for "a cup that is not red"'
+    )
+
+    def rows(self, data: Path) -> Rows:
+        return read_prompts(data, name=data.stem)
+
+    def item(self, row: Row) -> SuiteItem | None:
+        fields = {key: row.meta[key] for key in ("include", "exclude") if key in row.meta}
+        wanted = requirements(Task(row.id, row.instruction, meta=fields))
+        positive = sum(not one.negated and (one.color or one.position) is not None for one in wanted.include)
+        negated = sum(one.negated for one in wanted.include) + len(wanted.exclude)
+        category = f"{positive} positive, {negated} negated"
+        return SuiteItem(id=row.id.replace("/", "-"), prompt=row.instruction, category=category, fields=fields)
+
+
 _YES = WordForm("yes", {"no": 0.0, "yes": 1.0})
 
 

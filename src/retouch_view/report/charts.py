@@ -120,8 +120,7 @@ def reward_section(
         levels = [] if summary.ceiling is None else [(summary.ceiling, "ceiling")]
         if summary.best_of_k is not None:
             levels.append((summary.best_of_k, f"best of {summary.k or 'k'}, base"))
-        if summary.edit_by_edit is not None:
-            levels.append((summary.edit_by_edit, "edit by edit, base"))
+        levels += [(score, f"{means}, base") for means, score in summary.others.items()]
     lines = [series("training reward", raw)] if has_reward else []
     marks = [series(f"{split} {column}", heldout, dots=True)] if heldout else []
     if not lines or not marks or _same_scale(raw, heldout):

@@ -181,8 +181,8 @@ def verdict(summary: Summary, *, so_far: bool) -> Headline:
         many = "several" if summary.k is None else str(summary.k)
         best = format_score(summary.best_of_k, decimals)
         words += f" For comparison, the best of {many} samples of the base policy scores {best}."
-    if summary.edit_by_edit is not None:
-        words += f" Edit by edit, the base policy scores {format_score(summary.edit_by_edit, decimals)}."
+    for means, score in summary.others.items():
+        words += f" {means.capitalize()}, the base policy scores {format_score(score, decimals)}."
     on = "So far, on" if so_far else "On"
     return Headline(f"{on} {summary.on}, {summary.column} {verb} ", change, direction, words)
 

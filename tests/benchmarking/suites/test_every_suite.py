@@ -115,6 +115,10 @@ CASES = {
         "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks", suite_rows.geneval,
         ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}), (1 / 2, 1), ("painting",),
     ),
+    "negation": Case(
+        "test_text_to_image_suites.test_negation_has_one_share_for_each_number_of_positive_and_negated_statements",
+        suite_rows.negation, ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}), (1 / 2, 1), ("color or a position",),
+    ),
     "geneval2": Case(
         "test_text_to_image_suites.test_geneval2_takes_the_geometric_mean", suite_rows.geneval2,
         ({"gm": 0.6, "am": 0.65}, {"gm": 0.2, "am": 0.3}), (0.4, 0.6), ("atom_count",),

@@ -17,6 +17,7 @@ from retouch_bench.suites.text_to_image import (
     GenEval2Suite,
     GenEvalSuite,
     LongTextSuite,
+    NegationSuite,
     OcrSuite,
     OwnPromptsSuite,
     ReadTextReward,
@@ -62,6 +63,40 @@ def test_geneval_is_the_mean_of_its_tasks(tmp_path):
     }
     # single_object: a bench is not there, a cow is; counting: two cows are there
     assert headline(suite, items, scores)["correct"] == pytest.approx((0.5 + 1) / 2)
+
+
+def test_negation_has_one_share_for_each_number_of_positive_and_negated_statements(tmp_path):
+    """The image shows a red cow to the left of a green dog."""
+    cow, dog = {"class": "cow"}, {"class": "dog"}
+    not_red, not_green = {**cow, "color": "red", "negated": True}, {**cow, "color": "green", "negated": True}
+    right = {**dog, "position": ["right of", 0]}
+    rows = [
+        {"include": [{**cow, "color": "red"}], "prompt": "a red cow"},
+        {"include": [not_red], "prompt": "a cow that is not red"},
+        {"include": [not_green], "prompt": "a cow that is not green"},
+        {"include": [{**not_green, "class": "cat"}], "prompt": "a cat that is not green, and there is none"},
+        {"include": [cow], "exclude": [{"class": "dog", "count": 1}], "prompt": "a cow and no dog"},
+        {"include": [cow, {**right, "negated": True}], "prompt": "a dog that is not right of a cow"},
+        {"include": [cow, right, not_green], "prompt": "a dog right of a cow that is not green"},
+        {"include": [{**cow, "negated": True}], "prompt": "not a cow"},
+        {"include": [{**right, "position": ["right of", 0], "color": "red", "negated": True}], "prompt": "two at once"},
+    ]
+    suite = NegationSuite()
+    items, broken = suite.items(lines(tmp_path / "negated.jsonl", rows))
+    one, single, both = "1 positive, 0 negated", "0 positive, 1 negated", "1 positive, 1 negated"
+    assert [item.category for item in items] == [one, *[single] * 5, both]
+    assert ["either a color or a position" in broken[0].reason, "an earlier requirement" in broken[1].reason] == [True, True]
+    found = [Detection("cow", 0.9, (0, 4, 2, 6)), Detection("dog", 0.9, (6, 4, 8, 6))]
+    reward = suite.reward(None).with_model(
+        GenEvalModels(
+            lambda image, names: [each for each in found if each.name in names],
+            lambda image, boxes, name: ["red" if name == "cow" else "green"] * len(boxes),
+        )
+    )
+    correct = [reward([Sample(suite.task_for(item), Image.new("RGB", (8, 8)))])["correct"].item() for item in items]
+    assert correct == [1, 0, 1, 0, 0, 0, 1]
+    scores = {item.id: {"correct": value} for item, value in zip(items, correct, strict=True)}
+    assert headline(suite, items, scores)["correct"] == pytest.approx((1 + 1 / 5 + 1) / 3)
 
 
 def test_geneval2_takes_the_geometric_mean(tmp_path):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tiny_policies as tiny
 from retouch.core.random import generator
+from retouch.core.transitions import transition
 from retouch.models.pipeline import Guided
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.rollout import AllSteps, RandomWindow, SlidingWindow
@@ -20,6 +21,42 @@ from retouch_worlds.testing import check_model, check_policy, check_renderer
 from slow_params import slow_except
 
 # The denoising policy
+
+
+@pytest.mark.parametrize("kind", ["sde", "ode"])
+@torch.no_grad()
+def test_search_continues_the_candidate_whose_predicted_image_has_the_highest_reward(kind):
+    """Two candidates for each of two tasks; the first candidate of the first task has no reward."""
+    policy, batch, asked = tiny.policy(kind=kind), tiny.batch(2, 1), []
+
+    def score(tried, images):
+        asked.append(set(tried.slot))
+        rewards = images.outputs.flatten(1).mean(dim=1)
+        return rewards.where(torch.tensor([len(asked) % 2 == 0, True]), torch.nan)
+
+    made = policy.search(batch, k=2, score=score)
+    assert asked == [{slot} for slot in range(1, 2 * tiny.NUM_STEPS - 1)], "no two questions have the same key"
+    how: dict[str, Any] = {"sde": ("sde", 0.7), "ode": ("cps", 0.7)}
+    name, noise_level = how[kind]
+    for row in (0, 1):
+        one = policy.model.encode(batch.tasks).take(torch.tensor([row]))
+        sigmas = policy.model.sigmas(tiny.NUM_STEPS, one)
+        x = policy.model.initial_noise(one, [generator(batch.seed, "noise", batch.step, row, 0)])
+        for step, (sigma, after) in enumerate(itertools.pairwise(sigmas)):
+            velocity = policy.model.velocity(policy.module, x, sigma[None], one)
+            if step == tiny.NUM_STEPS - 1:
+                x = x - sigma * velocity
+                break
+            candidates = []
+            for candidate in (0, 1):
+                noise = torch.randn(x.shape[1:], generator=generator(batch.seed, "search", batch.step, row, 0, step, candidate))
+                options: dict[str, Any] = {"noise_level": noise_level, "sigma_max": sigmas[1], "reduction": "mean"}
+                reached = transition(name, x, velocity, sigma[None], after[None], noise=noise[None], **options).next
+                predicted = reached - after * policy.model.velocity(policy.module, reached, after[None], one)
+                candidates.append((float(predicted.mean()), reached))
+            x = candidates[1][1] if row == 0 else max(candidates, key=lambda each: each[0])[1]
+        torch.testing.assert_close(made.outputs[row], x[0], rtol=1e-3, atol=1e-4)
+
 
 COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.0, 3.0]))
 

@@ -20,7 +20,7 @@ from retouch.types import Batch, Sample, Scores
 if TYPE_CHECKING:
     from retouch.rewards.ledger.database import ImageStore
 
-Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "turns", "watch", "canary"]
+Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "turns", "guided", "watch", "canary"]
 
 
 class JournalRow(NamedTuple):
