@@ -45,7 +45,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) -> str:
     if page.file.src_uri in ("results.md", "security.md"):
         page.meta["hide"] = ["toc"]  # their tables are wide
-    return markdown if page.file.src_uri in OUTSIDE.values() else rewritten(markdown, f"{DOCS}/{page.file.src_uri}")
+    ready = page.file.src_uri in OUTSIDE.values() or page.file.src_uri.startswith("files/")
+    return markdown if ready else rewritten(markdown, f"{DOCS}/{page.file.src_uri}")
 
 
 def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
