@@ -77,8 +77,10 @@ def playground_ladders(count: int, *, seed: int = 0, side: int = PLAYGROUND_SIDE
         scene = Scene.from_json(task.meta["scene"])
         parts = task.meta["edits"]
         assert isinstance(parts, list)
-        partial = _partial_edits(scene, [Edit.from_json(part) for part in parts])
-        if partial is None:
+        edits = [Edit.from_json(part) for part in parts]
+        try:
+            partial = {done: render(apply(scene, edits[:done])) for done in range(len(edits), 0, -1)}
+        except ValueError:  # the edits are impossible or leave the scene empty
             continue
         images = [_enlarged(image, side) for image in (*task.images, *([] if other.target is None else [other.target]))]
         source, another = images
@@ -93,14 +95,6 @@ def playground_ladders(count: int, *, seed: int = 0, side: int = PLAYGROUND_SIDE
         items.append(item_of(rungs))
         other = task
     return items
-
-
-def _partial_edits(scene: Scene, edits: Sequence[Edit]) -> dict[int, Image.Image] | None:
-    """Return the images after the first 3, 2 and 1 edits; None if these edits are impossible or leave the scene empty."""
-    try:
-        return {done: render(apply(scene, edits[:done])) for done in range(len(edits), 0, -1)}
-    except ValueError:
-        return None
 
 
 def _enlarged(image: Image.Image, side: int) -> Image.Image:

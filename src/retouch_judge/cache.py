@@ -301,15 +301,21 @@ class CachedReward:
         close(self.wrapped)
 
     def _recall(self, keys: Sequence[str]) -> dict[str, dict[str, float]]:
-        return {key: cached.scores for key, cached in self.cache.recall(keys).items() if self._fits(cached.scores)}
-
-    def _fits(self, scores: Mapping[str, float]) -> bool:
-        """Whether the cached scores are valid for the columns of the reward; if not, the sample is sent again."""
-        known = [(scores.get(name, math.inf), column) for name, column in self.columns.items()]
-        return all(value != value or column.contains(value) for value, column in known)
+        found = {}
+        for key, cached in self.cache.recall(keys).items():
+            # A sample whose cached scores are not valid for the columns of the reward is sent again.
+            known = [(cached.scores.get(name, math.inf), column) for name, column in self.columns.items()]
+            if all(value != value or column.contains(value) for value, column in known):
+                found[key] = cached.scores
+        return found
 
     def _score(self, keys: Sequence[str], samples: Sequence[Sample], hasher: ImageHasher) -> list[dict[str, float]]:
-        scores, stats = self._with_stats(samples)
+        began = time.monotonic()
+        if isinstance(self.wrapped, ReportsRequestStats):
+            scores, stats = self.wrapped.submit_with_stats(samples).result()
+        else:
+            scores = self.wrapped(samples)
+            stats = [RequestStats(time.monotonic() - began)] * len(samples)
         columns = {name: scores[name].tolist() for name in self.columns}
         given = [{name: values[row] for name, values in columns.items()} for row in range(len(samples))]
         self.cache.record(
@@ -317,13 +323,6 @@ class CachedReward:
             for key, sample, row, each in zip(keys, samples, given, stats, strict=True)
         )
         return given
-
-    def _with_stats(self, samples: Sequence[Sample]) -> tuple[Scores, Sequence[RequestStats]]:
-        if isinstance(self.wrapped, ReportsRequestStats):
-            return self.wrapped.submit_with_stats(samples).result()
-        began = time.monotonic()
-        scores = self.wrapped(samples)
-        return scores, [RequestStats(time.monotonic() - began)] * len(samples)
 
     def _sample_call(self, key: str, image: str, scores: Mapping[str, float], stats: RequestStats) -> JudgeCall:
         missing = [column for column, value in scores.items() if value != value and not self.columns[column].diagnostic]

@@ -202,15 +202,13 @@ class _Gumbel:
         self._rows = [(question.temperature, generator("judge", "answer", question.seed)) for question in questions]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.cat([self._drawn(row, *each) for row, each in zip(scores.split(1), self._rows, strict=True)])
-
-    @staticmethod
-    def _drawn(scores: Tensor, temperature: float, source: torch.Generator) -> Tensor:
-        if temperature == 0:
-            return scores
-        uniform = torch.rand(scores.shape, generator=source, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
-        noise = -(-uniform.log()).log()
-        return (scores.double() / temperature + noise.to(scores.device)).float()
+        rows = list(scores.split(1))
+        for index, (temperature, source) in enumerate(self._rows):
+            if temperature > 0:
+                uniform = torch.rand(rows[index].shape, generator=source, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+                noise = -(-uniform.log()).log()
+                rows[index] = (rows[index].double() / temperature + noise.to(scores.device)).float()
+        return torch.cat(rows)
 
 
 def _longest(question: Question) -> int:

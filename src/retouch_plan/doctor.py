@@ -49,7 +49,6 @@ from retouch_plan.system import (
     check_playground,
     check_rank_group,
     join_ranks,
-    local_name,
     machine_of,
     rank_list,
     require_known,
@@ -143,7 +142,7 @@ def run_checks(
         fix = "retouch launch --nproc 2 doctor --distributed"
         group = failed("ranks", "this is a single process without a launcher", fix=fix)
     elif launched:
-        group = join_ranks(local_name(device_name))
+        group = join_ranks(device_name)
     if isinstance(group, Finding):
         report = _Report(arguments, options.words(), is_main=True, world=world, command=command)
         report.add([group])

@@ -202,11 +202,6 @@ def _described(path: str) -> dict[str, Any] | None:
 # The dry run
 
 
-def each_in_turn(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
-    """``function`` of both arguments, one after the other."""
-    return function(first), function(second)
-
-
 def both(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
     """``function`` of both arguments at the same time. ``function`` and its results must be picklable. An error of the first
     argument is raised. If the second process fails, its work is repeated in this process, so that an error has its traceback."""
@@ -300,7 +295,7 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int | None = None, full_
             return replace(_run(recipe, machine, world, compiled, ({}, swap_blocks)), rewards=rewards)
         in_parts = partial(_run, recipe, machine, world, compiled)
         counts = zip((depths.first, depths.second), depths.swapped, strict=True)
-        first, second = (both if processes > 1 else each_in_turn)(in_parts, *counts)
+        first, second = both(in_parts, *counts) if processes > 1 else map(in_parts, counts)
         times = depths.times
         return replace(
             first,
@@ -384,7 +379,7 @@ class _Step:
             self._decode_few(policy)
             evaluator = build_evaluator(parts, scores)
             policy.sample = self.repeats.calls(policy.sample, len)  # type: ignore[method-assign]
-            renderer = self.repeats.calls(evaluator.renderer, _rows)
+            renderer = self.repeats.calls(evaluator.renderer, lambda tasks, trajectory: len(tasks))
             replace(evaluator, renderer=renderer)(policy)
         with meter.stage("checkpoint"), patch.object(meter, "label", "checkpoint"):
             state = parts.capture(stepper, step=1)
@@ -470,7 +465,12 @@ class _Step:
         for model in models.values():
             for name in ("encode", "encode_negative"):
                 if hasattr(model, name):
-                    setattr(model, name, self.repeats.calls(getattr(model, name), _lengths, in_all_stages=True))
+                    encode = self.repeats.calls(
+                        getattr(model, name),
+                        lambda tasks: tuple((len(task.instruction), len(task.images), len(task.meta)) for task in tasks),
+                        in_all_stages=True,
+                    )
+                    setattr(model, name, encode)
             if isinstance(model, DenoisingModel):
                 self._count_velocities(model)
 
@@ -507,7 +507,7 @@ class _Step:
                 self.pace.stop()
 
         policy.rollout = self.repeats.calls(paced, len, lambda made: type(made).concat([made]))
-        renderer = self.repeats.calls(run.renderer, _rows)
+        renderer = self.repeats.calls(run.renderer, lambda tasks, trajectory: len(tasks))
         run = replace(run, renderer=renderer, clock=lambda stage: meter.stage(f"{name}{stage}"))
         step = phase.steps.start
         with meter.stage(f"{name}advantages"):
@@ -539,14 +539,6 @@ class _Step:
             finally:
                 for name in few:
                     delattr(policy, name)
-
-
-def _lengths(tasks: Sequence[Task]) -> Any:
-    return tuple((len(task.instruction), len(task.images), len(task.meta)) for task in tasks)
-
-
-def _rows(tasks: Sequence[Task], trajectory: Any) -> int:
-    return len(tasks)
 
 
 # What a dry run found

@@ -58,11 +58,6 @@ def require_known(name: str) -> None:
         )
 
 
-def local_name(name: str) -> str:
-    """The device of this machine that checks use: ``name`` itself, or ``auto`` if ``name`` is a GPU of another machine."""
-    return "auto" if name in MACHINES or name.endswith(PROFILE) else name
-
-
 def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
     """The device that ``name`` means; None if it is not available. ``device``: the device that the rank joined with, if any.
     Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here."""
@@ -245,10 +240,11 @@ class RankGroup:
         return ranks_of
 
 
-def join_ranks(device: str) -> RankGroup | Finding:
-    """Join the process group that the launcher's environment variables describe; a failure if this is not possible."""
+def join_ranks(name: str) -> RankGroup | Finding:
+    """Join the process group that the launcher's environment variables describe; a failure if this is not possible. ``name``: of
+    the device; for a GPU of another machine, the checks use the device that ``auto`` chooses."""
     try:
-        ranks = init_distributed(device)
+        ranks = init_distributed("auto" if name in MACHINES or name.endswith(PROFILE) else name)
         return RankGroup(ranks, None if ranks.world == 1 else dist.new_group(backend="gloo"))
     except dist.DistError as error:
         fix = "start every rank with the same MASTER_ADDR and MASTER_PORT, and open the ports between the machines"

@@ -474,10 +474,6 @@ def _instruction(line: Mapping[str, Any]) -> Html:
     return tag("p", str(line["instruction"]) or "(no instruction)", class_="instruction", dir="auto")
 
 
-def _direction(change: float) -> str:
-    return "flat" if not abs(change) >= 0.005 else "good" if change > 0 else "bad"
-
-
 def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
     """Show the reward of the sample, and its other scores in small print below."""
     value = _value(line, column)
@@ -558,7 +554,8 @@ def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int, *, rewrit
     if math.isfinite(reward):
         main = tag("b", format_score(reward, decimals))
     if math.isfinite(reward + advantage):
-        gain = tag("span", format_signed(advantage), class_=f"advantage {_direction(advantage)}")
+        direction = "flat" if not abs(advantage) >= 0.005 else "good" if advantage > 0 else "bad"
+        gain = tag("span", format_signed(advantage), class_=f"advantage {direction}")
     caption = tag("figcaption", main, gain, _completion(line, label="", rewrites=rewrites))
     image = picture(_path(folder, line, "image"), words=name, edge=SMALL)
     return tag("figure", image, caption, class_="shown member", title=f"{name}: {scores}" if scores else name)

@@ -74,7 +74,7 @@ class VoteQueue:
         hashes = [image_hash(image) for image in images]
         assert len(set(hashes)) == len(hashes) > 1, "the images must be distinct"
         identity = hashlib.sha256(json.dumps([task.id, task.instruction, pairs, *hashes]).encode()).hexdigest()[:16]
-        folder = self._folder(identity)
+        folder = self.root / "groups" / identity
         known = self._read(folder)
         if known is not None:
             (folder / _CLOSED).unlink(missing_ok=True)
@@ -115,15 +115,12 @@ class VoteQueue:
 
     def close(self, group: QueuedGroup) -> None:
         """Mark the group as closed: no more votes on it are needed."""
-        files.write_atomic(self._folder(group.id) / _CLOSED, b"")
+        files.write_atomic(self.root / "groups" / group.id / _CLOSED, b"")
 
     def unanswered(self, group: QueuedGroup) -> list[tuple[int, int]]:
         """Return the pairs of the group that have no vote, in order."""
         answered = self.log.read().by_pair
         return [pair for pair in group.pairs if not answered.get(group.pair_id(pair))]
-
-    def _folder(self, identity: str) -> Path:
-        return self.root / "groups" / identity
 
     def _read(self, folder: Path) -> QueuedGroup | None:
         if folder.name not in self._known:

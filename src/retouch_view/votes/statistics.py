@@ -7,7 +7,7 @@ interval is clustered by task.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -256,16 +256,13 @@ def summarise(logs: Sequence[VoteLog]) -> dict[str, Any]:
 
 def as_text(found: Mapping[str, Any]) -> str:
     """The summary as tables for the command line."""
-    return "\n".join(_text(found))
 
-
-def _text(found: Mapping[str, Any]) -> Iterator[str]:
     def share(of: Mapping[str, Any]) -> str:
         return f"{of['value']:.3f} ({of['low']:.3f} to {of['high']:.3f}), n {of['count']}" if of["count"] else "-"
 
-    yield f"{found['votes']} votes on {found['pairs']} pairs of {found['tasks']} tasks"
+    lines = [f"{found['votes']} votes on {found['pairs']} pairs of {found['tasks']} tasks"]
     if found["undone"] or found["damaged"]:
-        yield f"{found['undone']} votes were taken back, {found['damaged']} lines are damaged"
+        lines.append(f"{found['undone']} votes were taken back, {found['damaged']} lines are damaged")
     sections = {
         "win rates (ties count one half)": [
             [row["arm"], "against", row["other"], share(row["share"]), f"{row['ties']} ties"] for row in found["win_rates"]
@@ -281,6 +278,7 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
     }
     for title, rows in sections.items():
         if rows:
-            yield from ("", title, *aligned(rows))
+            lines += ["", title, *aligned(rows)]
     if found["voter_agreement"]["count"]:
-        yield from ("", f"agreement of two voters on the same pair: {share(found['voter_agreement'])}")
+        lines += ["", f"agreement of two voters on the same pair: {share(found['voter_agreement'])}"]
+    return "\n".join(lines)
