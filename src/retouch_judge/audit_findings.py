@@ -90,17 +90,17 @@ def noise_variance(scored: Sequence[ProbeScores]) -> Estimate:
 
 def signal_variance(scored: Sequence[ProbeScores]) -> Estimate:
     """Estimate the variance between the rungs of an item without noise: the covariance of their scores in different repeats."""
-    return Estimate.of([_covariance([one.scores[rung.name] for rung in one.item.rungs]) for one in scored])
-
-
-def _covariance(rows: Sequence[Sequence[float]]) -> float:
-    """Return the mean covariance of two columns, over the rows without a missing value."""
-    whole = np.array([row for row in rows if not any(math.isnan(value) for value in row)])
-    if len(whole) < 2:
-        return math.nan
-    covariances = np.atleast_2d(np.cov(whole, rowvar=False))
-    columns = len(covariances)
-    return float((covariances.sum() - np.trace(covariances)) / (columns * (columns - 1)))
+    found = []
+    for rungs in ([one.scores[rung.name] for rung in one.item.rungs] for one in scored):
+        whole = np.array([row for row in rungs if not any(math.isnan(value) for value in row)])
+        if len(whole) < 2:
+            found.append(math.nan)
+            continue
+        # The mean covariance of two repeats
+        covariances = np.atleast_2d(np.cov(whole, rowvar=False))
+        repeats = len(covariances)
+        found.append(float((covariances.sum() - np.trace(covariances)) / (repeats * (repeats - 1))))
+    return Estimate.of(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

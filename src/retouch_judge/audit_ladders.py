@@ -108,33 +108,25 @@ def item_of(rungs: Sequence[Probe]) -> Item:
     # Neither the best nor the worst rung if there is another one, so that a bias can show in both directions.
     best, base = ordered[0], between[len(between) // 2] if between else ordered[-1]
     task = best.sample.task
-    probes = [
-        *_biases(base),
-        *(
-            Probe(f"{name} of the best", Sample(task, image))
-            for name, image in ({} if best.sample.image is None else dict(degraded(best.sample.image))).items()
-        ),
-    ]
-    if task.images and best.sample.image is not None:
-        probes.append(Probe("swapped", Sample(replace(task, images=(best.sample.image, *task.images[1:])), task.images[0])))
-        if all(rung.name != "unedited" for rung in rungs):
-            probes.append(Probe("unedited", Sample(task, task.images[0])))
-    return Item(task.id, tuple(rungs), tuple(probes), base.name)
-
-
-def _biases(base: Probe) -> list[Probe]:
-    task, image = base.sample.task, base.sample.image
+    image = base.sample.image
     assert image is not None
-    made = [
-        Probe("long instruction", Sample(replace(task, instruction=_LONG.format(instruction=task.instruction)), image)),
+    long = replace(task, instruction=_LONG.format(instruction=task.instruction))
+    probes = [
+        Probe("long instruction", Sample(long, image)),
         Probe("praise", Sample(task, with_text(image, PRAISE))),
         Probe("other text", Sample(task, with_text(image, _PLAIN))),
     ]
     for name, change in (("brighter", brighter), ("darker", darker), ("smaller", smaller)):
         target = None if task.target is None else change(task.target)
         changed = replace(task, images=tuple(change(source) for source in task.images), target=target)
-        made.append(Probe(name, Sample(changed, change(image))))
-    return made
+        probes.append(Probe(name, Sample(changed, change(image))))
+    worse = {} if best.sample.image is None else degraded(best.sample.image)
+    probes += [Probe(f"{name} of the best", Sample(task, copy)) for name, copy in worse.items()]
+    if task.images and best.sample.image is not None:
+        probes.append(Probe("swapped", Sample(replace(task, images=(best.sample.image, *task.images[1:])), task.images[0])))
+        if all(rung.name != "unedited" for rung in rungs):
+            probes.append(Probe("unedited", Sample(task, task.images[0])))
+    return Item(task.id, tuple(rungs), tuple(probes), base.name)
 
 
 _SHADE = 0.8

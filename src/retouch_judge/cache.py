@@ -259,8 +259,29 @@ class CachedJudgeClient:
 
     def _ask(self, keys: Sequence[str], questions: Sequence[Question], hasher: ImageHasher) -> list[Answer]:
         answers = self.client.ask(questions)
-        asked = zip(keys, questions, answers, strict=True)
-        self.cache.record([_question_call(*each, judge=self.identity, hasher=hasher) for each in asked])
+        calls = []
+        for key, question, answer in zip(keys, questions, answers, strict=True):
+            judged = next((part for part in reversed(question.parts) if not isinstance(part, str)), None)
+            calls.append(
+                JudgeCall(
+                    content=key,
+                    image=hasher(judged),
+                    judge=self.identity,
+                    scores=answer.scores or None,
+                    rubric=fingerprint(question.rubric),
+                    seed=answer.seed,
+                    temperature=answer.temperature,
+                    fault=answer.fault,
+                    text=answer.text,
+                    attempts=answer.attempts,
+                    faults=answer.faults,
+                    seconds=answer.seconds,
+                    input_tokens=answer.input_tokens,
+                    output_tokens=answer.output_tokens,
+                    cost=answer.cost,
+                )
+            )
+        self.cache.record(calls)
         return answers
 
 
@@ -318,25 +339,24 @@ class CachedReward:
             stats = [RequestStats(time.monotonic() - began)] * len(samples)
         columns = {name: scores[name].tolist() for name in self.columns}
         given = [{name: values[row] for name, values in columns.items()} for row in range(len(samples))]
-        self.cache.record(
-            self._sample_call(key, hasher(sample.image), row, each)
-            for key, sample, row, each in zip(keys, samples, given, stats, strict=True)
-        )
+        calls = []
+        for key, sample, row, each in zip(keys, samples, given, stats, strict=True):
+            missing = [column for column, value in row.items() if value != value and not self.columns[column].diagnostic]
+            calls.append(
+                JudgeCall(
+                    content=key,
+                    image=hasher(sample.image),
+                    judge=self._judge,
+                    scores=None if missing else row,
+                    fault=f"missing {', '.join(missing)}" if missing else "",
+                    text=encode_scores(row) if missing else "",
+                    attempts=each.attempts,
+                    faults=each.faults,
+                    seconds=each.seconds,
+                )
+            )
+        self.cache.record(calls)
         return given
-
-    def _sample_call(self, key: str, image: str, scores: Mapping[str, float], stats: RequestStats) -> JudgeCall:
-        missing = [column for column, value in scores.items() if value != value and not self.columns[column].diagnostic]
-        return JudgeCall(
-            content=key,
-            image=image,
-            judge=self._judge,
-            scores=None if missing else scores,
-            fault=f"missing {', '.join(missing)}" if missing else "",
-            text=encode_scores(scores) if missing else "",
-            attempts=stats.attempts,
-            faults=stats.faults,
-            seconds=stats.seconds,
-        )
 
 
 def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
@@ -349,24 +369,3 @@ def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
     parts: list[Json] = [part if isinstance(part, str) else {"picture": hasher(part)} for part in question.parts]
     form = getattr(question.form, "ledger_name", f"{type(question.form).__module__}.{question.form!r}")
     return json_hash([judge, question.rubric, parts, form, question.temperature, question.seed])
-
-
-def _question_call(key: str, question: Question, answer: Answer, *, judge: str, hasher: ImageHasher) -> JudgeCall:
-    judged = next((part for part in reversed(question.parts) if not isinstance(part, str)), None)
-    return JudgeCall(
-        content=key,
-        image=hasher(judged),
-        judge=judge,
-        scores=answer.scores or None,
-        rubric=fingerprint(question.rubric),
-        seed=answer.seed,
-        temperature=answer.temperature,
-        fault=answer.fault,
-        text=answer.text,
-        attempts=answer.attempts,
-        faults=answer.faults,
-        seconds=answer.seconds,
-        input_tokens=answer.input_tokens,
-        output_tokens=answer.output_tokens,
-        cost=answer.cost,
-    )

@@ -243,14 +243,12 @@ def without_live(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(model, DiffusersModel) or not model.path.startswith(LIVE):
             return model
         pipe = live_object(model.path, key=name)
-        configs = {
-            part: {
-                "class": type(module).__name__,
-                "config": module.config.to_dict() if hasattr(module.config, "to_dict") else dict(module.config),
-            }
-            for part, module in pipe.components.items()
-            if isinstance(module, nn.Module)
-        }
+        configs: dict[str, dict[str, Any]] = {}
+        for part, module in pipe.components.items():
+            if isinstance(module, nn.Module):
+                config: Any = module.config
+                plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+                configs[part] = {"class": type(module).__name__, "config": plain}
         target = write_folder(folder / name, configs)
         if isinstance(model, DiffusersPipeline):
             if not hasattr(diffusers, type(pipe).__name__):

@@ -125,8 +125,13 @@ class _Edits:
         read: list[tuple[Scene, list[Edit]]] = []
         for task in tasks:
             if id(task) not in rows:
+                given = task.meta.get("edits")
+                if "scene" not in task.meta or not isinstance(given, list) or not 1 <= len(given) <= MOST_EDITS:
+                    raise ValueError(
+                        f"task {task.id!r} has no scene and edits in its meta: the playground reward needs tasks of the playground"
+                    )
                 rows[id(task)] = len(read)
-                read.append(_read(task))
+                read.append((Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in given]))
         member = np.zeros((len(read), MOST_EDITS, CELLS), dtype=bool)
         kinds = np.full((len(read), MOST_EDITS), -1)
         for row, (_, edits) in enumerate(read):
@@ -142,16 +147,6 @@ class _Edits:
             member=member[at],
             kinds=kinds[at],
         )
-
-
-def _read(task: Task) -> tuple[Scene, list[Edit]]:
-    """Read the scene and the edits from a task's ``meta``. Raises ValueError if they are missing."""
-    edits = task.meta.get("edits")
-    if "scene" not in task.meta or not isinstance(edits, list) or not 1 <= len(edits) <= MOST_EDITS:
-        raise ValueError(
-            f"task {task.id!r} has no scene and edits in its meta: the playground reward needs tasks of the playground"
-        )
-    return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
 
 
 def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
@@ -229,9 +224,10 @@ def sign_scores(samples: Sequence[Sample]) -> Scores:
         if id(sample.task) not in wanted:
             wanted[id(sample.task)] = paper_and_ink(_pixels(reference).reshape(-1, 3))
         if sample.image is not None and sample.image.size == mask.size:
-            own = paper_and_ink(_pixels(sample.image)[np.asarray(mask) > 127])
-            paper, ink = map(_agreement, own, wanted[id(sample.task)])
-            found[row] = paper, ink if np.linalg.norm(own[1] - own[0]) >= CONTRAST else 0.0
+            paper, ink = wanted[id(sample.task)]
+            own_paper, own_ink = paper_and_ink(_pixels(sample.image)[np.asarray(mask) > 127])
+            written = np.linalg.norm(own_ink - own_paper) >= CONTRAST
+            found[row] = _agreement(own_paper, paper), _agreement(own_ink, ink) if written else 0.0
     papers, inks = torch.from_numpy(found).unbind(dim=1)
     return {"style": (papers + inks) / 2, "paper": papers, "ink": inks}
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
 
+import numpy as np
+
 from retouch.core.intervals import ShareInterval, estimate_share, t_quantile
 from retouch.rewards.ledger.database import decode_scores, encode_text, open_read_only
 from retouch_view.report.markup import aligned
@@ -45,8 +47,6 @@ def table(votes: Iterable[Vote]) -> list[ArmStrength]:
     Intervals are t intervals. The variance is the cluster-robust (sandwich) variance, clustered by task, or the variance of the
     model if it is larger, for example if one arm has won every vote. With a single task, the intervals are infinite.
     """
-    import numpy as np
-
     used = [vote for vote in votes if vote.left.arm and vote.right.arm and vote.left.arm != vote.right.arm]
     arms = sorted({side.arm for vote in used for side in (vote.left, vote.right)})
     if len(arms) < 2:
