@@ -267,20 +267,10 @@ def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     return found if set(found) == set(scales) and stands else None
 
 
-def unboxed(text: str) -> str:
-    """Replace TeX's boxed answers by tags ("\\boxed{7}" by "<answer>7</answer>"), or by the bare number after a label."""
-
-    def plain(match: re.Match[str]) -> str:
-        labelled = _LABELLED.search(text[max(0, match.start() - _BEFORE) : match.start()]) is not None
-        return match["figure"] if labelled else f"<answer>{match['figure']}</answer>"
-
-    return _BOXED.sub(plain, text)
-
-
-def bare(text: str, scale: Scale) -> float | None:
-    """Return the number if the text is only a number ("7", "7/10"), otherwise None."""
-    whole = _BARE.fullmatch(text)
-    return None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
+def _unboxed(match: re.Match[str]) -> str:
+    """Return what takes the place of TeX's boxed answer: a tag ("<answer>7</answer>"), or the bare number after a label."""
+    before = match.string[max(0, match.start() - _BEFORE) : match.start()]
+    return match["figure"] if _LABELLED.search(before) else f"<answer>{match['figure']}</answer>"
 
 
 def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | None]:
@@ -421,12 +411,14 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     words = without_quotes(prose)
     if words is None or is_refusal(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
-    words = squeezed(re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", unboxed(words)))  # without the signs of Markdown emphasis
+    words = _BOXED.sub(_unboxed, words)
+    words = squeezed(re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", words))  # without the signs of Markdown emphasis
     if re.search(r"[{}]|<\|", words):
         return None
     if not objects:
         (name, scale), *others = scales.items()
-        alone = None if others else bare(words, scale)
+        whole = None if others else _BARE.fullmatch(words)  # only a number: "7", "7/10"
+        alone = None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
         return {name: alone} if alone is not None else stated(words, scales)
     readings = [scores_of(value, scales) for value in objects]
     first = readings[0]

@@ -305,11 +305,14 @@ class CachedReward:
         hasher = ImageHasher()
         keys = [sample_hash(sample, self._judge, hasher) for sample in samples]
         by_key = dict(zip(keys, samples, strict=True))
-
-        def ask(wanted: Sequence[str]) -> list[dict[str, float]]:
-            return self._score(wanted, [by_key[key] for key in wanted], hasher)
-
-        given = self._score(keys, samples, hasher) if self.cache.bypassed else self._flights.get(keys, recall=self._recall, ask=ask)
+        if self.cache.bypassed:
+            given = self._score(keys, samples, hasher)
+        else:
+            given = self._flights.get(
+                keys,
+                recall=self._recall,
+                ask=lambda wanted: self._score(wanted, [by_key[key] for key in wanted], hasher),
+            )
         return {name: torch.tensor([scores[name] for scores in given], dtype=torch.float64) for name in self.columns}
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":

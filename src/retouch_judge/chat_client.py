@@ -26,7 +26,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import httpx2
 import openai
-from PIL.Image import Image
 from pydantic import BaseModel, Field, ValidationError
 
 from retouch.config import keys
@@ -208,21 +207,17 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
 
 
 def data_urls(questions: Sequence[Question], form: str = "png") -> dict[int, str]:
-    """Return the data URL of every image in the questions, by ``id()``; each image is encoded once. ``form``: ``image_format``."""
+    """Return the base64 data URL of every image in the questions, in RGB, by ``id()``; each image is encoded once. ``form``:
+    ``image_format``; PNG takes its place for images that are larger than WebP allows."""
     urls: dict[int, str] = {}
     for question in questions:
         for part in question.parts:
             if not isinstance(part, str) and id(part) not in urls:
-                urls[id(part)] = data_url(part, form)
+                kind = "png" if form == "webp" and max(part.size) > _WEBP_LIMIT else form
+                buffer = io.BytesIO()
+                part.convert("RGB").save(buffer, kind, **_ENCODING[kind])
+                urls[id(part)] = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return urls
-
-
-def data_url(image: Image, form: str) -> str:
-    """Encode the image in RGB as a base64 data URL of a file in this format (PNG if it is larger than WebP allows)."""
-    form = "png" if form == "webp" and max(image.size) > _WEBP_LIMIT else form
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, form, **_ENCODING[form])
-    return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx

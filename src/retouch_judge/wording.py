@@ -256,12 +256,6 @@ def is_retracted(after: str) -> bool:
     return any(not (_SAYS_NOTHING.fullmatch(one) or _ABOUT_PICTURES.search(one)) for one in sentences)
 
 
-def is_quoted(line: str) -> bool:
-    """Return whether the line before a score says that the next text is not a judgement, or is quoted from an image or a prompt."""
-    sentence = _SENTENCE_GAP.split(line)[-1]
-    return _NOT_MEANT.search(sentence) is not None or (_SEEN_TEXT.search(line) is not None and _VERB.search(line) is None)
-
-
 _NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad|rationale|justification|explanation"
 _THOUGHT = compiled(
     rf"<\s*(?P<a>/?)\s*(?P<name>{_NAMES})\s*>|\[(?P<b>/?)(?P<mistral>think|reasoning)\]|◁(?P<c>/?)(?P<kimi>think)▷"
@@ -424,7 +418,9 @@ def leads_to_own_score(before: str) -> bool:
     last = lines[-1]
     if last.startswith("#"):
         return _FOREIGN_TO.search(last) is None
-    if _ABBREVIATED.search(last) or is_quoted(last):
+    # The line says that the next text is not a judgement, or is quoted from an image or a prompt.
+    quoted = _NOT_MEANT.search(_SENTENCE_GAP.split(last)[-1]) or (_SEEN_TEXT.search(last) and not _VERB.search(last))
+    if _ABBREVIATED.search(last) or quoted:
         return False
     return last[-1] in ".!?。！？)）…\x00" or (
         _HEADING.search(last) is not None and len(last.split()) <= 9 and not _FOREIGN_TO.search(last)

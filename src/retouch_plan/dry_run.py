@@ -64,7 +64,7 @@ from retouch_plan.models import (
     without_paths,
     without_weights,
 )
-from retouch_plan.repeats import FewTokens, Pace, Repeats
+from retouch_plan.repeats import FewTokens, Repeats
 
 _log = logging.getLogger(__name__)
 WORDS = 48
@@ -338,8 +338,10 @@ class _Step:
         self.meter = meter
         self.ranks = ranks
         self.repeats = Repeats(meter)
-        self.pace = Pace(meter)
+        self.denoising: Work | None = None
+        """The work of the last denoising step: between two calls of the model in a rollout."""
         self.token: Work | None = None
+        self._at_call: Work | None = None
         self._labelled: set[nn.Module] = set()
 
     def run(self, *, compiled: bool) -> DryRun:
@@ -386,7 +388,7 @@ class _Step:
             size = sum(each.numel() * each.element_size() for group in state.tensors.values() for each in group.values())
         every = recipe.eval.every
         total = sum(phase.steps for phase in phases)
-        units = {"denoising step": self.pace.last, "token": self.token}
+        units = {"denoising step": self.denoising, "token": self.token}
         return DryRun(
             stages=meter.stages,
             world=self.ranks.world,
@@ -480,7 +482,10 @@ class _Step:
 
         def velocity(*args: Any, **kwargs: Any) -> Tensor:
             if self.meter.stage_name.endswith("rollout"):
-                self.pace.tick()
+                now = self.meter.work.copy()
+                if self._at_call is not None:
+                    self.denoising = now.since(self._at_call)
+                self._at_call = now
             made: Tensor = (own if torch.is_grad_enabled() else repeated)(*args, **kwargs)
             return made
 
@@ -504,7 +509,7 @@ class _Step:
             try:
                 return rollout(batch)
             finally:
-                self.pace.stop()
+                self._at_call = None
 
         policy.rollout = self.repeats.calls(paced, len, lambda made: type(made).concat([made]))
         renderer = self.repeats.calls(run.renderer, lambda tasks, trajectory: len(tasks))
