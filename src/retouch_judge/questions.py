@@ -57,7 +57,7 @@ class Form(Protocol):
 
 
 class _KeptForm:
-    """A form under whose old name ledgers keep answers."""
+    """A form whose answers ledgers keep under an older name of its class."""
 
     __slots__ = ()
 

@@ -202,6 +202,11 @@ def _described(path: str) -> dict[str, Any] | None:
 # The dry run
 
 
+def each_in_turn(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
+    """``function`` of both arguments, one after the other."""
+    return function(first), function(second)
+
+
 def both(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
     """``function`` of both arguments at the same time. ``function`` and its results must be picklable. An error of the first
     argument is raised. If the second process fails, its work is repeated in this process, so that an error has its traceback."""
@@ -295,7 +300,7 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int | None = None, full_
             return replace(_run(recipe, machine, world, compiled, ({}, swap_blocks)), rewards=rewards)
         in_parts = partial(_run, recipe, machine, world, compiled)
         counts = zip((depths.first, depths.second), depths.swapped, strict=True)
-        first, second = both(in_parts, *counts) if processes > 1 else map(in_parts, counts)
+        first, second = (both if processes > 1 else each_in_turn)(in_parts, *counts)
         times = depths.times
         return replace(
             first,

@@ -158,7 +158,8 @@ class VotingState:
         number = int(step) if step is not None and step.isascii() and step.isdecimal() and len(step) < 10 else -1
         if number not in run.folder.sample_steps():
             raise ValueError(f"run {run.folder.name} has no stored images of step {step}")
-        return StoredSamples(run.folder.name, number, run.folder.samples(number), run.samples(number))
+        lines = [line for line in run.samples(number) if line["set"] == "heldout"]
+        return StoredSamples(f"{run.folder.name} step {number}", run.folder.samples(number), lines)
 
     def _run(self, name: str) -> LiveRun:
         run = self._catalogue.run(name)

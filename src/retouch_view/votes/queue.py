@@ -219,14 +219,14 @@ class StoredPairs:
         return Path(os.path.relpath(path, self._folder)).as_posix()
 
 
+@dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """The held-out samples of a run after a step. ``lines``: the lines of ``samples.jsonl``. ``folder``: the folder with the
-    images."""
+    """The held-out samples of a run after a step. ``arm``: the run and the step. ``folder``: the folder with the images.
+    ``lines``: their lines of ``samples.jsonl``."""
 
-    def __init__(self, run: str, step: int, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.arm = f"{run} step {step}"
-        self.folder = folder
-        self.lines = [line for line in lines if line["set"] == "heldout"]
+    arm: str
+    folder: Path
+    lines: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
