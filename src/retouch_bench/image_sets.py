@@ -63,26 +63,21 @@ def distances_of_folders(
         name, encode = "DINOv2", partial(dinov2_features, path=dinov2)
     else:
         raise ValueError("give the weights of one network: inception for FID, or dinov2 for FD-DINOv2")
-    one, other = (ImageFiles.of_folder(folder) for folder in (images, references))
+    one, other = (ImageFiles(folder) for folder in (images, references))
     features = encode(one, other, device=scoring_device())
     return SetDistances(name, frechet_distance(*features), kernel_distance(*features), len(one), len(other))
 
 
 class ImageFiles(Sequence[Image.Image]):
-    """A sequence of images that loads each image when it is read."""
+    """The images in a folder and its subfolders, sorted by path; each is loaded when it is read. Raises ValueError if there are
+    fewer than two."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> "ImageFiles":
-        """The images in a folder and its subfolders, sorted by path. Raises ValueError if there are fewer than two."""
+    def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give a folder of images")
-        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-        if len(paths) < 2:
-            raise ValueError(f"{folder} has {len(paths)} PNG, JPEG or WebP images; a distance of sets needs at least two")
-        return cls(paths)
+        self._paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        if len(self._paths) < 2:
+            raise ValueError(f"{folder} has {len(self._paths)} PNG, JPEG or WebP images; a distance of sets needs at least two")
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -132,17 +132,10 @@ class ImageGenerator(Protocol):
     """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once. ``kind``:
     the model in messages. ``most_sources``: the number of source images that a task can have."""
 
-    @property
-    def identity(self) -> dict[str, Json]: ...
-
-    @property
-    def batch(self) -> int: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def most_sources(self) -> int: ...
+    identity: dict[str, Json]
+    batch: int
+    kind: str
+    most_sources: int
 
     def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
         """Yield an image for each task, in order. All places have the same slot. The noise depends only on seed, item and slot."""

@@ -119,14 +119,12 @@ class InceptionFeatures:
 
     def __call__(self, image: Image.Image) -> Float[Tensor, " d"]:
         """Return the 2048 features of an image, in fp32 on the CPU. It is resized to 299 x 299 px (bilinear, no antialiasing)."""
-
         pixels = torch.from_numpy(np.asarray(image.convert("RGB")).astype(np.float32)).permute(2, 0, 1)[None] / 255
         with torch.no_grad():
             return self.maps(pixels.to(self._device))["Mixed_7c"].mean(dim=(2, 3))[0].cpu()
 
     def maps(self, pixels: Float[Tensor, "n 3 h w"]) -> dict[str, Float[Tensor, "n c y x"]]:
         """Return the output of every block for images with values from 0 to 1, by the names of torchvision's blocks."""
-
         x = 2 * interpolate(pixels, size=(_SIDE, _SIDE), mode="bilinear", align_corners=False) - 1
         x = self._convolve(x, "Conv2d_1a_3x3", stride=2, padded=False)
         x = self._convolve(self._convolve(x, "Conv2d_2a_3x3", padded=False), "Conv2d_2b_3x3")
@@ -141,7 +139,6 @@ class InceptionFeatures:
     def _block(self, x: Tensor, block: str) -> Tensor:
         """The outputs of the branches of a block, concatenated. In a block that halves its input, the last convolution of each
         branch has stride 2, and the pooled input is a branch of its own."""
-
         if block in _HALVES:
             parts = [self._branch(x, block, branch[:-1]) for branch in _BLOCKS[block]]
             last = [f"{block}.{branch[-1][0]}" for branch in _BLOCKS[block]]
@@ -160,7 +157,6 @@ class InceptionFeatures:
         return x
 
     def _convolve(self, x: Tensor, name: str, *, stride: int = 1, padded: bool = True) -> Tensor:
-
         kernel = self._weights[f"{name}.conv.weight"]
         padding = (kernel.shape[2] // 2, kernel.shape[3] // 2) if padded else (0, 0)
         mean, variance, scale, shift = (self._weights[f"{name}.bn.{part}"] for part in _NORM)

@@ -102,13 +102,10 @@ def _numbered(file: Path, path: str | Path) -> tuple[dict[str, float], dict[str,
         if key.endswith(".alpha"):
             tensors[key] = torch.tensor(float(ranks.get(_layer(key), 1)))  # the weights are multiplied by alpha / rank
         else:
-            tensors[key] = torch.full(shape, numbers.setdefault(_layer(key), _number(len(numbers))))
+            index = len(numbers)  # the number is different for each index below about 3000, and exact in float16 and bfloat16
+            number = math.ldexp(1 + (index % 128) / 128, index // 128 - 8)
+            tensors[key] = torch.full(shape, numbers.setdefault(_layer(key), number))
     return numbers, tensors
-
-
-def _number(index: int) -> float:
-    """Return a different number for each index below about 3000, which is exact in float16 and bfloat16."""
-    return math.ldexp(1 + (index % 128) / 128, index // 128 - 8)
 
 
 def _layer(key: str) -> str:

@@ -146,22 +146,19 @@ class RunSuites(Hook):
             clients=CountedClients(self._parts.ranks.device, suite.quotas),
         )
         if result is not None:
-            self._record(suite, step, result, metrics)
+            alarm = self._alarm(suite, step, result, metrics)
+            name, table = result.about["headline"], {row: dict(cells) for row, cells in result.table.items()}
+            self._folder.write_suite(
+                step, suite.name, {"headline": name, "table": table, "missing": len(result.missing)}, alarm=alarm
+            )
+            cell = table[ALL][name]
+            between = "" if cell["low"] is None else f" ({cell['low']:.3f} to {cell['high']:.3f})"
+            shown = f"{name} {result.headline:.3f}{between}, {cell['n']} items"
+            log.info("suite %s after step %d: %s", suite.name, step, shown)
+            if alarm is not None:
+                log.warning("ALARM at step %d: %s", step, alarm)
         self._parts.ranks.barrier()
         return next(line for line in self._folder.read_suites() if (line["step"], line["suite"]) == (step, suite.name))
-
-    def _record(self, suite: OpenSuite, step: int, result: BenchmarkResult, metrics: Mapping[str, float]) -> None:
-        alarm = self._alarm(suite, step, result, metrics)
-        table = {name: dict(cells) for name, cells in result.table.items()}
-        self._folder.write_suite(
-            step, suite.name, {"headline": result.about["headline"], "table": table, "missing": len(result.missing)}, alarm=alarm
-        )
-        cell = result.table[ALL][result.about["headline"]]
-        between = "" if cell["low"] is None else f" ({cell['low']:.3f} to {cell['high']:.3f})"
-        shown = f"{result.about['headline']} {result.headline:.3f}{between}, {cell['n']} items"
-        log.info("suite %s after step %d: %s", suite.name, step, shown)
-        if alarm is not None:
-            log.warning("ALARM at step %d: %s", step, alarm)
 
     def _alarm(self, suite: OpenSuite, step: int, now: BenchmarkResult, metrics: Mapping[str, float]) -> str | None:
         """Return a message if the suite's score fell since its best result while the training reward did not; otherwise None."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,13 @@ def score(
         order = {item.id: number for number, item in items.chosen}
         rows.sort(key=lambda row: (row.turn, order[row.item], row.sample))
     used = [item for _, item in items.chosen]
+    title = suite.title if len(used) == items.total else f"A part of {suite.title}"
+    rows_given = items.total + len(items.broken)
+    if suite.size and rows_given != suite.size:  # not the published items, so not the published name
+        title = f"{suite.title}'s protocol on other data ({rows_given:,} items; {suite.size:,} are published)"
     about = {
         "suite": _identity(suite),
-        "title": _title(suite, items),
+        "title": title,
         "source": suite.source,
         "licence": suite.licence,
         "size": items.total,
@@ -197,14 +202,6 @@ def score(
     return result
 
 
-def _title(suite: Suite, items: Items) -> str:
-    """The published name if these are all published items; otherwise the name says what they are."""
-    rows = items.total + len(items.broken)
-    if suite.size and rows != suite.size:
-        return f"{suite.title}'s protocol on other data ({rows:,} items; {suite.size:,} are published)"
-    return suite.title if len(items.chosen) == items.total else f"A part of {suite.title}"
-
-
 def make_images(
     suite: Suite, maker: ImageGenerator, places: Sequence[ImageKey], folder: ImageFolder, *, seed: int, note: Note
 ) -> None:
@@ -215,10 +212,7 @@ def make_images(
     """
     new = [place for place in places if folder.find(place) is None]
     made = 0
-
-    def turn_and_sample(place: ImageKey) -> tuple[int, int, int]:
-        return place.turn, place.sample, place.slot
-
+    turn_and_sample = attrgetter("turn", "sample", "slot")
     for _, group in groupby(sorted(new, key=turn_and_sample), key=turn_and_sample):
         same = list(group)
         for first in range(0, len(same), maker.batch):

@@ -165,19 +165,18 @@ class Suite(Section):
         counted: ones for the result, the counts of a resample for the interval. The aggregate is NaN if no scored item is counted.
         Override this for another formula; it must be vectorised over the rows of ``weights``.
         """
-        return {name: self._aggregate(items, column, weights) for name, column in values.items()}
-
-    def _aggregate(
-        self, items: Sequence[SuiteItem], column: Float[ndarray, " n"], weights: Float[ndarray, "b n"]
-    ) -> Float[ndarray, " b"]:
         if self.average == "items":
-            return weighted_mean(column, weights)
+            return {name: weighted_mean(column, weights) for name, column in values.items()}
         import numpy as np
 
         categories = np.array([item.category for item in items])
-        means = np.stack([weighted_mean(column, weights * (categories == each)) for each in sorted(set(categories.tolist()))])
-        known = ~np.isnan(means)
-        return np.where(known.any(0), np.nansum(means, 0) / np.maximum(known.sum(0), 1), np.nan)
+        parts = [weights * (categories == each) for each in sorted(set(categories.tolist()))]
+        found = {}
+        for name, column in values.items():
+            means = np.stack([weighted_mean(column, part) for part in parts])
+            known = ~np.isnan(means)
+            found[name] = np.where(known.any(0), np.nansum(means, 0) / np.maximum(known.sum(0), 1), np.nan)
+        return found
 
 
 def weighted_mean(values: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) -> Float[ndarray, " b"]:

@@ -88,18 +88,24 @@ def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | No
     """Return one number for each name, from an object's keys or from a list in the order of ``scales``. Returns None if a number is
     absent or not on its scale."""
     if isinstance(value, dict):
-        return None if _declined(value) or _other_scale(value, scales) else _of_object(value, scales)
+        return None if _is_rejected(value, scales) else _of_object(value, scales)
     if isinstance(value, list):
         return _of_list(value, scales)
     return _of_list([value], scales) if not isinstance(value, str) else None
 
 
-def _declined(value: dict[str, Json]) -> bool:
-    """Return whether the object must be rejected: it says that the judge saw no image or meant another score, reports an error, or
-    is a schema or an example."""
+def _is_rejected(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
+    """Return whether the object says that the judge saw no image or meant another score, reports an error, is a schema or an
+    example, or names another maximum than the scale's: {"score": 4, "max_score": 5} on a scale up to 10."""
     texts = [part for part in value.values() if isinstance(part, str)]
-    blind = any(is_blind(text) or _OTHER_SCORE.search(text) for text in texts)
-    return blind or any(_spoils(_plain(key), part) for key, part in value.items())
+    if any(is_blind(text) or _OTHER_SCORE.search(text) or is_elsewhere(text, scales.values()) for text in texts):
+        return True
+    if any(_spoils(_plain(key), part) for key, part in value.items()):
+        return True
+    own = (*GENERIC, *map(_plain, scales))
+    named = [part for key, part in value.items() if _TOPS.search(_plain(key)) and _plain(key) not in own]
+    tops = [float((_FIGURES.findall(str(part)) or ["nan"])[-1]) for part in named]
+    return any(top != scale.high for top in tops for scale in scales.values())
 
 
 def _spoils(key: str, part: Json) -> bool:
@@ -117,24 +123,18 @@ def _spoils(key: str, part: Json) -> bool:
     return key in _SCHEMA
 
 
-def _other_scale(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
-    """Return whether the object names another maximum than the scale's: {"score": 4, "max_score": 5} on a scale up to 10."""
-    own = (*GENERIC, *map(_plain, scales))
-    if any(isinstance(part, str) and is_elsewhere(part, scales.values()) for part in value.values()):
-        return True
-    named = [part for key, part in value.items() if _TOPS.search(_plain(key)) and _plain(key) not in own]
-    tops = [float((_FIGURES.findall(str(part)) or ["nan"])[-1]) for part in named]
-    return any(top != scale.high for top in tops for scale in scales.values())
-
-
 def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str, float] | None:
     keys = [_plain(key) for key in value]
     if len(set(keys)) != len(keys):
         return None
     parts = dict(zip(keys, value.values(), strict=True))
     generic = [parts[key] for key in GENERIC if key in parts]
-    if len(scales) == 1 and _other_scores(parts, _plain(next(iter(scales)))):
-        return None
+    if len(scales) == 1:
+        # A second number may replace the score: a revised score, or the score of another image.
+        own = (*map(_plain, scales), *GENERIC)
+        others = [key for key, part in parts.items() if _is_number(part) and key not in own and not _TOPS.search(key)]
+        if any(_SCORES.search(key) or _FOREIGN_KEYS.search(key) for key in others):
+            return None
     if len(scales) > 1 and not any(_plain(name) in parts for name in scales):
         return _of_list(generic[0], scales) if len(generic) == 1 and isinstance(generic[0], list) else None
     found = {}
@@ -171,13 +171,6 @@ def _contradicted(parts: Mapping[str, Json], scores: Mapping[str, float], scales
             if number != scores[name] and (number is not None or _is_number(value)):
                 return True
     return False
-
-
-def _other_scores(parts: Mapping[str, Json], name: str) -> bool:
-    """Return whether the object has a second number that may replace the score: a revised score, or the score of another image."""
-    numbers = [key for key, part in parts.items() if _is_number(part)]
-    others = [key for key in numbers if key != name and key not in GENERIC and not _TOPS.search(key)]
-    return any(_SCORES.search(key) or _FOREIGN_KEYS.search(key) for key in others)
 
 
 def _of_list(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:
@@ -265,23 +258,19 @@ def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
         if not _opens(text, one.start, end) or found.setdefault(one.name, one.value) != one.value:
             return None
         end = one.end
-    return found if set(found) == set(scales) and _stands(text, mentions) else None
+    # The rest of the text must not invalidate the statements: no other number after the first one, and no retraction.
+    rest = list(text)
+    for one in mentions:
+        rest[one.start : one.end] = " " * (one.end - one.start)
+    after = _BULLETS.sub("", "".join(rest[mentions[0].start :]))
+    stands = not any(sign.isnumeric() for sign in after) and not is_retracted(after)
+    return found if set(found) == set(scales) and stands else None
 
 
-def unboxed(text: str) -> str:
-    """Replace TeX's boxed answers by tags ("\\boxed{7}" by "<answer>7</answer>"), or by the bare number after a label."""
-
-    def plain(match: re.Match[str]) -> str:
-        labelled = _LABELLED.search(text[max(0, match.start() - _BEFORE) : match.start()]) is not None
-        return match["figure"] if labelled else f"<answer>{match['figure']}</answer>"
-
-    return _BOXED.sub(plain, text)
-
-
-def bare(text: str, scale: Scale) -> float | None:
-    """Return the number if the text is only a number ("7", "7/10"), otherwise None."""
-    whole = _BARE.fullmatch(text)
-    return None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
+def _unboxed(match: re.Match[str]) -> str:
+    """Return what takes the place of TeX's boxed answer: a tag ("<answer>7</answer>"), or the bare number after a label."""
+    before = match.string[max(0, match.start() - _BEFORE) : match.start()]
+    return match["figure"] if _LABELLED.search(before) else f"<answer>{match['figure']}</answer>"
 
 
 def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | None]:
@@ -349,17 +338,6 @@ def _opens(text: str, start: int, after: int) -> bool:
     return begins and (follows or leads_to_own_score(words))
 
 
-def _stands(text: str, mentions: list[Statement]) -> bool:
-    """Return whether the text around and after the statements does not invalidate them: no other number, and no retraction."""
-    first = min(one.start for one in mentions)
-    rest = list(text)
-    for one in mentions:
-        rest[one.start : one.end] = " " * (one.end - one.start)
-    after = "".join(rest[first:])
-    after = _BULLETS.sub("", after)
-    return not any(sign.isnumeric() for sign in after) and not is_retracted(after)
-
-
 def _own(name: str) -> str:
     """Return a pattern for spellings of a name: instruction_following, "Instruction Following", "Instruction-following score"."""
     return r"[\s_\-]+".join(re.escape(part) for part in _SEPARATORS.split(name)) + r"(?:\s+(?:score|rating))?"
@@ -403,7 +381,10 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
     said = without_reasoning(text.replace("\r\n", "\n"))
     if said is None or not said:
         return None
-    said = _undelimited(said)
+    # VIEScore's delimiters become line breaks if there are two with JSON between them.
+    before, *insides = said.split(_DELIMITER)
+    if len(insides) == 2 and insides[0].strip().startswith(("{", "[", "```")):
+        said = "\n".join((before, insides[0].strip(), insides[1])).strip()
     whole = _typed_whole(said, scales)
     if whole is not None:
         return whole[0]
@@ -422,14 +403,6 @@ def _typed_whole(text: str, scales: Mapping[str, Scale]) -> tuple[dict[str, floa
     return (scores_of(parsed[0], scales),)
 
 
-def _undelimited(text: str) -> str:
-    """Replace VIEScore's delimiters by line breaks if there are two with JSON between them; otherwise return the text unchanged."""
-    before, *insides = text.split(_DELIMITER)
-    if len(insides) != 2 or not insides[0].strip().startswith(("{", "[", "```")):
-        return text
-    return "\n".join((before, insides[0].strip(), insides[1])).strip()
-
-
 def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     blocks = _blocks(text)
     if blocks is None:
@@ -438,12 +411,14 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     words = without_quotes(prose)
     if words is None or is_refusal(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
-    words = squeezed(re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", unboxed(words)))  # without the signs of Markdown emphasis
+    words = _BOXED.sub(_unboxed, words)
+    words = squeezed(re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", words))  # without the signs of Markdown emphasis
     if re.search(r"[{}]|<\|", words):
         return None
     if not objects:
         (name, scale), *others = scales.items()
-        alone = None if others else bare(words, scale)
+        whole = None if others else _BARE.fullmatch(words)  # only a number: "7", "7/10"
+        alone = None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
         return {name: alone} if alone is not None else stated(words, scales)
     readings = [scores_of(value, scales) for value in objects]
     first = readings[0]
@@ -458,7 +433,13 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
     """Return the JSON values that are on lines of their own, and the text without them. Returns None if a value is not valid JSON,
     if a fence is not closed, if there is other text both before and after the values, or if the text introduces the values as a
     quotation or retracts them."""
-    if not _fences_hold_answers(text):
+    fences = list(_FENCE.finditer(text))
+    if len(fences) % 2 or text.count("```") != len(fences):
+        return None
+    # A fence contains JSON or the whole answer; other fences contain code or a quotation.
+    insides = [text[one.end() : other.start()].lstrip() for one, other in zip(fences[::2], fences[1::2], strict=True)]
+    whole = len(fences) == 2 and not text[: fences[0].start()].strip() and not text[fences[1].end() :].strip()
+    if not whole and not all(inside.startswith(("{", "[")) for inside in insides):
         return None
     text = _FENCE.sub(lambda fence: " " * len(fence[0]), text)
     values: list[Json] = []
@@ -480,13 +461,3 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
     if values and ((rest[0].strip() and rest[-1].strip()) or not leads_to_own_score(rest[0]) or is_retracted(rest[-1])):
         return None
     return values, "\n".join(rest)
-
-
-def _fences_hold_answers(text: str) -> bool:
-    """Return whether every fence is closed, and contains JSON or the whole answer; other fences contain code or a quotation."""
-    fences = list(_FENCE.finditer(text))
-    if len(fences) % 2 or text.count("```") != len(fences):
-        return False
-    insides = [text[one.end() : other.start()].lstrip() for one, other in zip(fences[::2], fences[1::2], strict=True)]
-    whole = len(fences) == 2 and not text[: fences[0].start()].strip() and not text[fences[1].end() :].strip()
-    return whole or all(inside.startswith(("{", "[")) for inside in insides)

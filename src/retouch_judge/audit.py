@@ -88,7 +88,10 @@ class JudgeAudit:
 
     def __str__(self) -> str:
         rows = [("", "measured", "95 % interval", "result")]
-        rows += [(line.status, *_numbers(line), f"{line.name}: {line.why}") for line in self.lines]
+        for line in self.lines:
+            value = "-" if math.isnan(line.measured) else f"{100 * line.measured:.1f} %"
+            interval = "-" if math.isnan(line.low) else f"{100 * line.low:.1f} to {100 * line.high:.1f} %"
+            rows.append((line.status, value, interval, f"{line.name}: {line.why}"))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         table = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
         ladder = [f"  {rung.mean:6.3f}  {rung.name} (truth {rung.truth:.3g})" for rung in self.rungs]
@@ -123,12 +126,6 @@ class JudgeAudit:
                 f"The budget ended the audit after {self.items} of {self.items + self.left} items; the same command asks the rest."
             )
         return said
-
-
-def _numbers(line: AuditLine) -> tuple[str, str]:
-    """Format the value and its interval as percentages; a dash if not measured."""
-    value = "-" if math.isnan(line.measured) else f"{100 * line.measured:.1f} %"
-    return value, "-" if math.isnan(line.low) else f"{100 * line.low:.1f} to {100 * line.high:.1f} %"
 
 
 def judge_audit(

@@ -9,6 +9,7 @@ best and the worst rung.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import Literal, TypeAlias
 
@@ -69,9 +70,16 @@ def difference(scored: Sequence[ProbeScores], first: ScoreOf, second: ScoreOf) -
     return Estimate.of([first(one) - second(one) for one in scored])
 
 
-def score_of(name: str) -> ScoreOf:
-    """Return a function that gives the mean score of the probe with this name; NaN for items without the probe."""
-    return lambda one: mean(one.scores.get(name, ()))
+def score_of(*names: str) -> ScoreOf:
+    """Return a function that gives the mean score of the probes with these names; NaN for items without any of them."""
+    return lambda one: mean([mean(one.scores.get(name, ())) for name in names])
+
+
+def score_at_end(one: ProbeScores, *, top: bool) -> float:
+    """Return the mean score of the best rungs of an item, or of the worst."""
+    truths = [rung.truth for rung in one.item.rungs if rung.truth is not None]
+    end = max(truths) if top else min(truths)
+    return score_of(*(rung.name for rung in one.item.rungs if rung.truth == end))(one)
 
 
 def noise_variance(scored: Sequence[ProbeScores]) -> Estimate:
@@ -82,17 +90,17 @@ def noise_variance(scored: Sequence[ProbeScores]) -> Estimate:
 
 def signal_variance(scored: Sequence[ProbeScores]) -> Estimate:
     """Estimate the variance between the rungs of an item without noise: the covariance of their scores in different repeats."""
-    return Estimate.of([_covariance([one.scores[rung.name] for rung in one.item.rungs]) for one in scored])
-
-
-def _covariance(rows: Sequence[Sequence[float]]) -> float:
-    """Return the mean covariance of two columns, over the rows without a missing value."""
-    whole = np.array([row for row in rows if not any(math.isnan(value) for value in row)])
-    if len(whole) < 2:
-        return math.nan
-    covariances = np.atleast_2d(np.cov(whole, rowvar=False))
-    columns = len(covariances)
-    return float((covariances.sum() - np.trace(covariances)) / (columns * (columns - 1)))
+    found = []
+    for rungs in ([one.scores[rung.name] for rung in one.item.rungs] for one in scored):
+        whole = np.array([row for row in rungs if not any(math.isnan(value) for value in row)])
+        if len(whole) < 2:
+            found.append(math.nan)
+            continue
+        # The mean covariance of two repeats
+        covariances = np.atleast_2d(np.cov(whole, rowvar=False))
+        repeats = len(covariances)
+        found.append(float((covariances.sum() - np.trace(covariances)) / (repeats * (repeats - 1))))
+    return Estimate.of(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,20 +177,6 @@ def _bits(parts: Sequence[Float[ndarray, "n 2"]], most: float) -> float:
     scale = float((truth**2).sum() * (score**2).sum())
     square = float((truth @ score) ** 2) / scale if scale > 1e-18 else 0.0
     return most if square >= 1 - 4.0**-most else abs(math.log2(1 - square)) / 2
-
-
-def length_correlation(answers: Sequence[JudgeAnswer]) -> tuple[float, int]:
-    """Return the correlation of length and score among answers to the same question, and its degrees of freedom: the number of
-    answers minus the number of questions. The correlation is NaN if lengths or scores never differ."""
-    groups: dict[int, list[JudgeAnswer]] = {}
-    for answer in answers:
-        groups.setdefault(answer.question, []).append(answer)
-    several = [np.array([(float(a.length), float(a.score)) for a in group]) for group in groups.values() if len(group) > 1]
-    rows = np.concatenate([group - group.mean(axis=0) for group in several] or [np.zeros((0, 2))])
-    freedom = len(rows) - len(several)
-    lengths, scores = rows.T
-    scale = float((lengths**2).sum() * (scores**2).sum())
-    return (float(lengths @ scores) / math.sqrt(scale) if scale > 1e-12 else math.nan), freedom
 
 
 def correlation_interval(correlation: float, freedom: int, level: float) -> tuple[float, float]:
@@ -273,8 +267,7 @@ def findings(asked: AuditAnswers) -> list[AuditLine]:
     scored = asked.scored
     scale = JudgeScale.of(scored)
     return [
-        _missing(asked),
-        *_unreadable(asked),
+        *_unusable(asked),
         _signal(scale),
         _noise(scale),
         _monotony(scored, scale),
@@ -296,14 +289,10 @@ def _share(name: str, count: int, of: int, what: str, advice: str) -> AuditLine:
     return AuditLine(name, status, count / of if of else math.nan, low, high, why, limits.text)
 
 
-def _missing(asked: AuditAnswers) -> AuditLine:
-    values = [value for one in asked.scored for given in one.scores.values() for value in given]
-    missing = sum(math.isnan(value) for value in values)
-    return _share("missing scores", missing, len(values), "scores are missing", asked.spending.faults)
-
-
-def _unreadable(asked: AuditAnswers) -> Iterator[AuditLine]:
+def _unusable(asked: AuditAnswers) -> Iterator[AuditLine]:
     spent = asked.spending
+    values = [value for one in asked.scored for given in one.scores.values() for value in given]
+    yield _share("missing scores", sum(map(math.isnan, values)), len(values), "scores are missing", spent.faults)
     if spent.received:
         advice = "constrain the answers (typed, guided), raise the limit of tokens, or ask simpler questions"
         yield _share("unreadable answers", spent.unreadable, spent.received, "answers could not be read", advice)
@@ -386,15 +375,6 @@ def _base(one: ProbeScores) -> float:
     return score_of(one.item.base)(one)
 
 
-def _best(one: ProbeScores) -> float:
-    top = max(rung.truth for rung in one.item.rungs if rung.truth is not None)
-    return mean([score_of(rung.name)(one) for rung in one.item.rungs if rung.truth == top])
-
-
-def _degraded(one: ProbeScores) -> float:
-    return mean([score_of(name)(one) for name in DEGRADED])
-
-
 _COMPARISONS = (
     _Comparison(
         "order of images",
@@ -438,8 +418,8 @@ _COMPARISONS = (
     ),
     _Comparison(
         "degraded copies",
-        _degraded,
-        _best,
+        score_of(*DEGRADED),
+        partial(score_at_end, top=True),
         1,
         "the best image with JPEG artefacts, blur, noise or little detail, compared with the best image",
         "the judge prefers degraded images",
@@ -468,10 +448,17 @@ def _biases(scored: Sequence[ProbeScores], scale: JudgeScale) -> Iterator[AuditL
 
 def _answer_length(asked: AuditAnswers) -> AuditLine:
     threshold = "the 99.5 % interval of the correlation is beyond +/-0.3: warning"
-    correlation, freedom = length_correlation(asked.answers)
-    if math.isnan(correlation) or freedom < 20:
+    groups: dict[int, list[JudgeAnswer]] = {}
+    for answer in asked.answers:
+        groups.setdefault(answer.question, []).append(answer)
+    several = [np.array([(float(a.length), float(a.score)) for a in group]) for group in groups.values() if len(group) > 1]
+    lengths, scores = np.concatenate([group - group.mean(axis=0) for group in several] or [np.zeros((0, 2))]).T
+    freedom = len(lengths) - len(several)  # number of answers minus number of questions
+    scale = float((lengths**2).sum() * (scores**2).sum())
+    if not scale > 1e-12 or freedom < 20:
         why = "no answers, or repeated answers never differ in length or score"
         return AuditLine("length of the answer", "not measured", math.nan, math.nan, math.nan, why, threshold)
+    correlation = float(lengths @ scores) / math.sqrt(scale)
     low, high = correlation_interval(correlation, freedom, SHOWN)
     sure = correlation_interval(correlation, freedom, SURE)
     status: Status = "warning" if max(sure[0], -sure[1]) > 0.3 else "pass"

@@ -77,8 +77,10 @@ def playground_ladders(count: int, *, seed: int = 0, side: int = PLAYGROUND_SIDE
         scene = Scene.from_json(task.meta["scene"])
         parts = task.meta["edits"]
         assert isinstance(parts, list)
-        partial = _partial_edits(scene, [Edit.from_json(part) for part in parts])
-        if partial is None:
+        edits = [Edit.from_json(part) for part in parts]
+        try:
+            partial = {done: render(apply(scene, edits[:done])) for done in range(len(edits), 0, -1)}
+        except ValueError:  # the edits are impossible or leave the scene empty
             continue
         images = [_enlarged(image, side) for image in (*task.images, *([] if other.target is None else [other.target]))]
         source, another = images
@@ -95,14 +97,6 @@ def playground_ladders(count: int, *, seed: int = 0, side: int = PLAYGROUND_SIDE
     return items
 
 
-def _partial_edits(scene: Scene, edits: Sequence[Edit]) -> dict[int, Image.Image] | None:
-    """Return the images after the first 3, 2 and 1 edits; None if these edits are impossible or leave the scene empty."""
-    try:
-        return {done: render(apply(scene, edits[:done])) for done in range(len(edits), 0, -1)}
-    except ValueError:
-        return None
-
-
 def _enlarged(image: Image.Image, side: int) -> Image.Image:
     return image.resize((side, side), Image.Resampling.NEAREST)
 
@@ -114,33 +108,25 @@ def item_of(rungs: Sequence[Probe]) -> Item:
     # Neither the best nor the worst rung if there is another one, so that a bias can show in both directions.
     best, base = ordered[0], between[len(between) // 2] if between else ordered[-1]
     task = best.sample.task
-    probes = [
-        *_biases(base),
-        *(
-            Probe(f"{name} of the best", Sample(task, image))
-            for name, image in ({} if best.sample.image is None else dict(degraded(best.sample.image))).items()
-        ),
-    ]
-    if task.images and best.sample.image is not None:
-        probes.append(Probe("swapped", Sample(replace(task, images=(best.sample.image, *task.images[1:])), task.images[0])))
-        if all(rung.name != "unedited" for rung in rungs):
-            probes.append(Probe("unedited", Sample(task, task.images[0])))
-    return Item(task.id, tuple(rungs), tuple(probes), base.name)
-
-
-def _biases(base: Probe) -> list[Probe]:
-    task, image = base.sample.task, base.sample.image
+    image = base.sample.image
     assert image is not None
-    made = [
-        Probe("long instruction", Sample(replace(task, instruction=_LONG.format(instruction=task.instruction)), image)),
+    long = replace(task, instruction=_LONG.format(instruction=task.instruction))
+    probes = [
+        Probe("long instruction", Sample(long, image)),
         Probe("praise", Sample(task, with_text(image, PRAISE))),
         Probe("other text", Sample(task, with_text(image, _PLAIN))),
     ]
     for name, change in (("brighter", brighter), ("darker", darker), ("smaller", smaller)):
         target = None if task.target is None else change(task.target)
         changed = replace(task, images=tuple(change(source) for source in task.images), target=target)
-        made.append(Probe(name, Sample(changed, change(image))))
-    return made
+        probes.append(Probe(name, Sample(changed, change(image))))
+    worse = {} if best.sample.image is None else degraded(best.sample.image)
+    probes += [Probe(f"{name} of the best", Sample(task, copy)) for name, copy in worse.items()]
+    if task.images and best.sample.image is not None:
+        probes.append(Probe("swapped", Sample(replace(task, images=(best.sample.image, *task.images[1:])), task.images[0])))
+        if all(rung.name != "unedited" for rung in rungs):
+            probes.append(Probe("unedited", Sample(task, task.images[0])))
+    return Item(task.id, tuple(rungs), tuple(probes), base.name)
 
 
 _SHADE = 0.8

@@ -93,29 +93,25 @@ class _RepeatedClient:
         shift = _SEEDS * self._asking.repeat
         answers = self.client.ask([replace(question, seed=question.seed + shift) for question in questions])
         for question, answer in zip(questions, answers, strict=True):
-            self._asking.note(question, answer)
+            if answer.scores:
+                # ids are unique because the items keep the images alive
+                parts = tuple(part if isinstance(part, str) else id(part) for part in question.parts)
+                number = self._asking.questions.setdefault((question.rubric, parts), len(self._asking.questions))
+                score = sum(answer.scores.values()) / len(answer.scores)
+                self._asking.answers.append(JudgeAnswer(number, len(answer.text), score))
         return answers
 
     def close(self) -> None:
         close(self.client)
 
 
+@dataclass(slots=True)
 class _Asking:
-    """Stores the index of the current repeat, and the answers so far."""
+    """The index of the current repeat, the answers that have scores so far, and the index of each question."""
 
-    def __init__(self) -> None:
-        self.repeat = 0
-        self.answers: list[JudgeAnswer] = []
-        self._questions: dict[tuple[str, tuple[object, ...]], int] = {}
-
-    def note(self, question: Question, answer: Answer) -> None:
-        """Record an answer that has scores."""
-        if answer.scores:
-            parts = tuple(
-                part if isinstance(part, str) else id(part) for part in question.parts
-            )  # ids are unique because the items keep the images alive
-            number = self._questions.setdefault((question.rubric, parts), len(self._questions))
-            self.answers.append(JudgeAnswer(number, len(answer.text), sum(answer.scores.values()) / len(answer.scores)))
+    repeat: int = 0
+    answers: list[JudgeAnswer] = field(default_factory=list)
+    questions: dict[tuple[str, tuple[object, ...]], int] = field(default_factory=dict)
 
     def kept(self, reward: Reward, cache: AnswerCache) -> Reward:
         """Wrap the reward with the ledger, and with different seeds for each repeat."""

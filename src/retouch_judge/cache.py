@@ -259,8 +259,29 @@ class CachedJudgeClient:
 
     def _ask(self, keys: Sequence[str], questions: Sequence[Question], hasher: ImageHasher) -> list[Answer]:
         answers = self.client.ask(questions)
-        asked = zip(keys, questions, answers, strict=True)
-        self.cache.record([_question_call(*each, judge=self.identity, hasher=hasher) for each in asked])
+        calls = []
+        for key, question, answer in zip(keys, questions, answers, strict=True):
+            judged = next((part for part in reversed(question.parts) if not isinstance(part, str)), None)
+            calls.append(
+                JudgeCall(
+                    content=key,
+                    image=hasher(judged),
+                    judge=self.identity,
+                    scores=answer.scores or None,
+                    rubric=fingerprint(question.rubric),
+                    seed=answer.seed,
+                    temperature=answer.temperature,
+                    fault=answer.fault,
+                    text=answer.text,
+                    attempts=answer.attempts,
+                    faults=answer.faults,
+                    seconds=answer.seconds,
+                    input_tokens=answer.input_tokens,
+                    output_tokens=answer.output_tokens,
+                    cost=answer.cost,
+                )
+            )
+        self.cache.record(calls)
         return answers
 
 
@@ -284,11 +305,14 @@ class CachedReward:
         hasher = ImageHasher()
         keys = [sample_hash(sample, self._judge, hasher) for sample in samples]
         by_key = dict(zip(keys, samples, strict=True))
-
-        def ask(wanted: Sequence[str]) -> list[dict[str, float]]:
-            return self._score(wanted, [by_key[key] for key in wanted], hasher)
-
-        given = self._score(keys, samples, hasher) if self.cache.bypassed else self._flights.get(keys, recall=self._recall, ask=ask)
+        if self.cache.bypassed:
+            given = self._score(keys, samples, hasher)
+        else:
+            given = self._flights.get(
+                keys,
+                recall=self._recall,
+                ask=lambda wanted: self._score(wanted, [by_key[key] for key in wanted], hasher),
+            )
         return {name: torch.tensor([scores[name] for scores in given], dtype=torch.float64) for name in self.columns}
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
@@ -301,43 +325,41 @@ class CachedReward:
         close(self.wrapped)
 
     def _recall(self, keys: Sequence[str]) -> dict[str, dict[str, float]]:
-        return {key: cached.scores for key, cached in self.cache.recall(keys).items() if self._fits(cached.scores)}
-
-    def _fits(self, scores: Mapping[str, float]) -> bool:
-        """Whether the cached scores are valid for the columns of the reward; if not, the sample is sent again."""
-        known = [(scores.get(name, math.inf), column) for name, column in self.columns.items()]
-        return all(value != value or column.contains(value) for value, column in known)
+        found = {}
+        for key, cached in self.cache.recall(keys).items():
+            # A sample whose cached scores are not valid for the columns of the reward is sent again.
+            known = [(cached.scores.get(name, math.inf), column) for name, column in self.columns.items()]
+            if all(value != value or column.contains(value) for value, column in known):
+                found[key] = cached.scores
+        return found
 
     def _score(self, keys: Sequence[str], samples: Sequence[Sample], hasher: ImageHasher) -> list[dict[str, float]]:
-        scores, stats = self._with_stats(samples)
+        began = time.monotonic()
+        if isinstance(self.wrapped, ReportsRequestStats):
+            scores, stats = self.wrapped.submit_with_stats(samples).result()
+        else:
+            scores = self.wrapped(samples)
+            stats = [RequestStats(time.monotonic() - began)] * len(samples)
         columns = {name: scores[name].tolist() for name in self.columns}
         given = [{name: values[row] for name, values in columns.items()} for row in range(len(samples))]
-        self.cache.record(
-            self._sample_call(key, hasher(sample.image), row, each)
-            for key, sample, row, each in zip(keys, samples, given, stats, strict=True)
-        )
+        calls = []
+        for key, sample, row, each in zip(keys, samples, given, stats, strict=True):
+            missing = [column for column, value in row.items() if value != value and not self.columns[column].diagnostic]
+            calls.append(
+                JudgeCall(
+                    content=key,
+                    image=hasher(sample.image),
+                    judge=self._judge,
+                    scores=None if missing else row,
+                    fault=f"missing {', '.join(missing)}" if missing else "",
+                    text=encode_scores(row) if missing else "",
+                    attempts=each.attempts,
+                    faults=each.faults,
+                    seconds=each.seconds,
+                )
+            )
+        self.cache.record(calls)
         return given
-
-    def _with_stats(self, samples: Sequence[Sample]) -> tuple[Scores, Sequence[RequestStats]]:
-        if isinstance(self.wrapped, ReportsRequestStats):
-            return self.wrapped.submit_with_stats(samples).result()
-        began = time.monotonic()
-        scores = self.wrapped(samples)
-        return scores, [RequestStats(time.monotonic() - began)] * len(samples)
-
-    def _sample_call(self, key: str, image: str, scores: Mapping[str, float], stats: RequestStats) -> JudgeCall:
-        missing = [column for column, value in scores.items() if value != value and not self.columns[column].diagnostic]
-        return JudgeCall(
-            content=key,
-            image=image,
-            judge=self._judge,
-            scores=None if missing else scores,
-            fault=f"missing {', '.join(missing)}" if missing else "",
-            text=encode_scores(scores) if missing else "",
-            attempts=stats.attempts,
-            faults=stats.faults,
-            seconds=stats.seconds,
-        )
 
 
 def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
@@ -350,24 +372,3 @@ def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
     parts: list[Json] = [part if isinstance(part, str) else {"picture": hasher(part)} for part in question.parts]
     form = getattr(question.form, "ledger_name", f"{type(question.form).__module__}.{question.form!r}")
     return json_hash([judge, question.rubric, parts, form, question.temperature, question.seed])
-
-
-def _question_call(key: str, question: Question, answer: Answer, *, judge: str, hasher: ImageHasher) -> JudgeCall:
-    judged = next((part for part in reversed(question.parts) if not isinstance(part, str)), None)
-    return JudgeCall(
-        content=key,
-        image=hasher(judged),
-        judge=judge,
-        scores=answer.scores or None,
-        rubric=fingerprint(question.rubric),
-        seed=answer.seed,
-        temperature=answer.temperature,
-        fault=answer.fault,
-        text=answer.text,
-        attempts=answer.attempts,
-        faults=answer.faults,
-        seconds=answer.seconds,
-        input_tokens=answer.input_tokens,
-        output_tokens=answer.output_tokens,
-        cost=answer.cost,
-    )

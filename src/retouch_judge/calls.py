@@ -63,26 +63,22 @@ def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[C
     if (watch := recipe.watch) is not None:
         looks = 1 + sum(steps) // watch.every
         seen, canaries = looks * min(watch.tasks, heldout), looks * (0 if watch.canaries is None else watch.canaries.count)
-    calls = [
-        _calls(recipe, path, part, trained=_trained(recipe, part, steps), evaluated=evaluated + seen + canaries)
-        for path, _, part in recipe.reward.parts()
-        if isinstance(part, JudgeReward)
-    ]
+    calls = []
+    for path, _, part in recipe.reward.parts():
+        if not isinstance(part, JudgeReward):
+            continue
+        trained = 0  # samples in training; if those of a group are compared, each counts once per other sample
+        for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
+            if not phase.imitates:
+                refill = phase.rollout.refill
+                rounds = phase.most_turns + (phase.most_turns > 1) if refill is None else 1 + refill.rounds
+                trained += count * rounds * phase.rows * (phase.group_size - 1 if part.compares_groups else 1)
+        calls.append(_calls(recipe, path, part, trained=trained, evaluated=evaluated + seen + canaries))
     if watch is not None and watch.judge is not None:
         parts = watch.judge.reward.parts("watch.judge.reward")
         judges = [(path, part) for path, _, part in parts if isinstance(part, JudgeReward)]
         calls += [_calls(recipe, path, part, trained=0, evaluated=seen) for path, part in judges]
     return calls
-
-
-def _trained(recipe: Recipe, part: JudgeReward, steps: Sequence[int]) -> int:
-    """Number of samples scored in training. If the samples of a group are compared, each counts once per other sample."""
-    samples = 0
-    for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
-        if not phase.imitates:
-            rounds = phase.most_turns + (phase.most_turns > 1) if phase.rollout.refill is None else 1 + phase.rollout.refill.rounds
-            samples += count * rounds * phase.rows * (phase.group_size - 1 if part.compares_groups else 1)
-    return samples
 
 
 def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evaluated: int) -> Calls:

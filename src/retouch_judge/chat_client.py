@@ -26,14 +26,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import httpx2
 import openai
-from PIL.Image import Image
 from pydantic import BaseModel, Field, ValidationError
 
 from retouch.config import keys
 from retouch.config.keys import redacted
 from retouch.core.random import backoff_pause
 from retouch_judge.models import EndpointSettings
-from retouch_judge.questions import Answer, JudgeReply, Part, Question, first_tokens, quoted_fault
+from retouch_judge.questions import Answer, JudgeReply, Question, first_tokens, quoted_fault
 from retouch_judge.quota import ProgressSemaphore, Quota, Turn, Turns, submit
 
 VARIABLE = "OPENAI_API_KEY"
@@ -186,8 +185,12 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
     """
     system = [{"role": "system", "content": question.rubric}] if question.rubric or not question.verbatim else []
     begun = [{"role": "assistant", "content": question.begins}] if question.begins else []
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image_url", "image_url": {"url": urls[id(part)]}}
+        for part in question.parts
+    ]
     fields: dict[str, Any] = {
-        "messages": [*system, {"role": "user", "content": [_part(part, urls) for part in question.parts]}, *begun],
+        "messages": [*system, {"role": "user", "content": content}, *begun],
         "temperature": question.temperature,
         "max_completion_tokens": question.form.max_tokens,
     }
@@ -204,27 +207,17 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
 
 
 def data_urls(questions: Sequence[Question], form: str = "png") -> dict[int, str]:
-    """Return the data URL of every image in the questions, by ``id()``; each image is encoded once. ``form``: ``image_format``."""
+    """Return the base64 data URL of every image in the questions, in RGB, by ``id()``; each image is encoded once. ``form``:
+    ``image_format``; PNG takes its place for images that are larger than WebP allows."""
     urls: dict[int, str] = {}
     for question in questions:
         for part in question.parts:
             if not isinstance(part, str) and id(part) not in urls:
-                urls[id(part)] = data_url(part, form)
+                kind = "png" if form == "webp" and max(part.size) > _WEBP_LIMIT else form
+                buffer = io.BytesIO()
+                part.convert("RGB").save(buffer, kind, **_ENCODING[kind])
+                urls[id(part)] = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return urls
-
-
-def _part(part: Part, urls: Mapping[int, str]) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "image_url", "image_url": {"url": urls[id(part)]}}
-
-
-def data_url(image: Image, form: str) -> str:
-    """Encode the image in RGB as a base64 data URL of a file in this format (PNG if it is larger than WebP allows)."""
-    form = "png" if form == "webp" and max(image.size) > _WEBP_LIMIT else form
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, form, **_ENCODING[form])
-    return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
@@ -258,12 +251,6 @@ class _Tries:
     written: int = 0
     faults: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
-
-    def count(self, outcome: Answer | _Fault) -> None:
-        """Add one attempt and its tokens."""
-        self.made += 1
-        self.read += outcome.input_tokens
-        self.written += outcome.output_tokens
 
 
 class ChatClient:
@@ -391,13 +378,23 @@ class ChatClient:
         inside = True
         try:
             while True:
-                turn = await self._turn(end, again=tries.made > 0)
-                if isinstance(turn, _Fault):
-                    return turn
+                turn: Turn | None = None
+                if self.quota is not None and self._turns is not None:
+                    if tries.made > 0 and not await asyncio.to_thread(self.quota.claim_another):
+                        return _Fault("budget", final=True)
+                    turn = await self._turns.next(self.quota.largest, latest=end)
+                    if turn is None:
+                        return _Fault("rate limit", final=True)
                 tries.seed = (question.seed + 1_000_003 * tries.made) % 2**31  # the same seed might give the same unusable answer
                 outcome = await self._attempt(question, {**fields, "seed": tries.seed})
-                tries.count(outcome)
-                await self._settle(turn, outcome)
+                tries.made += 1
+                tries.read += outcome.input_tokens
+                tries.written += outcome.output_tokens
+                used = outcome.input_tokens + outcome.output_tokens
+                # Without a reply, the number of used tokens is not known, and the reserved maximum stays counted.
+                if self.quota is not None and turn is not None and used:
+                    cost = self.endpoint.cost(input_tokens=outcome.input_tokens, output_tokens=outcome.output_tokens)
+                    await asyncio.to_thread(self.quota.settle, turn, used=used, cost=cost or 0.0)
                 if not isinstance(outcome, _Fault):
                     return outcome
                 counted += outcome.wait is None
@@ -421,23 +418,6 @@ class ChatClient:
             if inside:
                 self._line.leave()
 
-    async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
-        """Wait for the quota's permission to send a request. Returns None if there is no quota, and a fault if it is exhausted."""
-        if self.quota is None or self._turns is None:
-            return None
-        if again and not await asyncio.to_thread(self.quota.claim_another):
-            return _Fault("budget", final=True)
-        turn = await self._turns.next(self.quota.largest, latest=end)
-        return _Fault("rate limit", final=True) if turn is None else turn
-
-    async def _settle(self, turn: Turn | None, outcome: Answer | _Fault) -> None:
-        """Report the used tokens to the quota. Without a reply, their number is not known, and the reserved maximum stays
-        counted."""
-        used = outcome.input_tokens + outcome.output_tokens
-        if self.quota is not None and turn is not None and used:
-            cost = self.endpoint.cost(input_tokens=outcome.input_tokens, output_tokens=outcome.output_tokens)
-            await asyncio.to_thread(self.quota.settle, turn, used=used, cost=cost or 0.0)
-
     async def _attempt(self, question: Question, fields: dict[str, Any]) -> Answer | _Fault:
         try:
             async with asyncio.timeout(self.endpoint.timeout):
@@ -446,19 +426,17 @@ class ChatClient:
         except (openai.APITimeoutError, TimeoutError):
             return _Fault("time-out")
         except openai.APIStatusError as error:
-            return self._refused(error.status_code, error.message, error.response.headers.get("retry-after"))
+            status = error.status_code
+            if status in _TRANSIENT or status >= 500:
+                return _Fault(f"HTTP {status}", wait=retry_after(error.response.headers.get("retry-after")))
+            # Only a final fault keeps the server's message: it says what to change. A redirect is final, because the question
+            # would go to an address that the user did not choose.
+            return _Fault(f"HTTP {status}: {redacted(error.message[:_LONGEST_MESSAGE])[:200]}", final=True)
         except openai.APIConnectionError as error:
             return _Fault(str(error.__cause__) if isinstance(error.__cause__, UnboundedReply) else "connection")
         except openai.OpenAIError as error:
             return _Fault(type(error).__name__)
         return self._read(question, body)
-
-    def _refused(self, status: int, message: str, later: str | None) -> _Fault:
-        """Convert a reply with an error status to a fault. Only a final fault keeps the server's message: it says what to change. A
-        redirect is final, because the question would go to an address that the user did not choose."""
-        if status in _TRANSIENT or status >= 500:
-            return _Fault(f"HTTP {status}", wait=retry_after(later))
-        return _Fault(f"HTTP {status}: {redacted(message[:_LONGEST_MESSAGE])[:200]}", final=True)
 
     def _read(self, question: Question, body: bytes) -> Answer | _Fault:
         received = parse_reply(body)
@@ -530,21 +508,16 @@ class _BoundedStream(httpx2.AsyncByteStream):
         received = passed = 0
         async for part in self._inner:
             received += len(part)
-            plain = self._plain(part, MAX_REPLY_BYTES + 1 - passed)
-            passed += len(plain)
+            if self._decompressor is not None:
+                try:
+                    part = self._decompressor.decompress(part, MAX_REPLY_BYTES + 1 - passed)
+                except zlib.error:
+                    raise UnboundedReply("a reply that is not what its Content-Encoding says") from None
+            passed += len(part)
             if received > MAX_REPLY_BYTES or passed > MAX_REPLY_BYTES:
                 raise UnboundedReply(f"a reply of more than {MAX_REPLY_BYTES} bytes")
-            yield plain
+            yield part
 
     async def aclose(self) -> None:
         """Close the connection, or return it to the pool if the whole reply was read."""
         await self._inner.aclose()
-
-    def _plain(self, part: bytes, most: int) -> bytes:
-        """Decompress the part, to at most ``most`` bytes. Without a decompressor, return the part unchanged."""
-        if self._decompressor is None:
-            return part
-        try:
-            return self._decompressor.decompress(part, most)
-        except zlib.error:
-            raise UnboundedReply("a reply that is not what its Content-Encoding says") from None

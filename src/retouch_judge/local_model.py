@@ -6,7 +6,7 @@ Scores are generated without a constraint to the JSON schema, and read as free t
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,23 @@ class LocalJudge:
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return an answer to each question, in order. Calls from several threads wait for each other."""
+        # The questions of a batch have the same maximum number of answer tokens.
+        by_length: dict[int, list[int]] = {}
+        for index, question in enumerate(questions):
+            longest = 1 if question.form.schema() is None else question.form.max_tokens
+            by_length.setdefault(longest, []).append(index)
         answers: dict[int, Answer] = {}
         with self._asking, self._side_stream():
-            for indices in _batches(questions, self.batch):
-                answers |= zip(indices, self._answers([questions[index] for index in indices]), strict=True)
+            for longest, indices in by_length.items():
+                for batch in (indices[first : first + self.batch] for first in range(0, len(indices), self.batch)):
+                    answers |= zip(batch, self._answers([questions[index] for index in batch], longest=longest), strict=True)
         return [answers[index] for index in range(len(questions))]
 
-    def _answers(self, questions: Sequence[Question]) -> list[Answer]:
-        """Answer questions in one batch. All of them must have the same maximum number of answer tokens."""
+    def _answers(self, questions: Sequence[Question], *, longest: int) -> list[Answer]:
+        """Answer questions in one batch, with at most ``longest`` tokens each."""
         began = time.monotonic()
         inputs = self._inputs(questions)
-        ids, logits = self._generate(inputs, questions, longest=_longest(questions[0]))
+        ids, logits = self._generate(inputs, questions, longest=longest)
         lengths = inputs["attention_mask"].sum(1).tolist()
         found = [self._answer(*each) for each in zip(questions, lengths, ids, logits, strict=True)]
         return [replace(answer, seconds=(time.monotonic() - began) / len(found)) for answer in found]
@@ -202,25 +208,10 @@ class _Gumbel:
         self._rows = [(question.temperature, generator("judge", "answer", question.seed)) for question in questions]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.cat([self._drawn(row, *each) for row, each in zip(scores.split(1), self._rows, strict=True)])
-
-    @staticmethod
-    def _drawn(scores: Tensor, temperature: float, source: torch.Generator) -> Tensor:
-        if temperature == 0:
-            return scores
-        uniform = torch.rand(scores.shape, generator=source, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
-        noise = -(-uniform.log()).log()
-        return (scores.double() / temperature + noise.to(scores.device)).float()
-
-
-def _longest(question: Question) -> int:
-    return 1 if question.form.schema() is None else question.form.max_tokens
-
-
-def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
-    by_length: dict[int, list[int]] = {}
-    for index, question in enumerate(questions):
-        by_length.setdefault(_longest(question), []).append(index)
-    for indices in by_length.values():
-        for first in range(0, len(indices), size):
-            yield indices[first : first + size]
+        rows = list(scores.split(1))
+        for index, (temperature, source) in enumerate(self._rows):
+            if temperature > 0:
+                uniform = torch.rand(rows[index].shape, generator=source, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+                noise = -(-uniform.log()).log()
+                rows[index] = (rows[index].double() / temperature + noise.to(scores.device)).float()
+        return torch.cat(rows)

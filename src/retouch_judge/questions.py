@@ -56,6 +56,17 @@ class Form(Protocol):
         ...
 
 
+class _KeptForm:
+    """A form whose answers ledgers keep under an older name of its class."""
+
+    __slots__ = ()
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+
 class _OpenForm:
     """A form without a short list of possible answers, and without a schema unless the class has one."""
 
@@ -71,18 +82,13 @@ class _OpenForm:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoresForm(_OpenForm):
+class ScoresForm(_KeptForm, _OpenForm):
     """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers. A reply is not usable
     if it was truncated, refused or filtered, or if ``read_scores`` cannot read it."""
 
     scales: Mapping[str, Scale]
     reasoning: bool = True
     max_tokens: int = 1024
-
-    @property
-    def ledger_name(self) -> str:
-        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
-        return f"{_LEDGER_PREFIX}{self!r}"
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """Return a number for every name, or None if the reply is not usable."""
@@ -100,7 +106,7 @@ class ScoresForm(_OpenForm):
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceForm:
+class ChoiceForm(_KeptForm):
     """The value of a one-word answer, for endpoints without log-probabilities. The values of repeated questions are averaged.
 
     ``values``: as in ``WordForm``. A reply is usable if it consists of one allowed word, or is JSON of the schema.
@@ -113,11 +119,6 @@ class ChoiceForm:
 
     def __post_init__(self) -> None:
         _check_words(self.values)
-
-    @property
-    def ledger_name(self) -> str:
-        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
-        return f"{_LEDGER_PREFIX}{self!r}"
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """Return the word's value, or None if the reply is not usable."""
@@ -146,7 +147,7 @@ class ChoiceForm:
 
 
 @dataclass(frozen=True, slots=True)
-class WordForm:
+class WordForm(_KeptForm):
     """The expected value of the answer's first token over a few words: sum of p(word) value / sum of p(word), as Edit-R1 (arXiv
     2510.16888) reads digits.
 
@@ -165,11 +166,6 @@ class WordForm:
         _check_words(self.values)
         if not 0 < self.min_mass <= 1:
             raise ValueError(f"min_mass {self.min_mass}: give a probability above 0 and at most 1")
-
-    @property
-    def ledger_name(self) -> str:
-        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
-        return f"{_LEDGER_PREFIX}{self!r}"
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """Return the expected value, or None if the reply is not usable."""

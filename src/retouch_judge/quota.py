@@ -121,17 +121,12 @@ class SharedNumbers:
                 self._in_memory = numbers
                 return
             with files.locked(self._file) as descriptor:
-                numbers = self._read(descriptor)
+                stored = os.pread(descriptor, self._format.size + 1, 0) or bytes(self._format.size)  # a new file: zeros
+                if len(stored) != self._format.size:
+                    raise ValueError(f"{self._file} is not a quota file; give another file, or remove it")
+                numbers = list(self._format.unpack(stored))
                 yield numbers
                 os.pwrite(descriptor, self._format.pack(*numbers), 0)
-
-    def _read(self, descriptor: int) -> list[float]:
-        stored = os.pread(descriptor, self._format.size + 1, 0)
-        if not stored:
-            return [0.0] * len(self._in_memory)
-        if len(stored) != self._format.size:
-            raise ValueError(f"{self._file} is not a quota file; give another file, or remove it")
-        return list(self._format.unpack(stored))
 
 
 _CALLS, _COST, _TOTALS = 0, 1, 2
@@ -174,10 +169,22 @@ class Quota:
         for name, limit in limits.items():
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} is {limit}; give a finite limit above 0, or none")
-        ranks, world = _ranks_of_share(per_machine=file is not None)
-        share = len(ranks) / world
+        # The ranks that have one share: this rank alone, or those of this machine.
+        world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        first, count = rank, 1
+        if file is not None:
+            first -= int(os.environ.get("LOCAL_RANK", "0"))
+            count = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world)
+        share = count / world
         self.largest = largest
-        self._calls = math.inf if calls is None else _share_of_calls(calls, ranks, world, per_machine=file is not None)
+        self._calls = math.inf
+        if calls is not None:
+            shares = -(-world // count)
+            if calls < shares:
+                parts, more = ("ranks", ", or a file that the ranks of a machine share") if file is None else ("machines", "")
+                raise ValueError(f"calls is {calls}, but {shares} {parts} divide it; give at least {shares}{more}")
+            # Rank r has the calls from calls r / world to calls (r + 1) / world, so that all shares sum to ``calls``.
+            self._calls = calls * (first + count) // world - calls * first // world
         self._cost = math.inf if cost is None else cost * share
         self._requests = _rate(requests_per_minute, share, _TOTALS, least=1.0)
         self._units = _rate(units_per_minute, share, _TOTALS + NUMBERS, least=largest)
@@ -256,25 +263,6 @@ def _rate(per_minute: float | None, share: float, at: int, *, least: float) -> M
     if not 0 < least <= per_minute * share:
         raise ValueError(f"one request takes {least:g}, but only {per_minute * share:g} are allowed per minute; raise the limit")
     return MinuteRate(per_minute * share, at=at)
-
-
-def _ranks_of_share(*, per_machine: bool) -> tuple[range, int]:
-    """The ranks that have one share: those of this machine, or this rank alone; and the number of ranks of the run."""
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if not per_machine:
-        return range(rank, rank + 1), world
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world)), world
-
-
-def _share_of_calls(calls: int, ranks: range, world: int, *, per_machine: bool) -> int:
-    """The calls of these ranks. Rank r has those from calls r / world to calls (r + 1) / world, so that all shares sum to
-    ``calls``."""
-    shares = -(-world // len(ranks))
-    if calls < shares:
-        parts, more = ("machines", "") if per_machine else ("ranks", ", or a file that the ranks of a machine share")
-        raise ValueError(f"calls is {calls}, but {shares} {parts} divide it; give at least {shares}{more}")
-    return calls * ranks.stop // world - calls * ranks.start // world
 
 
 T = TypeVar("T")

@@ -363,7 +363,30 @@ class VieScore(JudgeReward):
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32; NaN if an answer that the column needs is missing."""
-        sc, pq, parts = _vie_scores(self, samples)
+        import torch
+
+        prompts = []
+        for sample in samples:
+            asked = sample.task.instruction
+            if sample.task.images:
+                form = ScoresForm({part: Scale(0, 10) for part in _SEMANTIC})
+                prompts.append(Prompt(self.rubric("vie-edit"), edit_parts(sample, quoted("Instruction", asked)), form))
+            else:
+                form = ScoresForm({"success": Scale(0, 10)})
+                prompts.append(Prompt(self.rubric("vie-prompt"), image_parts(sample, quoted("Prompt", asked)), form))
+        form = ScoresForm({part: Scale(0, 10) for part in _PERCEPTUAL})
+        prompts += [Prompt(self.rubric("vie-picture"), image_parts(sample), form) for sample in samples]
+        verdicts = self.panel.judge(prompts)
+        least: list[Tensor] = []  # the smaller sub-score of each repeat, (b, n), float64, NaN if there is none
+        parts: Scores = {}
+        for half, names in ((verdicts[: len(samples)], _SEMANTIC), (verdicts[len(samples) :], _PERCEPTUAL)):
+            rows = torch.full((len(half), self.panel.repeats), NAN, dtype=torch.float64)
+            for row, verdict in enumerate(half):
+                if given := [verdict.scores[name] for name in names if name in verdict.scores]:
+                    rows[row] = torch.stack(given).amin(dim=0)
+            least.append(rows)
+            parts |= {name: means(half, name) for name in names}
+        sc, pq = least
         overall = (sc * pq).sqrt().mean(dim=1).float()
         return {"sc": sc.mean(dim=1).float(), "pq": pq.mean(dim=1).float(), "overall": overall, **parts}
 
@@ -375,34 +398,6 @@ class VieScore(JudgeReward):
         yield from super().problems(path, prefix, run)
         if self.prompts is not None and not any((Path(self.prompts) / f"{name}.txt").is_file() for name in self.rubrics):
             yield f"{path}.prompts: {self.prompts} has none of the files {', '.join(f'{name}.txt' for name in self.rubrics)}"
-
-
-def _vie_scores(reward: VieScore, samples: Sequence[Sample]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n"], Scores]:
-    """Semantic consistency and perceptual quality of each repeat, float64, NaN if there is none; and the mean of each sub-score."""
-    import torch
-
-    prompts = []
-    for sample in samples:
-        asked = sample.task.instruction
-        if sample.task.images:
-            form = ScoresForm({part: Scale(0, 10) for part in _SEMANTIC})
-            prompts.append(Prompt(reward.rubric("vie-edit"), edit_parts(sample, quoted("Instruction", asked)), form))
-        else:
-            form = ScoresForm({"success": Scale(0, 10)})
-            prompts.append(Prompt(reward.rubric("vie-prompt"), image_parts(sample, quoted("Prompt", asked)), form))
-    form = ScoresForm({part: Scale(0, 10) for part in _PERCEPTUAL})
-    prompts += [Prompt(reward.rubric("vie-picture"), image_parts(sample), form) for sample in samples]
-    verdicts = reward.panel.judge(prompts)
-    least: list[Tensor] = []
-    parts: Scores = {}
-    for half, names in ((verdicts[: len(samples)], _SEMANTIC), (verdicts[len(samples) :], _PERCEPTUAL)):
-        rows = torch.full((len(half), reward.panel.repeats), NAN, dtype=torch.float64)
-        for row, verdict in enumerate(half):
-            if given := [verdict.scores[name] for name in names if name in verdict.scores]:
-                rows[row] = torch.stack(given).amin(dim=0)
-        least.append(rows)
-        parts |= {name: means(half, name) for name in names}
-    return least[0], least[1], parts
 
 
 _WHOLE = Scale(0, 10, whole=True)
@@ -441,7 +436,20 @@ class ComplexEditReward(JudgeReward):
         of texts."""
         import torch
 
-        prompts = [*map(_following, samples)]
+        prompts = []
+        for sample in samples:
+            listed = sample.task.meta.get("operations", [])
+            if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+                raise ValueError(
+                    f'task {sample.task.id!r}: meta["operations"] must be a list of texts, one for each atomic operation'
+                )
+            facts = [quoted("Instruction", sample.task.instruction)]
+            names = ["following"]
+            if listed:
+                names = [f"following_{number}" for number in range(1, len(listed) + 1)]
+                facts.append(quoted("Operations", {str(number): one for number, one in enumerate(listed, 1)}))
+            form = ScoresForm(dict.fromkeys(names, _WHOLE))
+            prompts.append(Prompt(rubric("complex-following"), edit_parts(sample, *facts), form))
         for sample in samples:
             parts = edit_parts(sample, quoted("Instruction", sample.task.instruction))
             prompts.append(Prompt(rubric("complex-preservation"), parts, ScoresForm({"preservation": _WHOLE})))
@@ -454,18 +462,6 @@ class ComplexEditReward(JudgeReward):
         ]
         table = torch.tensor(given, dtype=torch.float32).view(3, len(samples))
         return dict(zip(self.columns, [*table, table.mean(dim=0)], strict=True))
-
-
-def _following(sample: Sample) -> Prompt:
-    listed = sample.task.meta.get("operations", [])
-    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise ValueError(f'task {sample.task.id!r}: meta["operations"] must be a list of texts, one for each atomic operation')
-    facts = [quoted("Instruction", sample.task.instruction)]
-    names = ["following"]
-    if listed:
-        names = [f"following_{number}" for number in range(1, len(listed) + 1)]
-        facts.append(quoted("Operations", {str(number): one for number, one in enumerate(listed, 1)}))
-    return Prompt(rubric("complex-following"), edit_parts(sample, *facts), ScoresForm(dict.fromkeys(names, _WHOLE)))
 
 
 GRAPHS = ("Knowledge_Graph", "Visual Components")

@@ -8,7 +8,7 @@ name, settings and address of the judge, and used again. ``audit`` measures a ju
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from retouch.records import files
 from retouch.rewards.base import BudgetSpent, JudgeClients, RewardSection
 from retouch.rewards.combination import combination
 from retouch.rewards.identity import short
-from retouch_judge.audit_findings import RankAgreement, mean, score_of
+from retouch_judge.audit_findings import RankAgreement, mean, score_at_end
 from retouch_judge.audit_ladders import playground_ladders
-from retouch_judge.audit_scores import AuditAnswers, ProbeScores, ask
+from retouch_judge.audit_scores import AuditAnswers, ask
 from retouch_judge.base import JudgeReward
 from retouch_judge.models import JudgeModel
 from retouch_judge.rewards import VieScore
@@ -131,7 +131,7 @@ def result_of(judge: str, asked: AuditAnswers) -> ShortAudit:
     values = [value for one in scored for given in one.scores.values() for value in given]
     known = [value for value in values if not math.isnan(value)]
     unreadable = spent.unreadable / spent.received if spent.received else 0.0
-    best, worst = (_mean(scored, top=top) for top in (True, False))
+    best, worst = (mean([score_at_end(one, top=top) for one in scored]) for top in (True, False))
     problem = ""
     if max(unreadable, 1 - len(known) / len(values)) > MOST_UNREADABLE:
         faults = f" ({spent.faults})" if spent.faults else ""
@@ -153,12 +153,3 @@ def result_of(judge: str, asked: AuditAnswers) -> ShortAudit:
         right=RankAgreement.of(scored, noise=0.0).right.mean,
         problem=problem,
     )
-
-
-def _mean(scored: Sequence[ProbeScores], *, top: bool) -> float:
-    means = []
-    for one in scored:
-        truths = [rung.truth for rung in one.item.rungs if rung.truth is not None]
-        end = max(truths) if top else min(truths)
-        means.append(mean([score_of(rung.name)(one) for rung in one.item.rungs if rung.truth == end]))
-    return mean(means)

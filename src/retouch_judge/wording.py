@@ -9,7 +9,7 @@ score. A function that returns a text returns None if the text is ambiguous. No 
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -256,12 +256,6 @@ def is_retracted(after: str) -> bool:
     return any(not (_SAYS_NOTHING.fullmatch(one) or _ABOUT_PICTURES.search(one)) for one in sentences)
 
 
-def is_quoted(line: str) -> bool:
-    """Return whether the line before a score says that the next text is not a judgement, or is quoted from an image or a prompt."""
-    sentence = _SENTENCE_GAP.split(line)[-1]
-    return _NOT_MEANT.search(sentence) is not None or (_SEEN_TEXT.search(line) is not None and _VERB.search(line) is None)
-
-
 _NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad|rationale|justification|explanation"
 _THOUGHT = compiled(
     rf"<\s*(?P<a>/?)\s*(?P<name>{_NAMES})\s*>|\[(?P<b>/?)(?P<mistral>think|reasoning)\]|◁(?P<c>/?)(?P<kimi>think)▷"
@@ -325,7 +319,9 @@ def without_reasoning(text: str) -> str | None:
     The prompt template of a thinking model may contain the opening mark. A closing mark without an opening mark therefore ends
     reasoning that began with the text; the closing mark must then be at the end of its line.
     """
-    text = _without_last_tokens(text)
+    text = text.strip()
+    while text.endswith(_LAST_TOKENS):
+        text = text[: text.rindex("<")].rstrip()
     kept: list[str] = []
     opened: list[str] = []
     place = 0
@@ -347,36 +343,21 @@ def without_reasoning(text: str) -> str | None:
     return None if opened else "\n".join([*kept, text[place:]]).strip()
 
 
-def _without_last_tokens(text: str) -> str:
-    text = text.strip()
-    while text.endswith(_LAST_TOKENS):
-        text = text[: text.rindex("<")].rstrip()
-    return text
-
-
 def without_quotes(text: str) -> str | None:
     """Blank out all quotations; the length of the text does not change. None if a quotation is not closed."""
     text = "\n".join(" " * len(line) if line.lstrip(" \t").startswith(">") else line for line in text.split("\n"))
     parts: list[str] = []
-    place = 0
-    for start, end in _quotations(text):
-        parts += [text[place:start], "".join("\n" if sign == "\n" else "\x00" for sign in text[start:end])]
-        place = end
-    text = "".join([*parts, text[place:]])
-    return None if _QUOTE_MARKS.search(text) else text
-
-
-def _quotations(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each quotation, including its marks, in order. The closing mark of an unclosed quotation is
-    searched only once."""
-    endless: set[str] = set()
-    opening = _OPENINGS.search(text)
-    while opening is not None:
+    endless: set[str] = set()  # the closing mark of an unclosed quotation is searched only once
+    place = searched = 0
+    while (opening := _OPENINGS.search(text, searched)) is not None:
         start = opening.start()
         end = None if opening[0] in endless else _quotation_end(text, start, endless)
+        searched = start + 1 if end is None else end
         if end is not None:
-            yield start, end
-        opening = _OPENINGS.search(text, start + 1 if end is None else end)
+            parts += [text[place:start], "".join("\n" if sign == "\n" else "\x00" for sign in text[start:end])]
+            place = end
+    text = "".join([*parts, text[place:]])
+    return None if _QUOTE_MARKS.search(text) else text
 
 
 def _quotation_end(text: str, start: int, endless: set[str]) -> int | None:
@@ -394,17 +375,13 @@ def _quotation_end(text: str, start: int, endless: set[str]) -> int | None:
     if closing is None:
         endless.add(mark)
         return None
-    if mark in "'‘" and not _is_single_quotation(text, start, closing):
-        return None
+    if mark in "'‘":
+        # Single marks enclose a quotation after a space or bracket: at least two characters, on one line, and not inside a word.
+        before, first, following = text[start - 1 : start], text[start + 1], text[closing.end() : closing.end() + 1]
+        opens = (not before or before.isspace() or before in "([:,") and not first.isspace()
+        closes = closing[0] in "'’" and closing.start() - start > 2 and not (following.isascii() and following.isalnum())
+        return closing.end() if opens and closes else None
     return closing.end()
-
-
-def _is_single_quotation(text: str, start: int, closing: re.Match[str]) -> bool:
-    """Return whether single marks enclose a quotation: after a space or bracket, at least two characters, on one line, and not
-    inside a word."""
-    before, first, after = text[start - 1 : start], text[start + 1], text[closing.end() : closing.end() + 1]
-    opens = (not before or before.isspace() or before in "([:,") and not first.isspace()
-    return opens and closing[0] in "'’" and closing.start() - start > 2 and not (after.isascii() and after.isalnum())
 
 
 def is_refusal(text: str) -> bool:
@@ -441,7 +418,9 @@ def leads_to_own_score(before: str) -> bool:
     last = lines[-1]
     if last.startswith("#"):
         return _FOREIGN_TO.search(last) is None
-    if _ABBREVIATED.search(last) or is_quoted(last):
+    # The line says that the next text is not a judgement, or is quoted from an image or a prompt.
+    quoted = _NOT_MEANT.search(_SENTENCE_GAP.split(last)[-1]) or (_SEEN_TEXT.search(last) and not _VERB.search(last))
+    if _ABBREVIATED.search(last) or quoted:
         return False
     return last[-1] in ".!?。！？)）…\x00" or (
         _HEADING.search(last) is not None and len(last.split()) <= 9 and not _FOREIGN_TO.search(last)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -408,25 +409,16 @@ def future_weights(path: str, *, base: str | None = None, absent: bool = False) 
         fix = shlex.join(["retouch", "export", str(run), "--to", str(run / EXPORT)])
     else:
         reason, start, fix = f": there is no run {run}", None, "train and export that run, or give --base MODEL for its size"
-        if (made := _maker(run.name)) is not None:
-            name, recipe = made
-            start, ranks = _start(recipe.document()), recipe.ranks or 1
-            fix = shlex.join(["retouch", "launch", "--nproc", str(ranks), name] if ranks > 1 else ["retouch", "train", name])
+        name = next((each for each in map(short_name, available()) if each.rpartition("/")[2] == run.name), None)
+        with suppress(ValueError):  # an environment variable that the recipe reads is not set
+            if name is not None:
+                recipe = load(name)
+                start, ranks = _start(recipe.document()), recipe.ranks or 1
+                fix = shlex.join(["retouch", "launch", "--nproc", str(ranks), name] if ranks > 1 else ["retouch", "train", name])
     found = base or start
     made_with = "" if found is None else f". The dry run uses a model of its size, {found}"
     elsewhere = f"the weights of {path} are not on this machine: they will be downloaded when training starts"
     return found, f"{f'{path} does not exist yet{reason}' if fix else elsewhere}{made_with}", fix
-
-
-def _maker(run: str) -> tuple[str, Recipe] | None:
-    """The packaged recipe of this name, with its short name; None if there is none, or if it cannot be read."""
-    for name in map(short_name, available()):
-        if name.rpartition("/")[2] == run:
-            try:
-                return name, load(name)
-            except ValueError:  # an environment variable that it reads is not set
-                return None
-    return None
 
 
 def _start(document: Any) -> str | None:

@@ -49,7 +49,6 @@ from retouch_plan.system import (
     check_playground,
     check_rank_group,
     join_ranks,
-    local_name,
     machine_of,
     rank_list,
     require_known,
@@ -143,7 +142,7 @@ def run_checks(
         fix = "retouch launch --nproc 2 doctor --distributed"
         group = failed("ranks", "this is a single process without a launcher", fix=fix)
     elif launched:
-        group = join_ranks(local_name(device_name))
+        group = join_ranks(device_name)
     if isinstance(group, Finding):
         report = _Report(arguments, options.words(), is_main=True, world=world, command=command)
         report.add([group])
@@ -254,7 +253,14 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
             if checkpoint is not None:
                 disk = True
                 report.add([check_disk(sized, checkpoint, steps=steps)])
-        report.add(missing or [_weights_finding(sized, folder, weights_here)])
+        if missing:
+            report.add(missing)
+        elif weights_here:
+            report.add([ok("weights", f"loaded by {sized.image_model.source}" if folder is None else str(folder))])
+        else:
+            absent = sized.image_model if sized.policy.model.find_weights()[1] else sized.policy.model
+            text = f"the weights of {absent.source} are not on this machine: they will be downloaded when training starts"
+            report.add([note("weights", text)])
         if target is not None and weights_here and not missing:
             device = target.device
     devices = group.gather_texts("" if device is None else str(device))
@@ -333,14 +339,3 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     folder, here = recipe.image_model.find_weights()
     _, policy_here = recipe.policy.model.find_weights()
     return folder, here and policy_here
-
-
-def _weights_finding(recipe: Recipe, folder: Path | None, weights_here: bool) -> Finding:
-    source = recipe.image_model.source
-    if not weights_here and not recipe.policy.model.find_weights()[1]:
-        source = recipe.policy.model.source
-    if not weights_here:
-        return note("weights", f"the weights of {source} are not on this machine: they will be downloaded when training starts")
-    if folder is None:
-        return ok("weights", f"loaded by {source}")
-    return ok("weights", str(folder))

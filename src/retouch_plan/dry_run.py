@@ -64,7 +64,7 @@ from retouch_plan.models import (
     without_paths,
     without_weights,
 )
-from retouch_plan.repeats import FewTokens, Pace, Repeats
+from retouch_plan.repeats import FewTokens, Repeats
 
 _log = logging.getLogger(__name__)
 WORDS = 48
@@ -343,8 +343,10 @@ class _Step:
         self.meter = meter
         self.ranks = ranks
         self.repeats = Repeats(meter)
-        self.pace = Pace(meter)
+        self.denoising: Work | None = None
+        """The work of the last denoising step: between two calls of the model in a rollout."""
         self.token: Work | None = None
+        self._at_call: Work | None = None
         self._labelled: set[nn.Module] = set()
 
     def run(self, *, compiled: bool) -> DryRun:
@@ -384,14 +386,14 @@ class _Step:
             self._decode_few(policy)
             evaluator = build_evaluator(parts, scores)
             policy.sample = self.repeats.calls(policy.sample, len)  # type: ignore[method-assign]
-            renderer = self.repeats.calls(evaluator.renderer, _rows)
+            renderer = self.repeats.calls(evaluator.renderer, lambda tasks, trajectory: len(tasks))
             replace(evaluator, renderer=renderer)(policy)
         with meter.stage("checkpoint"), patch.object(meter, "label", "checkpoint"):
             state = parts.capture(stepper, step=1)
             size = sum(each.numel() * each.element_size() for group in state.tensors.values() for each in group.values())
         every = recipe.eval.every
         total = sum(phase.steps for phase in phases)
-        units = {"denoising step": self.pace.last, "token": self.token}
+        units = {"denoising step": self.denoising, "token": self.token}
         return DryRun(
             stages=meter.stages,
             world=self.ranks.world,
@@ -470,7 +472,12 @@ class _Step:
         for model in models.values():
             for name in ("encode", "encode_negative"):
                 if hasattr(model, name):
-                    setattr(model, name, self.repeats.calls(getattr(model, name), _lengths, in_all_stages=True))
+                    encode = self.repeats.calls(
+                        getattr(model, name),
+                        lambda tasks: tuple((len(task.instruction), len(task.images), len(task.meta)) for task in tasks),
+                        in_all_stages=True,
+                    )
+                    setattr(model, name, encode)
             if isinstance(model, DenoisingModel):
                 self._count_velocities(model)
 
@@ -480,7 +487,10 @@ class _Step:
 
         def velocity(*args: Any, **kwargs: Any) -> Tensor:
             if self.meter.stage_name.endswith("rollout"):
-                self.pace.tick()
+                now = self.meter.work.copy()
+                if self._at_call is not None:
+                    self.denoising = now.since(self._at_call)
+                self._at_call = now
             made: Tensor = (own if torch.is_grad_enabled() else repeated)(*args, **kwargs)
             return made
 
@@ -504,10 +514,10 @@ class _Step:
             try:
                 return rollout(batch)
             finally:
-                self.pace.stop()
+                self._at_call = None
 
         policy.rollout = self.repeats.calls(paced, len, lambda made: type(made).concat([made]))
-        renderer = self.repeats.calls(run.renderer, _rows)
+        renderer = self.repeats.calls(run.renderer, lambda tasks, trajectory: len(tasks))
         run = replace(run, renderer=renderer, clock=lambda stage: meter.stage(f"{name}{stage}"))
         step = phase.steps.start
         with meter.stage(f"{name}advantages"):
@@ -539,14 +549,6 @@ class _Step:
             finally:
                 for name in few:
                     delattr(policy, name)
-
-
-def _lengths(tasks: Sequence[Task]) -> Any:
-    return tuple((len(task.instruction), len(task.images), len(task.meta)) for task in tasks)
-
-
-def _rows(tasks: Sequence[Task], trajectory: Any) -> int:
-    return len(tasks)
 
 
 # What a dry run found

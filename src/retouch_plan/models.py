@@ -243,11 +243,12 @@ def without_live(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(model, DiffusersModel) or not model.path.startswith(LIVE):
             return model
         pipe = live_object(model.path, key=name)
-        configs = {
-            part: {"class": type(module).__name__, "config": _plain_config(module.config)}
-            for part, module in pipe.components.items()
-            if isinstance(module, nn.Module)
-        }
+        configs: dict[str, dict[str, Any]] = {}
+        for part, module in pipe.components.items():
+            if isinstance(module, nn.Module):
+                config: Any = module.config
+                plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+                configs[part] = {"class": type(module).__name__, "config": plain}
         target = write_folder(folder / name, configs)
         if isinstance(model, DiffusersPipeline):
             if not hasattr(diffusers, type(pipe).__name__):
@@ -270,11 +271,6 @@ def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
     if renderer is not None and renderer.image_model is not None:
         changed["renderer"] = renderer.model_copy(update={"model": change(renderer.image_model, "renderer.model")})
     return recipe.model_copy(update=changed)
-
-
-def _plain_config(config: Any) -> dict[str, Any]:
-    found: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    return found
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
@@ -349,7 +345,17 @@ def _described(model: Any, folder: Path, key: str) -> Any:
         if model.find_weights()[0] is not None:
             return model
     if isinstance(model, DiffusersPipeline):
-        return model.model_copy(update={"path": str(_configurations(model.path, folder / key, key=key))})
+        # The configurations and tokenizers of a Hub id, some MB, with an empty file of weights next to each
+        try:
+            found = snapshot(model.path, ("*.json", "*.txt", "*.model", "*.jinja"), ignore_patterns=["*.index.json"])
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            message = f"{key}.path: the configuration files of {model.path} could not be downloaded: {reason}"
+            raise UnknownConfiguration(message) from error
+        shutil.copytree(found, folder / key)
+        for config in (folder / key).glob("*/config.json"):
+            save_file({}, config.with_name("model.safetensors"))
+        return model.model_copy(update={"path": str(folder / key)})
     described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
     if described is None:
         message = f"{key}.path: the configuration of {model.source} is not known; download its configuration files"
@@ -366,19 +372,6 @@ def _described(model: Any, folder: Path, key: str) -> Any:
     _tokenizer(EMU3, size=151643, pad="<|endoftext|>", end=None, more=visual).save_pretrained(folder / "tokenizer")
     paths = {"path": target, "tokenizer": folder / "tokenizer", "autoencoder": autoencoder}
     return model.model_copy(update={name: str(path) for name, path in paths.items()})
-
-
-def _configurations(path: str, target: Path, *, key: str) -> Path:
-    """Download the configurations and tokenizers of a Hub id, some MB, and put an empty file of weights next to each."""
-    try:
-        found = snapshot(path, ("*.json", "*.txt", "*.model", "*.jinja"), ignore_patterns=["*.index.json"])
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnknownConfiguration(f"{key}.path: the configuration files of {path} could not be downloaded: {reason}") from error
-    shutil.copytree(found, target)
-    for config in target.glob("*/config.json"):
-        save_file({}, config.with_name("model.safetensors"))
-    return target
 
 
 def write_folder(folder: Path, described: PartConfigs) -> Path:

@@ -126,26 +126,6 @@ def _remembered(made: Any) -> Callable[[], Any]:
     return lambda: made
 
 
-class Pace:
-    """Measures the work between two calls of a model. ``last``: the work of the last denoising step."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self.last: Work | None = None
-        self._before: Work | None = None
-
-    def tick(self) -> None:
-        """Note a call of the model."""
-        now = self.meter.work.copy()
-        if self._before is not None:
-            self.last = now.since(self._before)
-        self._before = now
-
-    def stop(self) -> None:
-        """Note the end of a sequence of calls."""
-        self._before = None
-
-
 class FewTokens:
     """Runs the decoding of only a few tokens (implements ``Engine``): the first ones, and the last ones with a full cache.
 

@@ -58,11 +58,6 @@ def require_known(name: str) -> None:
         )
 
 
-def local_name(name: str) -> str:
-    """The device of this machine that checks use: ``name`` itself, or ``auto`` if ``name`` is a GPU of another machine."""
-    return "auto" if name in MACHINES or name.endswith(PROFILE) else name
-
-
 def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
     """The device that ``name`` means; None if it is not available. ``device``: the device that the rank joined with, if any.
     Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here."""
@@ -245,10 +240,11 @@ class RankGroup:
         return ranks_of
 
 
-def join_ranks(device: str) -> RankGroup | Finding:
-    """Join the process group that the launcher's environment variables describe; a failure if this is not possible."""
+def join_ranks(name: str) -> RankGroup | Finding:
+    """Join the process group that the launcher's environment variables describe; a failure if this is not possible. ``name``: of
+    the device; for a GPU of another machine, the checks use the device that ``auto`` chooses."""
     try:
-        ranks = init_distributed(device)
+        ranks = init_distributed("auto" if name in MACHINES or name.endswith(PROFILE) else name)
         return RankGroup(ranks, None if ranks.world == 1 else dist.new_group(backend="gloo"))
     except dist.DistError as error:
         fix = "start every rank with the same MASTER_ADDR and MASTER_PORT, and open the ports between the machines"
@@ -260,7 +256,10 @@ def join_ranks(device: str) -> RankGroup | Finding:
 def check_rank_group(group: RankGroup, recipe: Recipe | None) -> Iterator[Finding]:
     """Run the checks between ranks; all ranks get the same findings. Ends after a failure that would make the next check hang."""
     yield ok("rendezvous", f"{group.ranks.world} rank{'s' * (group.ranks.world > 1)} connected")
-    devices = check_devices(group.gather_texts(_device_name(group.ranks.device)))
+    device, name = group.ranks.device, f"{socket.gethostname()} {group.ranks.device}"
+    if device.type == "cuda":  # the UUID does not depend on CUDA_VISIBLE_DEVICES
+        name += f" {torch.cuda.get_device_properties(device).uuid}"
+    devices = check_devices(group.gather_texts(name))
     yield devices
     if devices.status == "FAILED":
         return
@@ -274,7 +273,7 @@ def check_rank_group(group: RankGroup, recipe: Recipe | None) -> Iterator[Findin
 
 
 def check_devices(names: Sequence[str]) -> Finding:
-    """Check whether each rank has a CUDA device of its own. ``names``: ``_device_name`` of each rank, in rank order."""
+    """Check whether each rank has a CUDA device of its own. ``names``: host name, device and UUID of each rank, in rank order."""
     users: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         users.setdefault(name, []).append(rank)
@@ -284,13 +283,6 @@ def check_devices(names: Sequence[str]) -> Finding:
         text = f"several ranks use the same device:\n{listed}"
         return failed("devices", text, fix="retouch launch with --nproc at most the number of GPUs, or --gpus to choose them")
     return ok("devices", listed)
-
-
-def _device_name(device: torch.device) -> str:
-    """Host name and device; for a GPU also its UUID, which does not depend on CUDA_VISIBLE_DEVICES."""
-    if device.type != "cuda":
-        return f"{socket.gethostname()} {device}"
-    return f"{socket.gethostname()} {device} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def check_all_reduce(ranks: Ranks) -> Finding:

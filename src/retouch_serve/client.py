@@ -351,9 +351,21 @@ class _Session:
             if chunk.attempts and not self._retries.take(time.monotonic()):
                 await asyncio.sleep(_POLL)
                 continue
-            if not await self._wait_for_quota(chunk):
-                return
-            endpoint = await self._endpoint(failed)
+            # The caller has claimed the first attempt; each further one takes another call from the quota.
+            if self._quota is not None and self._turns is not None:
+                if chunk.attempts and not await asyncio.to_thread(self._quota.claim_another):
+                    self.faults["budget"] += 1
+                    return
+                if await self._turns.next(len(chunk.unscored), latest=chunk.expires) is None:
+                    self.faults["rate_limit"] += 1
+                    return
+            while True:
+                for due in self._pool.probes_due():
+                    if due not in self._probing:
+                        self._probing[due] = asyncio.create_task(self._probe(due))
+                if (endpoint := self._pool.choose(failed)) is not None:
+                    break
+                await asyncio.sleep(_POLL)
             chunk.attempts += 1
             try:
                 chunk.scores |= await self._ask(endpoint, chunk)
@@ -372,29 +384,6 @@ class _Session:
             await asyncio.sleep(
                 backoff_pause("remote", "pause", key, attempt=chunk.attempts, base=_FIRST_PAUSE, longest=_MAX_PAUSE)
             )
-
-    async def _wait_for_quota(self, chunk: _Chunk) -> bool:
-        """Wait until the quota allows the unscored samples to be sent. Returns False if the quota is used up or the deadline is
-        earlier. The first attempt was already claimed by the caller; each further one takes another call from the quota."""
-        if self._quota is None or self._turns is None:
-            return True
-        if chunk.attempts and not await asyncio.to_thread(self._quota.claim_another):
-            self.faults["budget"] += 1
-            return False
-        if await self._turns.next(len(chunk.unscored), latest=chunk.expires) is None:
-            self.faults["rate_limit"] += 1
-            return False
-        return True
-
-    async def _endpoint(self, avoid: Sequence[EndpointState]) -> EndpointState:
-        """Wait until a server is available, and return it. Excluded servers are probed in the background."""
-        while True:
-            for due in self._pool.probes_due():
-                if due not in self._probing:
-                    self._probing[due] = asyncio.create_task(self._probe(due))
-            if (endpoint := self._pool.choose(avoid)) is not None:
-                return endpoint
-            await asyncio.sleep(_POLL)
 
     async def _probe(self, endpoint: EndpointState) -> None:
         try:

@@ -133,7 +133,16 @@ class Batcher:
         """Score batches until cancelled."""
         while True:
             await self._not_empty.wait()
-            await self._wait_for_more()
+            # Wait for more samples: always for ``window``, and up to a fifth of the last call's time while more requests are
+            # expected. Callers that got their replies together send their next requests together. A batch without some of these
+            # requests would delay them by a whole call.
+            began = time.monotonic()
+            while len(self._queue) < self._limits.max_batch:
+                waited = time.monotonic() - began
+                more = self._arriving() or len({id(request) for request, _, _ in self._queue}) < self._callers
+                if waited >= self._limits.window and not (more and waited < self._max_wait):
+                    break
+                await asyncio.sleep(_POLL)
             await self._score_next()  # whose local variables would keep the images alive until the next batch
 
     @property
@@ -154,18 +163,6 @@ class Batcher:
         """Stop the threads without waiting for a call in progress."""
         self._checks.shutdown(wait=False, cancel_futures=True)
         self._reward.shutdown(wait=False, cancel_futures=True)
-
-    async def _wait_for_more(self) -> None:
-        """Wait for more samples: always for ``window``, and up to a fifth of the last call's time while more requests are expected.
-        Callers that got their replies together send their next requests together. A batch without some of these requests would
-        delay them by a whole call."""
-        began = time.monotonic()
-        while len(self._queue) < self._limits.max_batch:
-            waited = time.monotonic() - began
-            more = self._arriving() or len({id(request) for request, _, _ in self._queue}) < self._callers
-            if waited >= self._limits.window and not (more and waited < self._max_wait):
-                return
-            await asyncio.sleep(_POLL)
 
     async def _score_next(self) -> None:
         """Score the next batch of the queue, without samples of requests that are cancelled or expired."""

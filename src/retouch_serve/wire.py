@@ -524,15 +524,14 @@ def _item_scores(item: Mapping[str, object], expected: ExpectedReply) -> ItemSco
         raise InvalidReply("wrong_shape")
     if scores.keys() != {name for name in expected.columns if expected.owner[name] not in errors}:
         raise InvalidReply("wrong_columns")
-    checked = {name: _number(scores.get(name), column) for name, column in expected.columns.items()}
-    return ItemScores(checked, frozenset(errors))
-
-
-def _number(value: object, column: Column) -> float:
-    if value is None:
-        return float("nan")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidReply("no_number")
-    if not abs(value) <= LARGEST or not column.contains(value):
-        raise InvalidReply("out_of_range")
-    return float(value)
+    found = dict.fromkeys(expected.columns, float("nan"))
+    for name, column in expected.columns.items():
+        value = scores.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidReply("no_number")
+        if not abs(value) <= LARGEST or not column.contains(value):
+            raise InvalidReply("out_of_range")
+        found[name] = float(value)
+    return ItemScores(found, frozenset(errors))

@@ -46,7 +46,13 @@ class RunTasks:
     def __call__(self, sample: LedgerSample) -> Task:
         """The task of the sample. Raises ValueError if the data has changed since the sample was scored, or has tokens but no
         image."""
-        task = self._trained(sample) if sample.split == "train" else self._sets[0].heldout[sample.group]
+        if sample.split == "train":
+            step = sample.step - 1
+            phase = next(number for number, steps in enumerate(self._steps) if step in steps)
+            turn, place = divmod(sample.group, self._phases[phase].tasks_per_step)  # as ``collect_refilled`` numbers groups
+            task = self._drawn(phase, step, turn)[place]
+        else:
+            task = self._sets[0].heldout[sample.group]
         if encode_text(task.id) != sample.task:
             raise ValueError(f"the data has the task {task.id!r} where the run scored {sample.task!r}; use the data of the run")
         if Codes.SOURCE in task.meta and not task.images:
@@ -55,12 +61,6 @@ class RunTasks:
                 "the data with `retouch data tokenize --pictures` to score it again"
             )
         return task
-
-    def _trained(self, sample: LedgerSample) -> Task:
-        step = sample.step - 1
-        phase = next(number for number, steps in enumerate(self._steps) if step in steps)
-        turn, place = divmod(sample.group, self._phases[phase].tasks_per_step)  # as ``collect_refilled`` numbers groups
-        return self._drawn(phase, step, turn)[place]
 
     def _draw(self, phase: int, step: int, turn: int) -> Sequence[Task]:
         """The tasks of a step, or with ``turn`` above 0 those of a round of ``rollout.refill``."""

@@ -67,7 +67,6 @@ from retouch_worlds.playground.words import (
     SHORTEST,
     WIDTH,
     another_letter,
-    another_style,
     random_style,
     random_wall,
     random_word,
@@ -323,20 +322,18 @@ def indirect(task: Task, *, incomplete: float = 0.0) -> Task:
     edits, scene = edits_of(task), Scene.from_json(task.meta["scene"])
     choices = RandomChoices(generator(0, "indirect", task.id))
     completed = [] if choices.uniform() < incomplete and len(edits) > 1 else edits
-    clauses = [_clause(edit, scene, choices) for edit in edits]
+    clauses = []
+    for edit in edits:
+        pattern = choices.choose(PHRASES[edit.kind])
+        # A thing to be added is not in the scene, so its complete name is used.
+        name = " ".join(edit.thing) if edit.kind == "add" else choices.choose(names(edit.thing, scene))
+        clauses.append(phrase(edit, pattern.replace("{thing}", name)))
     return replace(
         task,
         id=f"{task.id}/indirect",
         instruction=choices.choose(JOINS[len(clauses)]).format(*clauses),
         meta={**task.meta, "completion": completion(completed)},
     )
-
-
-def _clause(edit: Edit, scene: Scene, choices: RandomChoices) -> str:
-    """The edit in a random phrasing. A thing to be added is not in the scene, so its complete name is used."""
-    pattern = choices.choose(PHRASES[edit.kind])
-    name = " ".join(edit.thing) if edit.kind == "add" else choices.choose(names(edit.thing, scene))
-    return phrase(edit, pattern.replace("{thing}", name))
 
 
 Things: TypeAlias = Annotated[int, Field(strict=False, ge=1, le=CELLS)]
@@ -461,7 +458,7 @@ class WordTasks(GeneratedTasks):
         crop = sign_box(1 - line, choices.integer(WIDTH // CELL - length + 1), length)
         wall = random_wall(choices)
         shown = "".join(another_letter(letter, choices) if choices.uniform() < self._wrong_letters else letter for letter in word)
-        source_style = another_style(style, choices) if self._style_from_reference else style
+        source_style = random_style(choices, unlike=style) if self._style_from_reference else style
         source, sheet = wall.copy(), wall.copy()
         write(source, crop, other, source_style)
         write(source, box, "", source_style)

@@ -125,8 +125,13 @@ class _Edits:
         read: list[tuple[Scene, list[Edit]]] = []
         for task in tasks:
             if id(task) not in rows:
+                given = task.meta.get("edits")
+                if "scene" not in task.meta or not isinstance(given, list) or not 1 <= len(given) <= MOST_EDITS:
+                    raise ValueError(
+                        f"task {task.id!r} has no scene and edits in its meta: the playground reward needs tasks of the playground"
+                    )
                 rows[id(task)] = len(read)
-                read.append(_read(task))
+                read.append((Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in given]))
         member = np.zeros((len(read), MOST_EDITS, CELLS), dtype=bool)
         kinds = np.full((len(read), MOST_EDITS), -1)
         for row, (_, edits) in enumerate(read):
@@ -142,16 +147,6 @@ class _Edits:
             member=member[at],
             kinds=kinds[at],
         )
-
-
-def _read(task: Task) -> tuple[Scene, list[Edit]]:
-    """Read the scene and the edits from a task's ``meta``. Raises ValueError if they are missing."""
-    edits = task.meta.get("edits")
-    if "scene" not in task.meta or not isinstance(edits, list) or not 1 <= len(edits) <= MOST_EDITS:
-        raise ValueError(
-            f"task {task.id!r} has no scene and edits in its meta: the playground reward needs tasks of the playground"
-        )
-    return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
 
 
 def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
@@ -179,7 +174,15 @@ def scene_scores(samples: Sequence[Sample], declared: Mapping[str, Column]) -> S
     """The columns of ``SceneReward``."""
     if not samples:
         return {name: torch.zeros(0) for name in declared}
-    scenes = [_scene(sample.task) for sample in samples]
+    scenes = []
+    for task in (sample.task for sample in samples):
+        if "scene" not in task.meta:
+            raise ValueError(
+                f"task {task.id!r} has no scene in its meta: this reward needs the tasks of data kind playground-scenes"
+            )
+        scenes.append(Scene.from_json(task.meta["scene"]))
+        if not scenes[-1].objects:
+            raise ValueError(f"task {task.id!r} requests an empty scene; playground-scenes needs at least one object")
     requested, background = codes(scenes), np.array([scene.background for scene in scenes])
     usable = np.array([sample.image is not None and sample.image.size == (SIZE, SIZE) for sample in samples])
     cells = image_cells(samples, usable)
@@ -205,15 +208,6 @@ def scene_scores(samples: Sequence[Sample], declared: Mapping[str, Column]) -> S
     return scores
 
 
-def _scene(task: Task) -> Scene:
-    if "scene" not in task.meta:
-        raise ValueError(f"task {task.id!r} has no scene in its meta: this reward needs the tasks of data kind playground-scenes")
-    scene = Scene.from_json(task.meta["scene"])
-    if not scene.objects:
-        raise ValueError(f"task {task.id!r} requests an empty scene; playground-scenes needs at least one object")
-    return scene
-
-
 # Signs
 
 
@@ -230,9 +224,12 @@ def sign_scores(samples: Sequence[Sample]) -> Scores:
         if id(sample.task) not in wanted:
             wanted[id(sample.task)] = paper_and_ink(_pixels(reference).reshape(-1, 3))
         if sample.image is not None and sample.image.size == mask.size:
-            found[row] = _compare(_pixels(sample.image)[np.asarray(mask) > 127], *wanted[id(sample.task)])
-    paper, ink = torch.from_numpy(found).unbind(dim=1)
-    return {"style": (paper + ink) / 2, "paper": paper, "ink": ink}
+            paper, ink = wanted[id(sample.task)]
+            own_paper, own_ink = paper_and_ink(_pixels(sample.image)[np.asarray(mask) > 127])
+            written = np.linalg.norm(own_ink - own_paper) >= CONTRAST
+            found[row] = _agreement(own_paper, paper), _agreement(own_ink, ink) if written else 0.0
+    papers, inks = torch.from_numpy(found).unbind(dim=1)
+    return {"style": (papers + inks) / 2, "paper": papers, "ink": inks}
 
 
 def paper_and_ink(pixels: Int[ndarray, "n 3"]) -> tuple[Float[ndarray, " 3"], Float[ndarray, " 3"]]:
@@ -240,12 +237,6 @@ def paper_and_ink(pixels: Int[ndarray, "n 3"]) -> tuple[Float[ndarray, " 3"], Fl
     paper = np.median(pixels, axis=0)
     away = np.linalg.norm(pixels - paper, axis=1)
     return paper, pixels[np.argsort(-away, kind="stable")[:FARTHEST]].mean(axis=0)
-
-
-def _compare(pixels: Int[ndarray, "n 3"], paper: Float[ndarray, " 3"], ink: Float[ndarray, " 3"]) -> tuple[float, float]:
-    own_paper, own_ink = paper_and_ink(pixels)
-    written = np.linalg.norm(own_ink - own_paper) >= CONTRAST
-    return _agreement(own_paper, paper), _agreement(own_ink, ink) if written else 0.0
 
 
 def _agreement(one: Float[ndarray, " 3"], other: Float[ndarray, " 3"]) -> float:

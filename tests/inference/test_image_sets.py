@@ -32,7 +32,7 @@ def test_the_command_prints_the_distance_of_the_images_in_both_folders(folders, 
     words = ["tools", "fid", str(folders / "one"), str(folders / "other"), "--dinov2", str(folders / "dino")]
     assert main([*words, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    sets = [[image.copy() for image in ImageFiles.of_folder(folders / name)] for name in ("one", "other")]
+    sets = [[image.copy() for image in ImageFiles(folders / name)] for name in ("one", "other")]
     frechet = distance_of_sets(*sets, path=str(folders / "dino"))
     kernel = kernel_distance(*dinov2_features(*sets, path=str(folders / "dino")))
     expected = {"frechet": pytest.approx(frechet, rel=1e-6), "kernel": pytest.approx(kernel, rel=1e-6)}

@@ -55,8 +55,8 @@ LEDGER = (
     Mutant(
         "the scores of a sample with a missing column are cached",
         "retouch_judge/cache.py",
-        "scores=None if missing else scores,",
-        "scores=scores,",
+        "scores=None if missing else row,",
+        "scores=row,",
         f"{_KEPT}::test_a_sample_with_a_missing_score_is_scored_again_and_its_requests_are_recorded",
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
@@ -392,14 +393,10 @@ class _SetRows:
         return replace(row, id=f"{self._name}-{row.line}", source=f"{self._name}/{image}")
 
 
-def _parquet(name: str, *, image: str, instruction: str) -> Callable[[Path], Rows]:
-    def read(data: Path) -> Rows:
-        file = data / f"{name}.parquet"
-        return read_hub(
-            file if file.is_file() else _found(data, name), columns={"image": image, "instruction": instruction}, name=name
-        )
-
-    return read
+def _parquet(data: Path, *, name: str, image: str, instruction: str) -> Rows:
+    file = data / f"{name}.parquet"
+    columns = {"image": image, "instruction": instruction}
+    return read_hub(file if file.is_file() else _found(data, name), columns=columns, name=name)
 
 
 def _found(data: Path, name: str) -> Path:
@@ -436,11 +433,11 @@ def _i2ebench(data: Path) -> Rows:
 
 
 _READERS: Mapping[SetName, Callable[[Path], Rows]] = {
-    "omniedit": _parquet("omniedit", image="src_img", instruction="edited_prompt_list"),
-    "emuedit": _parquet("emuedit", image="image", instruction="instruction"),
-    "aurora": _parquet("aurora", image="input", instruction="instruction"),
+    "omniedit": partial(_parquet, name="omniedit", image="src_img", instruction="edited_prompt_list"),
+    "emuedit": partial(_parquet, name="emuedit", image="image", instruction="instruction"),
+    "aurora": partial(_parquet, name="aurora", image="input", instruction="instruction"),
     "magicbrush": _magicbrush,
-    "vismin": _parquet("vismin", image="source_image", instruction="edit_instruction"),
+    "vismin": partial(_parquet, name="vismin", image="source_image", instruction="edit_instruction"),
     "i2ebench": _i2ebench,
 }
 

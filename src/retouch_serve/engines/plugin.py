@@ -43,7 +43,10 @@ class GrammarProcessor(LogitsProcessor):
         if document is None:
             self._by_slot.pop(req_idx, None)
             return False
-        self._by_slot[req_idx] = self._mask(document)
+        key = json.dumps(document, sort_keys=True)
+        if key not in self._masks:  # all requests of a run share one mask
+            self._masks[key] = GrammarMask(document, vocabulary=self._states.vocab_size, device=self._states.device)
+        self._by_slot[req_idx] = self._masks[key]
         return True
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
@@ -67,10 +70,3 @@ class GrammarProcessor(LogitsProcessor):
         begun = (ids == begin) & (places >= prompts.to(ids.device)[:, None] - 1)
         start = torch.where(begun.any(1), first + begun.int().argmax(1), last + 1)
         return last - start
-
-    def _mask(self, document: dict[str, Any]) -> GrammarMask:
-        """The mask of a grammar; all requests of a run share one mask."""
-        key = json.dumps(document, sort_keys=True)
-        if key not in self._masks:
-            self._masks[key] = GrammarMask(document, vocabulary=self._states.vocab_size, device=self._states.device)
-        return self._masks[key]

@@ -74,10 +74,10 @@ class VotingState:
             if (inside(run.folder.root, QUEUE) / "groups").is_dir():
                 queue = self._queue(inside(run.folder.root, QUEUE))
                 waiting = sum(len(queue.unanswered(group)) for group in queue.open_groups())
-            runs = {name: self._steps(other) for name, other in self._catalogue.runs().items()}
+            runs = {name: other.folder.sample_steps() for name, other in self._catalogue.runs().items()}
             return {
                 "waiting": waiting,
-                "steps": runs.get(run.folder.name, self._steps(run)),
+                "steps": runs.get(run.folder.name, run.folder.sample_steps()),
                 "others": [{"name": name, "steps": steps} for name, steps in runs.items() if name != run.folder.name and steps],
             }
 
@@ -156,12 +156,10 @@ class VotingState:
 
     def _samples(self, run: LiveRun, step: str | None) -> StoredSamples:
         number = int(step) if step is not None and step.isascii() and step.isdecimal() and len(step) < 10 else -1
-        if number not in self._steps(run):
+        if number not in run.folder.sample_steps():
             raise ValueError(f"run {run.folder.name} has no stored images of step {step}")
-        return StoredSamples(run.folder.name, number, run.folder.samples(number), run.samples(number))
-
-    def _steps(self, run: LiveRun) -> list[int]:
-        return run.folder.sample_steps()
+        lines = [line for line in run.samples(number) if line["set"] == "heldout"]
+        return StoredSamples(f"{run.folder.name} step {number}", run.folder.samples(number), lines)
 
     def _run(self, name: str) -> LiveRun:
         run = self._catalogue.run(name)

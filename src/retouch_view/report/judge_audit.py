@@ -26,10 +26,17 @@ def write_page(audit: JudgeAudit, example: Item) -> Path:
         [tag("p", sentence, class_="context") for sentence in audit.summary],
     )
     ladder = bars((f"{rung.name} ({rung.truth:.3g})", rung.mean, _interval(rung.mean, rung.low, rung.high)) for rung in audit.rungs)
+    images = [
+        (probe.name, embedded(png(probe.sample.image.convert("RGB")), words=probe.name, edge=SMALL))
+        for probe in (*example.rungs, *example.probes)
+        if probe.sample.image
+    ]
+    figures = [tag("figure", image, tag("figcaption", name), class_="shown") for name, image in images]
+    strip = tag("div", figures, class_="strip images")
     main = [
         _section("Lines", _table(audit.lines), f"{audit.items} items, each rung scored {audit.repeats} times."),
         _section("Ladder", ladder, "Mean scores as shares of the judge's range, with 95 % intervals; the truth in brackets."),
-        _section("Images of one item", _images(example), example.rungs[0].sample.task.instruction),
+        _section("Images of one item", strip, example.rungs[0].sample.task.instruction),
     ]
     path = audit.folder / "audit.html"
     write_atomic(path, f"<!doctype html>\n{html_page(audit.judge, header, join(main))}\n".encode())
@@ -60,10 +67,3 @@ def _interval(mean: float, low: float, high: float) -> str:
     if math.isnan(low):
         return format_score(mean, 3)
     return f"{format_score(mean, 3)} ({format_score(low, 3)} to {format_score(high, 3)})"
-
-
-def _images(item: Item) -> Html:
-    shown = [(probe.name, probe.sample.image) for probe in (*item.rungs, *item.probes)]
-    images = [(name, embedded(png(image.convert("RGB")), words=name, edge=SMALL)) for name, image in shown if image]
-    figures = [tag("figure", image, tag("figcaption", name), class_="shown") for name, image in images]
-    return tag("div", figures, class_="strip images")

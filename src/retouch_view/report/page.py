@@ -53,18 +53,18 @@ def run_page(run: Path, *, ended: str | None = None) -> str:
     more = [tag("details", tag("summary", f"The same at step {step}"), strip) for step, strip in groups[1:]]
     document = json.dumps(recipe, indent=2, ensure_ascii=False)
     sections = [
-        _section("Reward", _one(charts.reward_section(metrics, evals, summary, split=split)), "No steps."),
+        _section("Reward", charts.reward_section(metrics, evals, summary, split=split), "No steps."),
         *_suites(folder.read_suites()),
         *([_section("Watched", _watched(metrics), "No watched metrics.")] if recipe.get("watch") else []),
         _section(
             f"{split.capitalize()} tasks over training",
-            _one(tables.tasks_over_training(folder, column=column)),
+            tables.tasks_over_training(folder, column=column),
             f"No images of {split} tasks are stored.",
         ),
         _section(f"{split.capitalize()} scores", _heldout(folder, evals, column, split), f"No evaluation on {split} tasks."),
         _section("Training groups", [*(strip for _, strip in groups[:1]), *more], "No images of training samples are stored."),
         _section("Metrics", _signals(metrics, recipe), "No metrics apart from the reward."),
-        _section("Time", _one(charts.time_bars(timings)), "No timings."),
+        _section("Time", charts.time_bars(timings), "No timings."),
         _section(
             "Checks before the first step",
             [tag("p", f"{passed} of {len(checks)} passed.", class_="quiet"), tables.preflight_table(checks)] if checks else [],
@@ -128,12 +128,8 @@ def html_page(title: str, header: Html, main: Html) -> Html:
     return tag("html", head, tag("body", header, tag("main", main), tag("script", script)), lang="en")
 
 
-def _section(title: str, content: Sequence[Html], empty: str) -> Html:
+def _section(title: str, content: Html | Sequence[Html] | None, empty: str) -> Html:
     return tag("section", tag("h2", title), content if content else tag("p", empty, class_="quiet"))
-
-
-def _one(piece: Html | None) -> list[Html]:
-    return [] if piece is None else [piece]
 
 
 def _heldout(folder: RunFolder, evals: Sequence[Mapping[str, Any]], column: str | None, split: str) -> list[Html]:

@@ -474,10 +474,6 @@ def _instruction(line: Mapping[str, Any]) -> Html:
     return tag("p", str(line["instruction"]) or "(no instruction)", class_="instruction", dir="auto")
 
 
-def _direction(change: float) -> str:
-    return "flat" if not abs(change) >= 0.005 else "good" if change > 0 else "bad"
-
-
 def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
     """Show the reward of the sample, and its other scores in small print below."""
     value = _value(line, column)
@@ -495,21 +491,20 @@ def shown(label: str, path: Path | None, scores: Html | None, *, style: str = ""
 def groups(folder: RunFolder) -> list[tuple[int, Html]]:
     """Return (step, strips) for the training groups of the last and of the first step with stored groups."""
     steps = [step for step in folder.sample_steps() if _of(folder, step, "group")]
-    return [(step, _groups(folder, step)) for step in dict.fromkeys([*steps[-1:], *steps[:1]])]
-
-
-def _groups(folder: RunFolder, step: int) -> Html:
-    members: dict[int, list[dict[str, Any]]] = {}
-    for line in _of(folder, step, "group"):
-        members.setdefault(line["group"], []).append(line)
-    ranked = sorted(members.values(), key=_mean_reward, reverse=True)
-    note, count = "", len(ranked)
-    if count > MOST_GROUPS:
-        ranked = [ranked[round(index * (count - 1) / (MOST_GROUPS - 1))] for index in range(MOST_GROUPS)]
-        note = f" {MOST_GROUPS} of {count} groups, evenly spaced in this order."
-    caption = f"Step {step}: groups sorted by mean reward, highest first; samples of a group sorted by reward.{note}"
-    rewrites = _rewrites_prompts(folder)
-    return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group, rewrites=rewrites) for group in ranked])
+    found, rewrites = [], _rewrites_prompts(folder)
+    for step in dict.fromkeys([*steps[-1:], *steps[:1]]):
+        members: dict[int, list[dict[str, Any]]] = {}
+        for line in _of(folder, step, "group"):
+            members.setdefault(line["group"], []).append(line)
+        ranked = sorted(members.values(), key=_mean_reward, reverse=True)
+        note, count = "", len(ranked)
+        if count > MOST_GROUPS:
+            ranked = [ranked[round(index * (count - 1) / (MOST_GROUPS - 1))] for index in range(MOST_GROUPS)]
+            note = f" {MOST_GROUPS} of {count} groups, evenly spaced in this order."
+        caption = f"Step {step}: groups sorted by mean reward, highest first; samples of a group sorted by reward.{note}"
+        strips = [_strip(folder, group, rewrites=rewrites) for group in ranked]
+        found.append((step, tag("div", tag("p", caption, class_="quiet"), strips)))
+    return found
 
 
 def _mean_reward(group: Sequence[Mapping[str, Any]]) -> float:
@@ -558,7 +553,8 @@ def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int, *, rewrit
     if math.isfinite(reward):
         main = tag("b", format_score(reward, decimals))
     if math.isfinite(reward + advantage):
-        gain = tag("span", format_signed(advantage), class_=f"advantage {_direction(advantage)}")
+        direction = "flat" if not abs(advantage) >= 0.005 else "good" if advantage > 0 else "bad"
+        gain = tag("span", format_signed(advantage), class_=f"advantage {direction}")
     caption = tag("figcaption", main, gain, _completion(line, label="", rewrites=rewrites))
     image = picture(_path(folder, line, "image"), words=name, edge=SMALL)
     return tag("figure", image, caption, class_="shown member", title=f"{name}: {scores}" if scores else name)
@@ -610,7 +606,42 @@ def comparison(folders: Sequence[Path]) -> str:
     The score is the column that the first run reports, on all held-out tasks. A difference is the mean over the tasks that both
     runs evaluated, with a paired 95 % interval (``core.intervals``). Raises ValueError as ``_read_all`` does.
     """
-    return "\n".join(_compared(_read_all(folders)))
+    runs = _read_all(folders)
+    first = runs[0]
+    decimals = decimals_for(value for run in runs for value in (*run.before.values(), *run.after.values()))
+
+    def change(before: Mapping[str, float], run: _Run) -> str:
+        found = paired_change(before, run.after, run.sources)
+        if not found.count:
+            return MISSING
+        ends = [format_signed(end, decimals) for end in found.interval or ()]
+        return format_signed(found.mean, decimals) + (f" ({' to '.join(ends)})" if ends else "")
+
+    lines = [f"{first.column} on all held-out tasks, before training and at the last evaluation"]
+    rows = [["run", "step", "tasks", "before", "after", "change (95 %)", "share of the gap", "time in steps"]]
+    for run in runs:
+        both = run.before.keys() & run.after.keys()
+        ends = [mean(scores[task] for task in both) if both else None for scores in (run.before, run.after)]
+        gap = MISSING if run.gap_closed is None else format_percent(run.gap_closed)
+        shown = [*(format_score(end, decimals) for end in ends), change(run.before, run) if run.step else MISSING, gap]
+        rows.append([run.name, str(run.step), str(len(both)), *shown, format_duration(run.seconds)])
+    lines += aligned(rows)
+    if any(run.gap_closed is not None for run in runs):
+        lines.append("The share of the gap is of the tasks of eval.headline, as in summary.json.")
+    lines += ["", f"Difference to {first.name} at the last evaluation, on the same held-out tasks (95 %)"]
+    rows = []
+    for run in runs[1:]:
+        shared = len(first.after.keys() & run.after.keys())
+        rows.append([run.name, f"{change(first.after, run)} on {shared} tasks" if shared else "no held-out task in common"])
+    lines += aligned(rows)
+    lines.append("The intervals contain the spread between tasks, not the spread between seeds: repeat each run with other seeds.")
+    keys = sorted({key for run in runs for key in run.recipe} - {"name", "out"})
+    differing = [key for key in keys if len({run.recipe.get(key) for run in runs}) > 1]
+    if not differing:
+        return "\n".join([*lines, "", "The recipes do not differ."])
+    rows = [["", *(run.name for run in runs)]]
+    rows += [[key, *(run.recipe.get(key, MISSING) for run in runs)] for key in differing]
+    return "\n".join([*lines, "", "What differs in the recipes", *aligned(rows)])
 
 
 def paired_differences(folders: Sequence[Path]) -> dict[str, Any]:
@@ -667,44 +698,3 @@ def _read(root: Path, name: str, column: str | None = None) -> _Run:
         gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
         seconds=seconds_spent(folder.read_timings()),
     )
-
-
-def _compared(runs: Sequence[_Run]) -> Iterator[str]:
-    first = runs[0]
-    decimals = decimals_for(value for run in runs for value in (*run.before.values(), *run.after.values()))
-
-    def change(before: Mapping[str, float], run: _Run) -> str:
-        found = paired_change(before, run.after, run.sources)
-        if not found.count:
-            return MISSING
-        ends = [format_signed(end, decimals) for end in found.interval or ()]
-        return format_signed(found.mean, decimals) + (f" ({' to '.join(ends)})" if ends else "")
-
-    yield f"{first.column} on all held-out tasks, before training and at the last evaluation"
-    rows = [["run", "step", "tasks", "before", "after", "change (95 %)", "share of the gap", "time in steps"]]
-    for run in runs:
-        both = run.before.keys() & run.after.keys()
-        ends = [mean(scores[task] for task in both) if both else None for scores in (run.before, run.after)]
-        gap = MISSING if run.gap_closed is None else format_percent(run.gap_closed)
-        shown = [*(format_score(end, decimals) for end in ends), change(run.before, run) if run.step else MISSING, gap]
-        rows.append([run.name, str(run.step), str(len(both)), *shown, format_duration(run.seconds)])
-    yield from aligned(rows)
-    if any(run.gap_closed is not None for run in runs):
-        yield "The share of the gap is of the tasks of eval.headline, as in summary.json."
-    yield from ("", f"Difference to {first.name} at the last evaluation, on the same held-out tasks (95 %)")
-    rows = []
-    for run in runs[1:]:
-        shared = len(first.after.keys() & run.after.keys())
-        rows.append([run.name, f"{change(first.after, run)} on {shared} tasks" if shared else "no held-out task in common"])
-    yield from aligned(rows)
-    yield "The intervals contain the spread between tasks, not the spread between seeds: repeat each run with other seeds."
-    yield ""
-    keys = sorted({key for run in runs for key in run.recipe} - {"name", "out"})
-    differing = [key for key in keys if len({run.recipe.get(key) for run in runs}) > 1]
-    if not differing:
-        yield "The recipes do not differ."
-        return
-    yield "What differs in the recipes"
-    rows = [["", *(run.name for run in runs)]]
-    rows += [[key, *(run.recipe.get(key, MISSING) for run in runs)] for key in differing]
-    yield from aligned(rows)

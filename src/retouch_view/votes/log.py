@@ -126,13 +126,8 @@ class VotePair:
         """Create a vote with a new id and the current time. ``exchanged``: the second image was on the left."""
         left, right = (self.second, self.first) if exchanged else (self.first, self.second)
         own: dict[str, Any] = {name: getattr(self, name) for name in OF_TASK}
-        own |= {"id": new_id(), "at": time.time(), "voter": voter, "choice": choice, "repeat": repeat}
+        own |= {"id": secrets.token_hex(8), "at": time.time(), "voter": voter, "choice": choice, "repeat": repeat}
         return Vote(left=left, right=right, **own)
-
-
-def new_id() -> str:
-    """Return a random identifier of a vote."""
-    return secrets.token_hex(8)
 
 
 def pair_id(task: str, first: str, second: str) -> str:
@@ -182,7 +177,7 @@ class VoteLog:
 
     def undo(self, vote: str, *, voter: str) -> None:
         """Undo the vote with this id. This has an effect only if the same voter gave the vote."""
-        self._append({"id": new_id(), "at": time.time(), "voter": voter, "undo": vote})
+        self._append({"id": secrets.token_hex(8), "at": time.time(), "voter": voter, "undo": vote})
 
     def read(self) -> Votes:
         """Return all votes that count; none if the file does not exist."""

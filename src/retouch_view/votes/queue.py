@@ -74,7 +74,7 @@ class VoteQueue:
         hashes = [image_hash(image) for image in images]
         assert len(set(hashes)) == len(hashes) > 1, "the images must be distinct"
         identity = hashlib.sha256(json.dumps([task.id, task.instruction, pairs, *hashes]).encode()).hexdigest()[:16]
-        folder = self._folder(identity)
+        folder = self.root / "groups" / identity
         known = self._read(folder)
         if known is not None:
             (folder / _CLOSED).unlink(missing_ok=True)
@@ -115,15 +115,12 @@ class VoteQueue:
 
     def close(self, group: QueuedGroup) -> None:
         """Mark the group as closed: no more votes on it are needed."""
-        files.write_atomic(self._folder(group.id) / _CLOSED, b"")
+        files.write_atomic(self.root / "groups" / group.id / _CLOSED, b"")
 
     def unanswered(self, group: QueuedGroup) -> list[tuple[int, int]]:
         """Return the pairs of the group that have no vote, in order."""
         answered = self.log.read().by_pair
         return [pair for pair in group.pairs if not answered.get(group.pair_id(pair))]
-
-    def _folder(self, identity: str) -> Path:
-        return self.root / "groups" / identity
 
     def _read(self, folder: Path) -> QueuedGroup | None:
         if folder.name not in self._known:
@@ -222,14 +219,14 @@ class StoredPairs:
         return Path(os.path.relpath(path, self._folder)).as_posix()
 
 
+@dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """The held-out samples of a run after a step. ``lines``: the lines of ``samples.jsonl``. ``folder``: the folder with the
-    images."""
+    """The held-out samples of a run after a step. ``arm``: the run and the step. ``folder``: the folder with the images.
+    ``lines``: their lines of ``samples.jsonl``."""
 
-    def __init__(self, run: str, step: int, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.arm = f"{run} step {step}"
-        self.folder = folder
-        self.lines = [line for line in lines if line["set"] == "heldout"]
+    arm: str
+    folder: Path
+    lines: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,13 @@ interval is clustered by task.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
+
+import numpy as np
 
 from retouch.core.intervals import ShareInterval, estimate_share, t_quantile
 from retouch.rewards.ledger.database import decode_scores, encode_text, open_read_only
@@ -45,8 +47,6 @@ def table(votes: Iterable[Vote]) -> list[ArmStrength]:
     Intervals are t intervals. The variance is the cluster-robust (sandwich) variance, clustered by task, or the variance of the
     model if it is larger, for example if one arm has won every vote. With a single task, the intervals are infinite.
     """
-    import numpy as np
-
     used = [vote for vote in votes if vote.left.arm and vote.right.arm and vote.left.arm != vote.right.arm]
     arms = sorted({side.arm for vote in used for side in (vote.left, vote.right)})
     if len(arms) < 2:
@@ -256,16 +256,13 @@ def summarise(logs: Sequence[VoteLog]) -> dict[str, Any]:
 
 def as_text(found: Mapping[str, Any]) -> str:
     """The summary as tables for the command line."""
-    return "\n".join(_text(found))
 
-
-def _text(found: Mapping[str, Any]) -> Iterator[str]:
     def share(of: Mapping[str, Any]) -> str:
         return f"{of['value']:.3f} ({of['low']:.3f} to {of['high']:.3f}), n {of['count']}" if of["count"] else "-"
 
-    yield f"{found['votes']} votes on {found['pairs']} pairs of {found['tasks']} tasks"
+    lines = [f"{found['votes']} votes on {found['pairs']} pairs of {found['tasks']} tasks"]
     if found["undone"] or found["damaged"]:
-        yield f"{found['undone']} votes were taken back, {found['damaged']} lines are damaged"
+        lines.append(f"{found['undone']} votes were taken back, {found['damaged']} lines are damaged")
     sections = {
         "win rates (ties count one half)": [
             [row["arm"], "against", row["other"], share(row["share"]), f"{row['ties']} ties"] for row in found["win_rates"]
@@ -281,6 +278,7 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
     }
     for title, rows in sections.items():
         if rows:
-            yield from ("", title, *aligned(rows))
+            lines += ["", title, *aligned(rows)]
     if found["voter_agreement"]["count"]:
-        yield from ("", f"agreement of two voters on the same pair: {share(found['voter_agreement'])}")
+        lines += ["", f"agreement of two voters on the same pair: {share(found['voter_agreement'])}"]
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ from retouch.records.files import read_json
 from retouch_models.flux import FluxFillModel
 from retouch_models.qwen_image import QwenImageEditModel, QwenImageModel
 from retouch_worlds.playground import playground_weights
+from retouch_worlds.playground.scenes import SIZE
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +63,6 @@ class PlaygroundFamily(DiffusersModel):
 
     @property
     def planned_size(self) -> Size:
-        from retouch_worlds.playground.scenes import SIZE
-
         return SIZE, SIZE
 
 

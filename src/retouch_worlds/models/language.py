@@ -10,6 +10,7 @@ from retouch.models.base import Dtype, PartConfigs, PretrainedLanguageModel, Siz
 from retouch.records.files import read_json
 from retouch_models.language import Emu3Family, QwenFamily
 from retouch_worlds.playground import playground_weights
+from retouch_worlds.playground.scenes import SIZE
 
 if TYPE_CHECKING:
     import torch
@@ -29,16 +30,13 @@ class PlaygroundLanguageModel(PretrainedLanguageModel):
     """A file that the folder of the weights must contain."""
     built_by: ClassVar[tuple[str, str]]
     """The model's name in messages, and the command that builds its weights."""
-
-    @property
-    def shipped(self) -> Path:
-        """The packaged folder of the model's weights."""
-        raise NotImplementedError
+    shipped: ClassVar[str]
+    """Name of the packaged folder of the model's weights."""
 
     @property
     def folder(self) -> Path:
         """The folder of the model's weights."""
-        return Path(self.path) if self.path else self.shipped
+        return Path(self.path) if self.path else playground_weights(self.shipped)
 
     @property
     def source(self) -> str:
@@ -63,10 +61,7 @@ class PlaygroundWriter(PlaygroundLanguageModel, QwenFamily):
     kind: Literal["playground-writer"] = "playground-writer"
 
     built_by = ("writer", "retouch tools playground --writer")
-
-    @property
-    def shipped(self) -> Path:
-        return playground_weights("writer")
+    shipped = "writer"
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         return self.load(self.fetch_weights(), device=device, gradient_checkpointing=gradient_checkpointing)
@@ -86,10 +81,7 @@ class PlaygroundEnhancer(PlaygroundLanguageModel, QwenFamily):
 
     marker = "adapter.json"
     built_by = ("enhancer", "retouch tools playground --text-to-image")
-
-    @property
-    def shipped(self) -> Path:
-        return playground_weights("enhancer")
+    shipped = "enhancer"
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         folder = self.fetch_weights()
@@ -107,10 +99,12 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
     image. ``sc-unfinished`` continues from ``sc``, on demonstrations of several edits, most of which lack one edit."""
 
     built_by = ("Emu3", "retouch tools playground --emu3")
+    shipped = "emu3"
 
     @property
-    def shipped(self) -> Path:
-        return playground_weights("emu3") / self.start
+    def folder(self) -> Path:
+        """The folder of the model's weights."""
+        return Path(self.path) if self.path else playground_weights(self.shipped) / self.start
 
     @property
     def size(self) -> Size | None:
@@ -119,12 +113,10 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
 
     @property
     def planned_size(self) -> Size:
-        from retouch_worlds.playground.scenes import SIZE
-
         return SIZE, SIZE
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        parts = playground_weights("emu3")
+        parts = playground_weights(self.shipped)
         return self.load(
             self.fetch_weights(),
             tokenizer=parts / "tokenizer",
@@ -134,4 +126,4 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
         )
 
     def describe(self, folder: Path | None) -> PartConfigs:
-        return self.describe_parts(folder, playground_weights("emu3") / "autoencoder")
+        return self.describe_parts(folder, playground_weights(self.shipped) / "autoencoder")

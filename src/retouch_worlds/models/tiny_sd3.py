@@ -42,6 +42,21 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
 
     Example: ``retouch.Trainer(model=tiny_sd3_pipeline(), ...)``
     """
+    # A token of CLIP is a lower-case letter, inside or at the end of a word; a token of T5 is a letter.
+    letters = string.ascii_lowercase
+    ends = ["<|startoftext|>", "<|endoftext|>"]
+    words = {word: index for index, word in enumerate([*letters, *(f"{letter}</w>" for letter in letters), *ends])}
+    clip_config = CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=_WIDTH,
+        projection_dim=_WIDTH,
+        intermediate_size=2 * _WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=len(words) - 2,
+        eos_token_id=len(words) - 1,
+    )
+    t5_letters = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((letter, -1.0) for letter in f"▁{letters}")]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The order of these lines is the order in which the weights are drawn.
@@ -77,12 +92,13 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
             ),
         )
         clip, clip_2, t5 = (
-            CLIPTextModelWithProjection(_clip()),
-            CLIPTextModelWithProjection(_clip()),
+            CLIPTextModelWithProjection(clip_config),
+            CLIPTextModelWithProjection(clip_config),
             T5EncoderModel(
-                T5Config(vocab_size=len(_t5_letters()), d_model=_WIDTH, d_kv=8, d_ff=2 * _WIDTH, num_layers=2, num_heads=4)
+                T5Config(vocab_size=len(t5_letters), d_model=_WIDTH, d_kv=8, d_ff=2 * _WIDTH, num_layers=2, num_heads=4)
             ),
         )
+    tokenizer, tokenizer_2 = (CLIPTokenizer(vocab=words, merges=[], model_max_length=77) for _ in range(2))
     for part in (transformer, vae, clip, clip_2, t5):
         part.eval().requires_grad_(False)
     return StableDiffusion3Pipeline(
@@ -90,32 +106,9 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
         text_encoder=clip,
-        tokenizer=_clip_letters(),
+        tokenizer=tokenizer,
         text_encoder_2=clip_2,
-        tokenizer_2=_clip_letters(),
+        tokenizer_2=tokenizer_2,
         text_encoder_3=t5,
-        tokenizer_3=T5Tokenizer(vocab=_t5_letters(), extra_ids=0),
+        tokenizer_3=T5Tokenizer(vocab=t5_letters, extra_ids=0),
     )
-
-
-def _clip() -> CLIPTextConfig:
-    words = len(_clip_words())
-    sizes = {"hidden_size": _WIDTH, "projection_dim": _WIDTH, "intermediate_size": 2 * _WIDTH}
-    ends = {"bos_token_id": words - 2, "eos_token_id": words - 1}
-    return CLIPTextConfig(vocab_size=words, num_hidden_layers=2, num_attention_heads=4, **ends, **sizes)
-
-
-def _clip_letters() -> CLIPTokenizer:
-    """A token for each lower-case letter, inside and at the end of a word."""
-    return CLIPTokenizer(vocab=_clip_words(), merges=[], model_max_length=77)
-
-
-def _clip_words() -> dict[str, int]:
-    letters = string.ascii_lowercase
-    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    return {word: index for index, word in enumerate(words)}
-
-
-def _t5_letters() -> list[tuple[str, float]]:
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    return [*special, *((letter, -1.0) for letter in f"▁{string.ascii_lowercase}")]

@@ -288,17 +288,13 @@ assert len(GROUND_WORDS) == len(GROUNDS)
 def request(background: int, things: Sequence[Placed], generator: torch.Generator) -> str:
     """A request, in random words, for a scene with this background and these things in the given order."""
     choices = RandomChoices(generator)
-    clauses = choices.choose(REQUEST_JOINS).join(_clause(one, choices) for one in things)
-    text = choices.choose(REQUEST_OPENERS) + clauses
+    # The order of the draws decides the texts of all tasks.
+    join, clauses = choices.choose(REQUEST_JOINS), []
+    for one in things:
+        colour = choices.choose(COLOUR_WORDS[one.thing.colour])
+        pattern = choices.choose(CLAUSES)
+        shape, place = choices.choose(SHAPE_WORDS[one.thing.shape]), choices.choose(PLACE_WORDS[one.cell])
+        clauses.append(pattern.format(a="an" if colour[0] in "aeiou" else "a", colour=colour, shape=shape, place=place))
+    text = choices.choose(REQUEST_OPENERS) + join.join(clauses)
     ground = choices.choose(GROUND_WORDS[background])
     return f"{text}, {ground}" if choices.uniform() < 0.5 else f"{ground}: {text}"
-
-
-def _clause(one: Placed, choices: RandomChoices) -> str:
-    colour = choices.choose(COLOUR_WORDS[one.thing.colour])
-    return choices.choose(CLAUSES).format(
-        a="an" if colour[0] in "aeiou" else "a",
-        colour=colour,
-        shape=choices.choose(SHAPE_WORDS[one.thing.shape]),
-        place=choices.choose(PLACE_WORDS[one.cell]),
-    )

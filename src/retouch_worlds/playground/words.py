@@ -55,14 +55,10 @@ def split_of_word(word: str) -> SplitName:
     return "train" if place < 8 else "validation" if place == 8 else "test"
 
 
-def random_style(choices: RandomChoices) -> Style:
-    """A random style; ink, paper and size are drawn uniformly."""
-    return Style(choices.choose(INKS), choices.choose(PAPERS), choices.choose(SIZES))
-
-
-def another_style(style: Style, choices: RandomChoices) -> Style:
-    """A random style whose ink and paper differ from those of ``style``."""
-    inks, papers = ([colour for colour in all_of if colour not in (style.ink, style.paper)] for all_of in (INKS, PAPERS))
+def random_style(choices: RandomChoices, *, unlike: Style | None = None) -> Style:
+    """A random style; ink, paper and size are drawn uniformly, without the ink and the paper of ``unlike``."""
+    used = () if unlike is None else (unlike.ink, unlike.paper)
+    inks, papers = ([colour for colour in all_of if colour not in used] for all_of in (INKS, PAPERS))
     return Style(choices.choose(inks), choices.choose(papers), choices.choose(SIZES))
 
 

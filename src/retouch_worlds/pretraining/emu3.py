@@ -342,26 +342,21 @@ def build_emu3(
             halved(language_model(whole)).save_pretrained(folder / name)
             scores |= {f"{name}, {what}": value for what, value in measure(editor).items()}
         for name, (start, settings) in further.items():
-            scores |= build_further(folder, name, start, replace(settings, seed=seed))
+            section = Emu3Model(
+                path=str(folder / start),
+                tokenizer=str(folder / "tokenizer"),
+                autoencoder=str(folder / "autoencoder"),
+                size=(SIZE, SIZE),
+                dtype="float32",
+            )
+            model = section.build(device=torch.device("cpu"), gradient_checkpointing=False)
+            assert isinstance(model, Emu3Editor)
+            train_rounds(model, replace(settings, seed=seed), name)
+            halved(model.module).save_pretrained(folder / name)
+            scores |= {f"{name}, {what}": value for what, value in measure(model).items()}
         return scores
 
     return build([folder], train, lambda scores: scores, seed=seed, command="retouch tools playground --emu3")
-
-
-def build_further(folder: Path, name: str, start: str, settings: Emu3Training) -> dict[str, float]:
-    """Continue to train the base editor ``start`` in ``folder``, and write the result there as ``name``. Returns held-out means."""
-    section = Emu3Model(
-        path=str(folder / start),
-        tokenizer=str(folder / "tokenizer"),
-        autoencoder=str(folder / "autoencoder"),
-        size=(SIZE, SIZE),
-        dtype="float32",
-    )
-    editor = section.build(device=torch.device("cpu"), gradient_checkpointing=False)
-    assert isinstance(editor, Emu3Editor)
-    train_rounds(editor, settings, name)
-    halved(editor.module).save_pretrained(folder / name)
-    return {f"{name}, {what}": value for what, value in measure(editor).items()}
 
 
 def measure(editor: Emu3Editor) -> dict[str, float]:

@@ -63,13 +63,8 @@ def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
     require(
         distance <= CUT_LIMIT, f"larger microbatches change the gradient by {distance:.1e}; sum the shares, do not average them"
     )
-    _check_weights(built, policy, minibatch, trained)
-
-
-def _check_weights(built: Any, policy: Any, minibatch: Minibatch, trained: Sequence[Tensor]) -> None:
-    """Check that the advantages of rows with weight 0 do not change the gradient."""
     weights, advantages = minibatch.weights.clone(), minibatch.advantages.clone()
-    first = torch.tensor(minibatch.batch.group) == minibatch.batch.group[0]
+    first = torch.tensor(batch.group) == batch.group[0]
     weights[first] = 0.0
     without = replace(minibatch, weights=weights)
     before, _ = _gradient(built, policy, without, trained)

@@ -1,7 +1,6 @@
 """The contract of a policy: evaluation reproduces the rollout's log-probabilities, however rows and actions are sliced."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -197,7 +196,12 @@ def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequ
     if needs.kl is not None:
         kl, _ = _kl(policy, trajectory, needs, trained)
         require(kl <= 1e-6, f"the {needs.kl} KL is {kl:.2e} at the reference, not 0")
-    with _perturbed(trained):
+    before = [parameter.detach().clone() for parameter in trained]
+    random = generator("retouch.testing", "moved")
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=random).to(parameter))
+    try:
         deviation = _max_ratio_deviation(policy, trajectory, Needs())
         require(deviation > 0, "the ratio is still exactly 1 after the weights have changed")
         if needs.kl is not None:
@@ -205,6 +209,10 @@ def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequ
             require(kl > 0, f"the {needs.kl} KL is still 0 after the weights have changed: the reference changes with them")
             finite = all(bool(part.isfinite().all()) for part in gradient)
             require(finite and any(bool(part.any()) for part in gradient), f"the {needs.kl} KL has no usable gradient")
+    finally:  # restored to the bit
+        with torch.no_grad():
+            for parameter, kept in zip(trained, before, strict=True):
+                parameter.copy_(kept)
 
 
 def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
@@ -216,22 +224,6 @@ def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[
         columns.append(kl[trajectory.mask[part.rows, part.actions]])
     values = torch.cat(columns)
     return float(values.detach().abs().max()), _grad(values.sum(), trained)
-
-
-@contextmanager
-def _perturbed(trained: Sequence[Tensor]) -> Iterator[None]:
-    """Change the weights a little inside the block, and restore them to the bit."""
-    before = [parameter.detach().clone() for parameter in trained]
-    random = generator("retouch.testing", "moved")
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=random).to(parameter))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, kept in zip(trained, before, strict=True):
-                parameter.copy_(kept)
 
 
 def _check_velocity(policy: VelocityPolicy, trajectory: Trajectory, trained: Sequence[Tensor]) -> None:
