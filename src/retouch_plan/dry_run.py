@@ -361,6 +361,8 @@ class _Step:
                 meter.compiled.watch(parts.model.module)
             stepper = parts.stepper()
             self._take_first_step(stepper)
+            if parts.painted is not None and isinstance(stepper, JointStepper):
+                self._take_first_step(stepper.second)
         meter.label = "activations"
         self._count_repeats(parts)
         phases = []
@@ -374,8 +376,10 @@ class _Step:
             rows = len(phase.batch(steps.start))
             hashed = self.repeats.calls(bits_hash, lambda tensor: (type(tensor), tensor.shape, tensor.dtype, tensor.device))
             once = patch("retouch.run.preflight.bits_hash", hashed)
-            with self._few_parts(run.policy), once, meter.stage(f"{name}preflight"):
-                preflight(run, phase, step=steps.start, rows=min(ROWS, rows))
+            tried = [(run, phase)] if run.painting is None else [(run, phase), (run.painting.run, run.painting.phase)]
+            for each, own in tried:
+                with self._few_parts(each.policy), once, meter.stage(f"{name}preflight"):
+                    preflight(each, own, step=steps.start, rows=min(ROWS, rows))
             before = list(meter.stages)
             self._step(run, phase, name)
             stages = tuple(each for each in meter.stages if each not in before)
@@ -420,12 +424,13 @@ class _Step:
         """Label trained weights, their copies and their gradients, and the weights of a denoising model."""
         if isinstance(parts.model, DenoisingModel):  # its weights may have been moved after loading
             self.meter.relabel(list(parts.model.module.parameters()), "weights: transformer")
-        trained = list(parts.copies.parameters.values())
-        self.meter.relabel(trained, "trained weights")
-        for copy in parts.copies.copies.values():
-            self.meter.relabel(list(copy.values()), "copies of the trained weights")
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
+        for copies in filter(None, (parts.copies, parts.painted)):
+            trained = list(copies.parameters.values())
+            self.meter.relabel(trained, "trained weights")
+            for copy in copies.copies.values():
+                self.meter.relabel(list(copy.values()), "copies of the trained weights")
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
 
     def _label_moments(self, stepper: Any) -> None:
         engine = getattr(stepper, "engine", stepper)
@@ -518,12 +523,24 @@ class _Step:
 
         policy.rollout = self.repeats.calls(paced, len, lambda made: type(made).concat([made]))
         renderer = self.repeats.calls(run.renderer, lambda tasks, trajectory: len(tasks))
-        run = replace(run, renderer=renderer, clock=lambda stage: meter.stage(f"{name}{stage}"))
+        painting = run.painting
+        if painting is not None:
+            drawing = painting.run.policy
+            drawing.rollout = self.repeats.calls(drawing.rollout, len, lambda made: type(made).concat([made]))
+            own = replace(painting.run, clock=lambda stage: meter.stage(f"{name}text_to_image {stage}"))
+            decode = self.repeats.calls(painting.decode, lambda tasks, trajectory: len(tasks))
+            painting = replace(painting, run=own, decode=decode)
+        run = replace(run, renderer=renderer, painting=painting, clock=lambda stage: meter.stage(f"{name}{stage}"))
         step = phase.steps.start
         with meter.stage(f"{name}advantages"):
             collected = collect(run, phase, step)
         with self._few_parts(policy):
             update(run, phase, step, collected)
+        if painting is not None:
+            assert collected.painted is not None
+            with self._few_parts(drawing):
+                painting.train(step, collected.painted)
+            del drawing.rollout
         self._label_moments(run.stepper)
         self.token = getattr(getattr(policy, "engine", None), "token", None)
         del policy.rollout
