@@ -20,7 +20,7 @@ an output that is added before the output projection. Files with the names of XL
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
@@ -49,7 +49,6 @@ from retouch.core.random import generator
 from retouch.models.parts import LOCAL
 from retouch.models.pipeline import ModelWrapper
 from retouch.models.quantized import compute_dtype
-from retouch.models.train import IpAdapter
 from retouch.protocols import DenoisingModel
 from retouch.records.files import read_json
 from retouch.types import Conditioning, Task
@@ -333,6 +332,16 @@ _KEYS = 32
 _QFORMER_HEADS = 8
 
 
+@runtime_checkable
+class AdapterSettings(Protocol):
+    """The settings of an adapter (``retouch.models.train.IpAdapter`` documents them)."""
+
+    tokens: int
+    projection: Literal["linear", "mlp", "qformer"]
+    blocks: Literal["double", "all"]
+    scale: float
+
+
 class MLPProjection(nn.Module):
     """Projects an embedding to tokens with a hidden layer of twice its width and a final LayerNorm."""
 
@@ -380,7 +389,7 @@ class _QFormer(nn.Module):
         return tokens
 
 
-def loadable_by_diffusers(transformer: nn.Module, settings: IpAdapter) -> bool:
+def loadable_by_diffusers(transformer: nn.Module, settings: AdapterSettings) -> bool:
     """Whether ``load_ip_adapter`` of diffusers' Flux pipelines can load the adapter. It assumes 16 tokens if the projection has
     65536 rows, and 4 tokens otherwise."""
     if not isinstance(transformer, FluxTransformer2DModel) or settings.projection != "linear" or settings.blocks != "double":
@@ -389,7 +398,7 @@ def loadable_by_diffusers(transformer: nn.Module, settings: IpAdapter) -> bool:
     return settings.tokens == (16 if rows == _ROWS_OF_16_TOKENS else 4)
 
 
-def attach(transformer: nn.Module, settings: IpAdapter, *, embed_width: int, seed: int) -> None:
+def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: int, seed: int) -> None:
     """Add a new, trainable adapter in fp32 to the transformer, with initial weights from the seed. Other weights do not change.
 
     Raises ValueError for a transformer of another family, and for single blocks of a transformer without them.
@@ -419,7 +428,9 @@ def attach(transformer: nn.Module, settings: IpAdapter, *, embed_width: int, see
         adapted.to(device).requires_grad_(True)
 
 
-def _processor(transformer: FluxTransformer2DModel | QwenImageTransformer2DModel, settings: IpAdapter, base: Any) -> nn.Module:
+def _processor(
+    transformer: FluxTransformer2DModel | QwenImageTransformer2DModel, settings: AdapterSettings, base: Any
+) -> nn.Module:
     width, dtype = int(transformer.config.joint_attention_dim), compute_dtype(transformer)
     processor: Any
     if loadable_by_diffusers(transformer, settings):
