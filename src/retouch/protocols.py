@@ -307,15 +307,6 @@ class DifferentiableReward(Protocol):
 
 
 @runtime_checkable
-class CombinesGradients(DifferentiableReward, Protocol):
-    """A section of several rewards that combines their scores with gradient."""
-
-    def require_gradient(self) -> None:
-        """Raise ValueError if a reward or the combination has no gradient with respect to the image."""
-        ...
-
-
-@runtime_checkable
 class AsyncReward(Reward, Protocol):
     """A reward that scores in the background while sampling continues."""
 

@@ -26,28 +26,28 @@ BRIDGING = (
         "integrations/trl.py",
         "tokens = tuple(ids[:-1] if ended else ids)",
         "ends = [place for place, k in enumerate(ids) if k in self.writer.stop]\n"
-        "        tokens = tuple(ids[: ends[0]] if ends else ids)",
+        "            tokens = tuple(ids[: ends[0]] if ends else ids)",
         f"{BRIDGE}::test_only_one_final_end_token_is_removed_from_a_completion",
     ),
     Mutant(
         "the noise is the same in every step of TRL's trainer",
         "integrations/trl.py",
-        "key=(self.seed, step, ",
-        "key=(self.seed, 0, ",
+        "key = (self.seed, step, ",
+        "key = (self.seed, 0, ",
         f"{BRIDGE}::test_noise_is_keyed_by_seed_step_and_task",
     ),
     Mutant(
         "task numbers come from hash(), which differs between TRL's ranks",
         "integrations/trl.py",
-        'int.from_bytes(hashlib.sha256(task.encode()).digest()[:7], "big")',
-        "abs(hash(task))",
+        'int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:7], "big")',
+        "abs(hash(task.id))",
         f"{BRIDGE}::test_noise_is_keyed_by_seed_step_and_task",
     ),
     Mutant(
         "each of TRL's ranks numbers its rows from 0",
         "integrations/trl.py",
-        "first = ranks.rank * len(tasks)",
-        "first = 0",
+        "ranks.rank * len(completion_ids) + row",
+        "row",
         f"{BRIDGE}::test_two_ranks_share_group_keys_have_distinct_slots_and_raise_together",
     ),
     Mutant(
@@ -60,8 +60,8 @@ BRIDGING = (
     Mutant(
         "the rows of a task do not share one task object",
         "integrations/trl.py",
-        "[known.setdefault(task.id, task) for task in tasks]",
-        "tasks",
+        "tasks.append(known.setdefault(task.id, task))",
+        "tasks.append(task)",
         f"{BRIDGE}::test_rows_of_a_group_share_one_task",
     ),
     Mutant(

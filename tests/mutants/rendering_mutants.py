@@ -81,8 +81,8 @@ RENDERING = (
     Mutant(
         "all tasks of an editor share the negative branch of the first one",
         "renderers/prompts.py",
-        "negative=self.sampler.model.encode_negative(tasks))",
-        "negative=self.sampler.model.encode_negative(tasks[:1] * len(tasks)))",
+        "negative=model.encode_negative(tasks))",
+        "negative=model.encode_negative(tasks[:1] * len(tasks)))",
         f"{PROMPTS}::test_an_editor_edits_the_source_image_of_the_task_as_the_prompt_says",
     ),
     Mutant(

@@ -89,8 +89,8 @@ WRITING = (
     Mutant(
         "the first token's gradient does not reach the shared prompt",
         "policies/autoregressive.py",
-        "return torch.cat([first[index, None], rest], dim=1)[:, :end]",
-        "return torch.cat([first[index, None].detach(), rest], dim=1)[:, :end]",
+        "states = torch.cat([first[index, None], rest], dim=1)[:, :end]",
+        "states = torch.cat([first[index, None].detach(), rest], dim=1)[:, :end]",
         "tests/policies/autoregressive/test_autoregressive.py::test_a_shared_prompt_gives_the_same_gradient",
     ),
     Mutant(

@@ -168,7 +168,7 @@ def test_cut_off_completions_are_rendered_with_draw_and_none_with_fault(kind):
 def test_ignore_completions_does_not_parse_the_instruction(kind, instruction):
     draws, said = renderer(kind[0]), outputs("a dog")
     task = tiny_models.task("a", instruction)
-    (wanted,) = draws.text_to_image.sample([task], noise_generators(said.outputs, shared=True))
+    (wanted,) = draws.sample([task], noise_generators(said.outputs, shared=True))
     (ours,) = IgnoreCompletionsRenderer(draws)([task], said)
     assert ours.tobytes() == wanted.tobytes()
 

@@ -413,7 +413,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
     if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
     from retouch.data.base import StoredData, resize_to
-    from retouch.data.rows import RequiredRows
+    from retouch.data.rows import MappedRows
     from retouch.recipe.recipe import load
     from retouch.run.build import required_rows
 
@@ -426,7 +426,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         places = tuple(phase.data.paths())
         name = ", ".join(places) or phase.data.label
         if isinstance(phase.data, StoredData):
-            rows = RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
+            rows = MappedRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data).checked)
             yield name, places, rows, resize_to(phase.data.image_size or recipe.image_size)
         elif (stored := getattr(phase.data, "rows", None)) is not None:  # image tokens, which no model resizes
             yield name, places, stored(), None

@@ -102,7 +102,9 @@ def _message(error: Exception) -> tuple[str, int] | None:
     if is_user_error(error):
         return str(error), _USER_ERROR
     if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
-        return _explained(error), _USER_ERROR
+        advice = _ADVICE.get(error.errno or 0)
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror}{'' if advice is None else f'; {advice}'}", _USER_ERROR
     if isinstance(error, RuntimeError) and ranks is not None and ranks.lost_contact(error):
         reason = str(error).strip().splitlines()[0]
         advice = "Start the run again; it continues from its last checkpoint"
@@ -168,13 +170,6 @@ def _add(commands: Any, known: Mapping[str, str]) -> None:
 def add_tools(commands: Commands) -> None:
     tools = commands.add_parser("tools", help="convert other trainers' files, audit a judge, FID, build the playground, completion")
     _add(tools.add_subparsers(dest="tool", required=True, metavar="TOOL"), _TOOLS | wings.of_set("tool"))
-
-
-def _explained(error: OSError) -> str:
-    """Describe an error of the operating system: the file, the reason, and what to do about it."""
-    advice = _ADVICE.get(error.errno or 0)
-    where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror}" + ("" if advice is None else f"; {advice}")
 
 
 _LINES = {

@@ -121,7 +121,14 @@ def address_of(url: str) -> Address:
 
 def bound_addresses(variable: str) -> tuple[Address, ...]:
     """The addresses that the key in this environment variable may be sent to. Raises ValueError for an invalid binding."""
-    own = _from_environment().get(variable, ()) + _from_file().get(variable, ())
+    own: tuple[Address, ...] = ()
+    for number, word in enumerate(_words(), start=1):
+        binding = _BINDING.fullmatch(word)
+        if binding is None:  # the word may be a key, so the message does not contain it
+            raise ValueError(f"{VARIABLE}: word {number} needs an address: VARIABLE=https://host")
+        address = _checked(binding["variable"], binding["url"], VARIABLE)  # also of other variables, to find every mistake
+        own += (address,) if binding["variable"] == variable else ()
+    own += _from_file().get(variable, ())
     known = _LOCAL if variable in OWN_SERVERS else () if own else KNOWN.get(variable, ())
     return own + tuple(map(address_of, known))
 
@@ -147,16 +154,6 @@ def binding_command(variable: str, url: str) -> str:
     """The shell command that binds the key to this address."""
     before = f"${VARIABLE} " if os.environ.get(VARIABLE) else ""
     return f'export {VARIABLE}="{before}{variable}={address_of(url)}"'
-
-
-def _from_environment() -> dict[str, tuple[Address, ...]]:
-    found: dict[str, tuple[Address, ...]] = {}
-    for number, word in enumerate(_words(), start=1):
-        binding = _BINDING.fullmatch(word)
-        if binding is None:  # the word may be a key, so the message does not contain it
-            raise ValueError(f"{VARIABLE}: word {number} needs an address: VARIABLE=https://host")
-        found[binding["variable"]] = (*found.get(binding["variable"], ()), _checked(binding["variable"], binding["url"], VARIABLE))
-    return found
 
 
 def _words() -> list[str]:

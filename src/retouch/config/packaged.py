@@ -110,25 +110,36 @@ class RecipeSummary:
 
 def summaries() -> Iterator[RecipeSummary]:
     """Every packaged recipe, by name."""
+    import rjsonnet
+
     names = [short_name(name) for name in available()]
     shared = {file.name: file.read_text(encoding="utf-8") for file in (packaged_recipes() / "lib").glob("*.libsonnet")}
     for path, name in zip(available(), names, strict=True):
         file = packaged_recipes().parent / path
         variables = _variables(file.read_text(encoding="utf-8"), shared)
-        document = _evaluate(file, variables)
-        twin, model, reward = f"{name}{TWIN}", document["policy"]["model"], document.get("reward", {})
+        # The name of each variable is its value. No child process is needed: packaged recipes terminate.
+        values = {variable: variable for variable in variables}
+        document = json.loads(rjsonnet.evaluate_file(str(file), jpathdir=[str(packaged_recipes())], ext_vars=values))
+        model, how, reward = document["policy"]["model"], document["policy"]["train"]["kind"], document.get("reward", {})
+        weights = str(model.get("path") or "")
+        local = not weights or weights.startswith(variables)  # the name of a user's folder says nothing about the model
+        trained = str(model.get("class", "")).rpartition(":")[2] or (model["kind"] if local else Path(weights).name)
+        lengths = []
+        for phase in document.get("phases") or [document]:
+            length = f"{phase['passes']:g} passes over the data" if phase.get("passes") else str(phase.get("steps"))
+            lengths.append(length if phase is document else f"{length} ({phase['name']})")
         small = str(model["kind"]).startswith("playground") or document.get("device") == "cpu"
         parts = reward.get("rewards") or {"": reward}
         yield RecipeSummary(
             name=name,
             goal=_goal(document),
-            trains=_trained(document["policy"], variables),
+            trains=f"{trained}, {_TRAINED.get(how, how)}",
             rewards=tuple(dict.fromkeys(str(part.get("kind", "")) for part in parts.values())),
             gpus=0 if small else int(document.get("ranks") or 1),
             cards=tuple(document.get("cards") or ()),
-            twin=twin if twin in names else None,
+            twin=f"{name}{TWIN}" if f"{name}{TWIN}" in names else None,
             variables=variables,
-            steps=_length(document),
+            steps=" + ".join(lengths),
         )
 
 
@@ -169,29 +180,3 @@ def _variables(text: str, shared: Mapping[str, str]) -> tuple[str, ...]:
                 left.append(shared[library])
                 found += _VARIABLE.findall(shared[library])
     return tuple(dict.fromkeys(found))
-
-
-def _evaluate(file: Path, variables: tuple[str, ...]) -> dict[str, Any]:
-    """Evaluate the recipe with the name of each variable as its value. No child process is needed: packaged recipes terminate."""
-    import rjsonnet
-
-    made: dict[str, Any] = json.loads(
-        rjsonnet.evaluate_file(str(file), jpathdir=[str(packaged_recipes())], ext_vars={name: name for name in variables})
-    )
-    return made
-
-
-def _trained(policy: Mapping[str, Any], variables: tuple[str, ...]) -> str:
-    model, how = policy["model"], policy["train"]["kind"]
-    path = str(model.get("path") or "")
-    local = not path or path.startswith(variables)  # the name of a user's folder says nothing about the model
-    name = str(model.get("class", "")).rpartition(":")[2] or (model["kind"] if local else Path(path).name)
-    return f"{name}, {_TRAINED.get(how, how)}"
-
-
-def _length(document: Mapping[str, Any]) -> str:
-    """The number of steps of a recipe, or of each of its phases."""
-    phases = document.get("phases") or [document]
-    lengths = [f"{each['passes']:g} passes over the data" if each.get("passes") else str(each.get("steps")) for each in phases]
-    names = [f" ({each['name']})" for each in phases] if document.get("phases") else [""]
-    return " + ".join(length + name for length, name in zip(lengths, names, strict=True))

@@ -11,7 +11,7 @@ when a recipe selects it. The alternatives come from three sources, in this orde
 
 import functools
 import json
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
@@ -286,7 +286,16 @@ class Kinds:
             made: Section = _validated(found, {**section.args, **shared}, json_input=True)
             return made
         except ValidationError as error:
-            raise _with_prefix("args", error, shared) from None
+            # The same errors, with "args" before their location, except for errors of the shared keys.
+            details: list[InitErrorDetails] = []
+            for one in error.errors(include_url=False):
+                mistake: Any = one["type"]
+                if mistake == "value_error" or "error" in one.get("ctx", {}):
+                    message = {"message": str(one.get("ctx", {}).get("error", one["msg"]))}
+                    mistake = PydanticCustomError("kind_value", "{message}", message)
+                location = one["loc"] if one["loc"] and one["loc"][0] in shared else ("args", *one["loc"])
+                details.append(InitErrorDetails(type=mistake, loc=location, input=one["input"], ctx=one.get("ctx", {})))
+            raise ValidationError.from_exception_data(error.title, details) from None
 
     def _derives(self, value: Mapping[str, Any], base: type[Section]) -> bool:
         """Whether the class can be imported and derives from the base. Raises ValueError if it is not allowed."""
@@ -308,18 +317,6 @@ class Kinds:
 def _validated(section: type[Section], value: Mapping[str, Any], *, json_input: bool) -> Any:
     # Strict JSON accepts a list for a tuple; strict Python input does not.
     return section.model_validate_json(json.dumps(value)) if json_input else section.model_validate(value)
-
-
-def _with_prefix(key: str, error: ValidationError, shared: Container[str]) -> ValidationError:
-    """The same errors, with ``key`` before their location, except for errors of the ``shared`` keys."""
-    details: list[InitErrorDetails] = []
-    for one in error.errors(include_url=False):
-        kind: Any = one["type"]
-        if kind == "value_error" or "error" in one.get("ctx", {}):
-            kind = PydanticCustomError("kind_value", "{message}", {"message": str(one.get("ctx", {}).get("error", one["msg"]))})
-        location = one["loc"] if one["loc"] and one["loc"][0] in shared else (key, *one["loc"])
-        details.append(InitErrorDetails(type=kind, loc=location, input=one["input"], ctx=one.get("ctx", {})))
-    return ValidationError.from_exception_data(error.title, details)
 
 
 # Objects that exist only in this process, such as a function or a loaded pipeline. A section that stands for one contains its name

@@ -156,15 +156,9 @@ def estimate_share(values: Sequence[float], clusters: Sequence[str]) -> ShareInt
     if groups < len(values):
         size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else size
         z = t_quantile(_TAIL, groups - 1)
-    low, high = wilson_interval(mean, size, z)
-    return ShareInterval(mean, low, high, len(values), groups)
-
-
-def wilson_interval(share: float, size: float, z: float) -> tuple[float, float]:
-    """Wilson's interval (1927) of a share of ``size`` values. ``z``: the quantile of the normal distribution (1.96 for 95 %)."""
-    centre = (share + z * z / (2 * size)) / (1 + z * z / size)
-    half = z / (1 + z * z / size) * math.sqrt(share * (1 - share) / size + (z / (2 * size)) ** 2)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(binomial / size + (z / (2 * size)) ** 2)
+    return ShareInterval(mean, max(0.0, centre - half), min(1.0, centre + half), len(values), groups)
 
 
 def t_quantile(share: float, freedom: int) -> float:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from pydantic_core import PydanticCustomError
 
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
-from retouch.data.checks import AcceptedRows, CheckedShare, OnBadRow, accept_rows, combined_content
+from retouch.data.checks import AcceptedRows, OnBadRow, accept_rows, combined_content
 from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
 from retouch.data.rows import Problem, RowRequirements, Rows
@@ -212,22 +212,12 @@ class StoredData(DataSource):
         """The rows of the data set, with no image decoded yet. ``seed``: the seed of the run. Raises ValueError if there are no
         rows."""
 
-    @property
-    def bad_rows(self) -> OnBadRow:
-        """What to do about an unusable row."""
-        return "refuse"
-
     def keys_for_all(self, path: str) -> dict[str, Json]:
         if not self.paths(*self.path_keys[:1]):
             return super().keys_for_all(path)
         # A revision is a commit of one data set, so other data have none.
         pinned: dict[str, Json] = {"revision": None} if "revision" in type(self).model_fields and path not in self.paths() else {}
         return {self.path_keys[0]: path, "held_out": "all", "limit": None, **pinned}
-
-    @property
-    def checked_share(self) -> CheckedShare:
-        """Which rows have their images decoded before training."""
-        return "all"
 
     def build(self, context: DataContext) -> DataSets:
         allowed = self.refuse_test_sets(trains=context.trains)
@@ -250,9 +240,9 @@ class StoredData(DataSource):
         tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
         found = accept_rows(
             rows,
-            on_bad_row=self.bad_rows,
+            on_bad_row=getattr(self, "on_bad_row", "refuse"),
             required=context.required,
-            check=self.checked_share,
+            check=getattr(self, "check", "all"),
             seed=context.seed,
             resize=tasks.resize,
         )
@@ -264,7 +254,8 @@ class StoredData(DataSource):
 
     def as_drawn(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """The tasks; if not all rows were checked, an unusable task is refused or skipped when it is drawn."""
-        return tasks if self.checked_share == "all" else UncheckedTasks(tasks, on_bad_row=self.bad_rows)
+        checks_all = getattr(self, "check", "all") == "all"
+        return tasks if checks_all else UncheckedTasks(tasks, on_bad_row=getattr(self, "on_bad_row", "refuse"))
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         yield from held_out_problems(self.held_out, at, eval_split)
@@ -288,14 +279,6 @@ class ImageData(StoredData):
     @property
     def image_size(self) -> Pixels | None:  # type: ignore[override]
         return self.size
-
-    @property
-    def bad_rows(self) -> OnBadRow:
-        return self.on_bad_row
-
-    @property
-    def checked_share(self) -> CheckedShare:
-        return self.check
 
     def all_tasks(self, *, size: tuple[int, int], on_bad_row: OnBadRow) -> Sequence[Task]:
         return usable_tasks(self.rows(seed=0), size=size, on_bad_row=on_bad_row)

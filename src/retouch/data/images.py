@@ -118,7 +118,15 @@ def load_image(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXEL
 
 def in_srgb(image: Image.Image) -> Image.Image:
     """The image in mode RGB, or RGBA if it has transparent parts, with its colours converted from their profile to sRGB."""
-    profile, image = image.info.get("icc_profile"), _eight_bits(image)
+    profile = image.info.get("icc_profile")
+    if image.mode.startswith("I"):  # 16-bit grey by its high byte, as 16-bit colours are read; Pillow's own conversion would clip
+        import numpy as np
+
+        wide = np.asarray(image)
+        narrow = (wide >> 8).astype(np.uint8)
+        if "transparency" in image.info:
+            narrow[wide == image.info["transparency"]] = 255  # over white
+        image = Image.fromarray(narrow)
     transform = _srgb_transform(profile, image.mode)
     plain = image.convert("RGBA" if image.has_transparency_data else "RGB")
     if isinstance(transform, str):
@@ -266,16 +274,3 @@ def _opened(source: str | Path | EncodedImage, *, max_pixels: int) -> Iterator[I
     if pixels > max_pixels:
         raise ValueError(f"{encoded.name}: {pixels} pixels, more than the {max_pixels} that are allowed; make it smaller")
     raise ValueError(f"{encoded.name}: an animation of {frames} frames; save one frame as an image")
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit greyscale to 8 bits by its high byte, as Pillow reads 16-bit colours; Pillow's own conversion would clip."""
-    if not image.mode.startswith("I"):
-        return image
-    import numpy as np
-
-    wide = np.asarray(image)
-    narrow = (wide >> 8).astype(np.uint8)
-    if "transparency" in image.info:
-        narrow[wide == image.info["transparency"]] = 255  # over white
-    return Image.fromarray(narrow)

@@ -173,7 +173,11 @@ class Layout:
         names = {field: self._name(field, values.get(field), wrong) for field in ("id", "text", "source")}
         tags = {key: self._name(key, nested_value(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
-        thought, later = self._thought(values.get("thought"), wrong), values.get("later")
+        thought, later = None, values.get("later")
+        try:
+            thought = thought_of(values.get("thought"), keys=self.thought_keys)
+        except ValueError as error:
+            wrong.append(f"{self.columns['thought']!r}: {error}")
         if later is not None and not _are_texts(later):
             wrong.append(f"{self.columns['later']!r}: should be a list of texts, the instructions of the further turns")
         if wrong:
@@ -236,13 +240,6 @@ class Layout:
             return self.to_image(value)
         except ValueError as error:
             wrong.append(f"{self.columns[field]!r}: {error}")
-            return None
-
-    def _thought(self, value: Any, wrong: list[str]) -> str | None:
-        try:
-            return thought_of(value, keys=self.thought_keys)
-        except ValueError as error:
-            wrong.append(f"{self.columns['thought']!r}: {error}")
             return None
 
     def _name(self, field: str, value: Any, wrong: list[str]) -> str | None:
@@ -329,23 +326,29 @@ class ParsedRows:
         return None if self._identity is None or not images else self._identity()
 
 
-class PromptRows:
-    """The given rows, each as ``with_quoted_text``."""
+class MappedRows:
+    """The given rows, each changed by ``change``, which may raise InvalidRow. ``mark``: a letter for the digest of the rows'
+    identity; None for rows whose check is not stored."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, change: Callable[[Row], Row], *, mark: str | None = None) -> None:
         self.problems = rows.problems
-        self._rows = rows
+        self._rows, self._change, self._mark = rows, change, mark
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return with_quoted_text(self._rows[index])
+        return self._change(self._rows[index])
 
     def identity(self) -> Identity | None:
-        """The identity of the given rows, with a changed digest, because their texts are read differently."""
-        found = self._rows.identity() if hasattr(self._rows, "identity") else None
-        return None if found is None else dataclasses.replace(found, digest=f"p{found.digest[1:]}")
+        """The identity of the given rows, with a changed digest."""
+        found = self._rows.identity() if self._mark and hasattr(self._rows, "identity") else None
+        return None if found is None else dataclasses.replace(found, digest=f"{self._mark}{found.digest[1:]}")
+
+
+def prompt_rows(rows: Rows) -> MappedRows:
+    """The given rows, each as ``with_quoted_text``."""
+    return MappedRows(rows, with_quoted_text, mark="p")
 
 
 def with_quoted_text(row: Row) -> Row:
@@ -452,21 +455,6 @@ class RowRequirements:
         if wrong:
             raise InvalidRow([Problem(row.file, row.line, what) for what in wrong])
         return row
-
-
-class RequiredRows:
-    """The given rows; indexing also raises InvalidRow for a row that does not meet the requirements."""
-
-    def __init__(self, rows: Rows, required: RowRequirements) -> None:
-        self.problems = rows.problems
-        self._rows = rows
-        self._required = required
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._required.checked(self._rows[index])
 
 
 def find_columns(

@@ -121,19 +121,10 @@ class StreamReader:
             yield number, found, part.state_dict
 
 
-class RowList:
+class RowList(list[Row]):
     """Rows in memory, with encoded images."""
 
     problems: tuple[Problem, ...] = ()
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._rows[index]
 
 
 @dataclass(frozen=True)

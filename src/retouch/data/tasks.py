@@ -154,11 +154,10 @@ def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Ta
         rejected=pair[1],
         source=row.source,
     )
-    return task if not row.turns else _episode(task, [row.instruction, *row.meta["later"]])  # type: ignore[misc]
-
-
-def _episode(task: Task, instructions: Sequence[str]) -> Task:
-    """The task with one turn for each instruction, and with all of them as its own instruction."""
+    if not row.turns:
+        return task
+    # One turn for each instruction; the task's own instruction is all of them.
+    instructions: list[str] = [row.instruction, *row.meta["later"]]  # type: ignore[misc]
     sentences = [text if text.rstrip()[-1] in ".!?" else f"{text.rstrip()}." for text in instructions]
     turns = (
         replace(task, id=f"{task.id}/turn-{number}", instruction=text, target=None, text=None, chosen=None, rejected=None)
@@ -224,24 +223,6 @@ def random_crop(seed: int, row: str, number: int) -> Crop:
     drawn = random.Random(f"{seed} {row} {number}")
     size = drawn.uniform(SMALLEST, 1.0)
     return Crop(left=drawn.uniform(0.0, 1.0 - size), top=drawn.uniform(0.0, 1.0 - size), size=size)
-
-
-def cropped_tasks(tasks: Tasks, indices: Sequence[int], *, count: int, seed: int) -> LoadedTasks:
-    """For each of the tasks at ``indices``, ``count`` tasks: the task itself, and then tasks with random crops of its images.
-
-    The source images, the mask, the target and a pair of chosen and rejected images of a task are cropped alike; the reference is
-    not cropped. The tasks of one crop number follow each other. A cropped task has the id of its row and the number of the crop.
-    """
-
-    def load(index: int) -> Task:
-        number, place = divmod(index, len(indices))
-        if number == 0:
-            return tasks[indices[place]]
-        row = tasks.rows[indices[place]]
-        task = load_task(row, resize=tasks.resize, crop=random_crop(seed, row.id, number).of)
-        return replace(task, id=f"{task.id}#crop{number}")
-
-    return LoadedTasks(len(indices) * count, load)
 
 
 def draw(tasks: Drawable, *, seed: int, step: int, count: int, places: Sequence[int]) -> Sequence[Task]:

@@ -88,7 +88,7 @@ class FsdpStepper(ReplicatedStepper):
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
-        """Implements ``retouch.distributed.optimizer.MeasuresGradients``."""
+        """Return the gradient norm of ``loss``. Clears all gradients, including those accumulated before."""
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulate(loss)
         norm = self._reduced_norm()

@@ -144,11 +144,14 @@ def require_gpus(gpus: Sequence[int]) -> None:
 def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:
     """Return each rank's environment: this process's variables, torchrun's, and unless they are set OMP_NUM_THREADS = cores / ranks
     and the loopback interface for gloo and NCCL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free_port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port),
         "PYTHONUNBUFFERED": "1",
     }
     if gpus is not None:
@@ -266,10 +269,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

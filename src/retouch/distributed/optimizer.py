@@ -163,25 +163,25 @@ class StoredMomentsAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one optimizer step."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(self.state[weight], self._local(weight), self._local(weight.grad).float(), group)
-
-    def _update(self, state: dict[str, Tensor], weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                self._store(state, name, torch.zeros_like(weight), signed=signed)
-        state["step"] += 1
-        taken = state["step"].item()
-        mean = self._read(state, "exp_avg", weight, signed=True).lerp_(gradient, 1 - beta1)
-        square = self._read(state, "exp_avg_sq", weight, signed=False).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        root = (square.sqrt() / (1 - beta2**taken) ** 0.5).add_(group["eps"])
-        weight.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**taken))
-        self._store(state, "exp_avg", mean, signed=True)
-        self._store(state, "exp_avg_sq", square, signed=False)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, weight, gradient = self.state[parameter], self._local(parameter), self._local(parameter.grad).float()
+                beta1, beta2 = group["betas"]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                        self._store(state, name, torch.zeros_like(weight), signed=signed)
+                state["step"] += 1
+                taken = state["step"].item()
+                mean = self._read(state, "exp_avg", weight, signed=True).lerp_(gradient, 1 - beta1)
+                square = self._read(state, "exp_avg_sq", weight, signed=False).mul_(beta2)
+                square.addcmul_(gradient, gradient, value=1 - beta2)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                root = (square.sqrt() / (1 - beta2**taken) ** 0.5).add_(group["eps"])
+                weight.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**taken))
+                self._store(state, "exp_avg", mean, signed=True)
+                self._store(state, "exp_avg_sq", square, signed=False)
 
     def _store(self, state: dict[str, Tensor], name: str, moment: Tensor, *, signed: bool) -> None:
         if self.moments == "cpu":
@@ -241,15 +241,6 @@ class Stepper(Protocol):
 
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's part of the optimizer state into CPU memory. Returns a function that restores it."""
-        ...
-
-
-@runtime_checkable
-class MeasuresGradients(Protocol):
-    """A stepper over sharded weights: gradients exist only after a backward pass; ``torch.autograd.grad`` cannot return them."""
-
-    def gradient_norm(self, loss: Tensor) -> float:
-        """Return the gradient norm of ``loss``. Clears all gradients, including those accumulated before."""
         ...
 
 
@@ -347,7 +338,14 @@ class ReplicatedStepper:
             self._nonfinite_loss = False
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient("the loss is not finite")
-        self._reduce()
+        if self.ranks.world > 1:
+            # A parameter without a gradient must keep None on all ranks: with a zero gradient, AdamW would apply weight decay.
+            touched = [weight for weight in self.weights.values() if weight.grad is not None]
+            gradients = [weight.grad for weight in touched if weight.grad is not None]
+            flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for weight, part in zip(touched, parts, strict=True):
+                weight.grad = part.view_as(weight)
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -364,17 +362,6 @@ class ReplicatedStepper:
         for name, weight in self.weights.items():
             if weight is not self.parameters[name]:
                 local_shard(self.parameters[name]).copy_(local_shard(weight))
-
-    def _reduce(self) -> None:
-        if self.ranks.world == 1:
-            return
-        # A parameter without a gradient must keep None on all ranks: with a zero gradient, AdamW would apply weight decay.
-        touched = [weight for weight in self.weights.values() if weight.grad is not None]
-        gradients = [weight.grad for weight in touched if weight.grad is not None]
-        flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for weight, part in zip(touched, parts, strict=True):
-            weight.grad = part.view_as(weight)
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the optimizer's tensors by ``<parameter>/<name>``; empty before the first step."""
@@ -526,7 +513,16 @@ def gathered_state(state: Mapping[str, Tensor], ranks: Ranks, *, like: Mapping[s
     ``like``: the sharded weights of plain tensors that hold this rank's shard (such as moments in CPU memory), by tensor name.
     """
     weights = {} if like is None else like
-    return GatheredTensors({name: _part(tensor, ranks, like=weights.get(name, tensor)) for name, tensor in state.items()})
+    found: dict[str, Tensor | TensorShard] = {}
+    for name, tensor in state.items():
+        whole = weights.get(name, tensor)
+        if isinstance(whole, DTensor):
+            each, total, width = _rows(whole, ranks.world), whole.shape[0], whole.shape[1:].numel()
+            counts = [width * max(0, min(each, total - rank * each)) for rank in range(ranks.world)]
+            found[name] = TensorShard(local_shard(tensor).reshape(-1), counts, whole.shape, ranks)
+        else:
+            found[name] = tensor.detach()
+    return GatheredTensors(found)
 
 
 @torch.no_grad()
@@ -538,15 +534,6 @@ def fill_shards(tensor: Tensor, content: Tensor) -> None:
         first = mesh.get_local_rank() * _rows(tensor, mesh.size())
         content = content[first : first + shard.shape[0]]
     shard.copy_(content)
-
-
-def _part(tensor: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor | TensorShard:
-    if not isinstance(like, DTensor):
-        return tensor.detach()
-    each, total = _rows(like, ranks.world), like.shape[0]
-    width = like.shape[1:].numel()
-    counts = [width * max(0, min(each, total - rank * each)) for rank in range(ranks.world)]
-    return TensorShard(local_shard(tensor).reshape(-1), counts, like.shape, ranks)
 
 
 def _rows(tensor: DTensor, world: int) -> int:

@@ -118,7 +118,10 @@ class ZeroStepper:
         singles = {key: value.detach().cpu() for key, value in kept.items() if value.shape != flat.shape}
         state: dict[str, Tensor | TensorShard] = {}
         for name, (first, last) in self._ranges().items():
-            state |= {f"{name}/{key}": self._part(share, name, first, last) for key, share in shares.items()}
+            places = [self._within(rank, first, last) for rank in range(self.ranks.world)]
+            counts, shape = [place.stop - place.start for place in places], self.parameters[name].shape
+            for key, share in shares.items():
+                state[f"{name}/{key}"] = TensorShard(share.detach()[places[self.ranks.rank]], counts, shape, self.ranks)
             state |= {f"{name}/{key}": value for key, value in singles.items()}
         return GatheredTensors(state)
 
@@ -178,11 +181,6 @@ class ZeroStepper:
         size = self._flat.numel()
         begin, end = (min(max(at - rank * size, 0), size) for at in (first, last))
         return slice(begin, end)
-
-    def _part(self, share: Tensor, name: str, first: int, last: int) -> TensorShard:
-        places = [self._within(rank, first, last) for rank in range(self.ranks.world)]
-        counts = [place.stop - place.start for place in places]
-        return TensorShard(share.detach()[places[self.ranks.rank]], counts, self.parameters[name].shape, self.ranks)
 
     def _fill(self, shard: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Write this rank's parts of ``tensors`` into ``shard``, and return it. Parameters not in ``tensors`` keep their values."""

@@ -467,7 +467,15 @@ def convert_adapter(source: str | Path, *, to: str | Path) -> ConvertedAdapter:
     if wrong := [name for name in qformer if not _OF_QFORMER.fullmatch(name)]:
         raise ValueError(f"{file}: its Q-Former has {wrong[0]!r}, which Calligrapher's does not have; it cannot be used here")
     prefix = "image_proj.mlp." if qformer else "image_proj."
-    named = {f"{prefix}{name}": tensor for name, tensor in projection.items()} | _blocks(file, attention)
+    named = {f"{prefix}{name}": tensor for name, tensor in projection.items()}
+    # The key and value weights of the blocks, renumbered from 0 in order.
+    found = {match.groups(): tensor for name, tensor in attention.items() if (match := _ATTENTION.fullmatch(name))}
+    order = {number: place for place, number in enumerate(sorted({int(number) for number, _, _ in found}))}
+    named |= {f"ip_adapter.{order[int(number)]}.{what}.{kind}": tensor for (number, what, kind), tensor in found.items()}
+    wanted = [f"ip_adapter.{place}.{what}.weight" for place in order.values() for what in ("to_k_ip", "to_v_ip")]
+    if not order or (lacking := [name for name in wanted if name not in named]):
+        missing = lacking[0] if order else "to_k_ip and to_v_ip"
+        raise ValueError(f"{file}: its attention has no {missing}; its names begin with {', '.join(list(attention)[:3])}")
     named |= {f"image_proj.qformer.{name}": tensor for name, tensor in qformer.items()}
     if wrong := [name for name in projection if not _PROJECTION.fullmatch(name)]:
         raise ValueError(
@@ -490,15 +498,3 @@ def _tensors(file: Path, part: str, found: Any) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not found or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise ValueError(f"{file}: {part} should be a map of tensors")
     return {str(name): tensor.detach().to(torch.float32).contiguous() for name, tensor in found.items()}
-
-
-def _blocks(file: Path, attention: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The key and value weights of the blocks, renumbered from 0 in order. Raises ValueError if a block lacks one of them."""
-    found = {match.groups(): tensor for name, tensor in attention.items() if (match := _ATTENTION.fullmatch(name))}
-    order = {number: place for place, number in enumerate(sorted({int(number) for number, _, _ in found}))}
-    named = {f"ip_adapter.{order[int(number)]}.{what}.{kind}": tensor for (number, what, kind), tensor in found.items()}
-    wanted = [f"ip_adapter.{place}.{what}.weight" for place in order.values() for what in ("to_k_ip", "to_v_ip")]
-    if not order or (lacking := [name for name in wanted if name not in named]):
-        missing = lacking[0] if order else "to_k_ip and to_v_ip"
-        raise ValueError(f"{file}: its attention has no {missing}; its names begin with {', '.join(list(attention)[:3])}")
-    return named

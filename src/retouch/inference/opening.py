@@ -38,7 +38,7 @@ def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> t
 
     Raises ValueError if ``trained`` and the run has no checkpoint.
     """
-    recipe = _for_inference(recipe)
+    recipe = recipe.model_copy(update={"policy": recipe.policy.for_inference()})  # without kernels that this machine may lack
     parts = assemble(recipe, init_distributed_from_recipe(recipe), trains=False)
     return parts, _restored(parts, folder, trained=trained)
 
@@ -49,14 +49,9 @@ def open_policy(recipe: Recipe, folder: RunFolder | None) -> tuple[PolicyParts, 
 
     Raises ValueError if the run has no checkpoint.
     """
-    recipe = _for_inference(recipe)
+    recipe = recipe.model_copy(update={"policy": recipe.policy.for_inference()})  # without kernels that this machine may lack
     parts = assemble_policy(recipe, init_distributed_from_recipe(recipe))
     return parts, _restored(parts, folder, trained=True)
-
-
-def _for_inference(recipe: Recipe) -> Recipe:
-    """The recipe without kernels that this machine may lack."""
-    return recipe.model_copy(update={"policy": recipe.policy.for_inference()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,8 @@ def sample_tasks(
         with sized_by_source(parts.image_model):
             made = list(_sample(parts, batch))
         for row, sample in zip(rows, made, strict=True):
-            yield replace(sample, task=tasks[row], image=canvases[row].crop(sample.image))
+            below = sample.image.crop((0, canvases[row].top, sample.image.width, sample.image.height))
+            yield replace(sample, task=tasks[row], image=below)
 
 
 def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task]:
@@ -256,10 +257,6 @@ class ContextCanvas:
 
     task: Task
     top: int
-
-    def crop(self, canvas: Image.Image) -> Image.Image:
-        """The part of an image of the canvas's size that is below the reference."""
-        return canvas.crop((0, self.top, canvas.width, canvas.height))
 
 
 def reference_canvas(task: Task) -> ContextCanvas:

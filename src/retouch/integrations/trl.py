@@ -26,7 +26,7 @@ from retouch.models.pipeline import Area, fit
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
 from retouch.renderers.base import Completions
 from retouch.rewards.combination import Combine
-from retouch.rewards.judging import RewardScorer, ScoredBatch
+from retouch.rewards.judging import RewardScorer
 from retouch.run.step import TooManyMissing
 from retouch.types import Completion, Sample, Task
 
@@ -68,30 +68,26 @@ class RetouchReward:
 
     def __call__(self, *, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
         """Return the rewards of TRL's rows, in order."""
-        ranks, state = _ranks(), columns.get("trainer_state")
+        state, log_metric = columns.get("trainer_state"), columns.get("log_metric")
         step = 0 if state is None else int(state.global_step)
-        tasks = self._tasks({name: values for name, values in columns.items() if name not in NOT_COLUMNS}, len(completion_ids))
-        first = ranks.rank * len(tasks)
-        rows = enumerate(zip(completion_ids, tasks, strict=True))
-        outputs = tuple(self._parse(ids, key=(self.seed, step, _number(task.id), first + row)) for row, (ids, task) in rows)
-        images = self.renderer(tasks, Completions(outputs))
+        ranks = Ranks()
+        if dist.is_initialized():  # by the trainer
+            process = PartialState()
+            ranks = Ranks(rank=process.process_index, world=process.num_processes, device=process.device)
+        given = {name: values for name, values in columns.items() if name not in NOT_COLUMNS}
+        tasks, known = list[Task](), dict[str, Task]()
+        outputs = list[Completion]()
+        for row, ids in enumerate(completion_ids):
+            task = self.task({name: values[row] for name, values in given.items()})
+            tasks.append(known.setdefault(task.id, task))  # one object, so that its images and prompt are prepared once
+            ended = not ids or ids[-1] in self.writer.stop
+            tokens = tuple(ids[:-1] if ended else ids)
+            # Equal on all ranks: TRL spreads a group's rows over ranks and does not number groups.
+            group = int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:7], "big")
+            key = (self.seed, step, group, ranks.rank * len(completion_ids) + row)
+            outputs.append(Completion(tokens, self.writer.decode(tokens), not ended, key))
+        images = self.renderer(tasks, Completions(tuple(outputs)))
         judged = self.judge([Sample(task, image, out.text) for task, image, out in zip(tasks, images, outputs, strict=True)])
-        self._log(judged, ranks, columns.get("log_metric"))
-        return [None if reward != reward else reward for reward in judged.rewards.tolist()]
-
-    def _tasks(self, columns: Mapping[str, Sequence[Any]], rows: int) -> list[Task]:
-        """Return the task of each row. Rows of a task share one object, so its images and prompt are prepared once."""
-        known: dict[str, Task] = {}
-        tasks = [self.task({name: values[row] for name, values in columns.items()}) for row in range(rows)]
-        return [known.setdefault(task.id, task) for task in tasks]
-
-    def _parse(self, ids: Sequence[int], *, key: tuple[int, int, int, int]) -> Completion:
-        ended = not ids or ids[-1] in self.writer.stop
-        tokens = tuple(ids[:-1] if ended else ids)
-        return Completion(tokens, self.writer.decode(tokens), not ended, key)
-
-    def _log(self, judged: ScoredBatch, ranks: Ranks, log_metric: Callable[[str, float], None] | None) -> None:
-        """Log the metrics of these rows. Raises TooManyMissing on all ranks if too many scores are missing over all ranks."""
         missing = judged.rewards.isnan()
         if log_metric is not None:
             for name, column in judged.scores.items():
@@ -105,19 +101,7 @@ class RetouchReward:
                 f"{lost / rows:.0%} of the samples have no score, but max_missing allows only {self.max_missing:.0%}: the judge is "
                 f"failing. Resume from the last checkpoint when the judge works{judged.last_fault}"
             )
-
-
-def _ranks() -> Ranks:
-    """Return the ranks of the trainer, which has already initialised the process group."""
-    if not dist.is_initialized():
-        return Ranks()
-    state = PartialState()
-    return Ranks(rank=state.process_index, world=state.num_processes, device=state.device)
-
-
-def _number(task: str) -> int:
-    """Return a number for a task that is equal on all ranks: TRL spreads a group's rows over ranks and does not number groups."""
-    return int.from_bytes(hashlib.sha256(task.encode()).digest()[:7], "big")
+        return [None if reward != reward else reward for reward in judged.rewards.tolist()]
 
 
 PAD = "<|image_pad|>"

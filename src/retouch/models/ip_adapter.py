@@ -336,14 +336,10 @@ _QFORMER_HEADS = 8
 class AdapterSettings(Protocol):
     """The settings of an adapter (``retouch.models.train.IpAdapter`` documents them)."""
 
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def projection(self) -> Literal["linear", "mlp", "qformer"]: ...
-    @property
-    def blocks(self) -> Literal["double", "all"]: ...
-    @property
-    def scale(self) -> float: ...
+    tokens: int
+    projection: Literal["linear", "mlp", "qformer"]
+    blocks: Literal["double", "all"]
+    scale: float
 
 
 class MLPProjection(nn.Module):

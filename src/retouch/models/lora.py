@@ -232,7 +232,16 @@ def write_lora(
         part = part_of_pipeline(module)
         layers = {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": config.to_dict()}
         pipeline_class.save_lora_weights(to, **layers)
-        _sort_metadata(to / "pytorch_lora_weights.safetensors")
+        # The metadata are written in random order; sorted, so that two exports of the same weights are equal. The file starts with
+        # the length of its header, eight bytes little-endian, and the header, JSON padded with spaces.
+        file = to / "pytorch_lora_weights.safetensors"
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        written += b" " * (-len(written) % 8)
+        file.write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
     if comfyui is not None and format in ("all", "comfyui"):
         try:
             named = comfyui_tensors(tensors, module, comfyui, alpha=config.lora_alpha)
@@ -242,21 +251,6 @@ def write_lora(
             log.warning("no file for ComfyUI was written: %s", error)
             return
         save_file(named, to / COMFYUI_FILE, metadata={"format": "pt"})
-
-
-def _sort_metadata(file: Path) -> None:
-    """Sort the metadata of a safetensors file, which is written in random order, so that two exports of the same weights are equal.
-
-    The file starts with the length of its header, eight bytes little-endian, and the header, JSON padded with spaces:
-    https://huggingface.co/docs/safetensors.
-    """
-    content = file.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    written += b" " * (-len(written) % 8)
-    file.write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
 
 
 def comfyui_tensors(tensors: Mapping[str, Tensor], module: nn.Module, names: ComfyUINames, *, alpha: float) -> dict[str, Tensor]:

@@ -151,7 +151,8 @@ class SwappedBlocks:
     def compute(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a block with its weights on the device."""
         copies = self.ahead.pop(place) if place in self.ahead else self.fetch(place)
-        self.wait()
+        if self.stream is not None:
+            torch.get_device_module(self.device).current_stream(self.device).wait_stream(self.stream)
         following = place - 1 if torch._C._current_graph_task_id() != -1 else place + 1
         self.ahead = {following: self.fetch(following)} if 0 <= following < len(self.frozen) else {}
         try:
@@ -166,7 +167,7 @@ class SwappedBlocks:
     def fetch(self, place: int) -> list[Tensor]:
         """Begin to copy the frozen weights of a block to the device."""
         # A race without this order: the memory belongs to the stream that computes, and kernels that still wait there may read what
-        # it held before. So the copies begin after everything that was started until now, and ``wait`` is called before their use.
+        # it held before. So the copies begin after everything that was started until now, and ``compute`` waits for them.
         # Codes and scales are in the memory of this stream; it reuses their memory here only, after the same wait.
         copies = [
             None if len([*plain_tensors(tensor)]) > 1 else torch.empty_like(tensor, device=self.device)
@@ -179,11 +180,6 @@ class SwappedBlocks:
                 _copied(tensor, self.device) if made is None else made.copy_(tensor.detach(), non_blocking=self.stream is not None)
                 for made, (_, _, tensor) in zip(copies, self.frozen[place], strict=True)
             ]
-
-    def wait(self) -> None:
-        """Let later computations wait for all copies."""
-        if self.stream is not None:
-            torch.get_device_module(self.device).current_stream(self.device).wait_stream(self.stream)
 
 
 def place_blocks(module: nn.Module, *, count: int, device: torch.device) -> None:
@@ -355,7 +351,13 @@ class CachedPrompts:
     device: torch.device
 
     def __call__(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
-        keys = [self._key(prompt, row) for prompt, row in zip(prompts, images, strict=True)]
+        keys = []
+        for prompt, row in zip(prompts, images, strict=True):
+            digest = hashlib.sha256(self._identity)
+            pixels = [f"{image.mode} {image.width} {image.height} ".encode() + image.tobytes() for image in row]
+            for part in (prompt.encode(), *pixels):
+                digest.update(len(part).to_bytes(8, "big") + part)
+            keys.append(digest.hexdigest())
         stored = {key: self.store.read(key) for key in dict.fromkeys(keys)}
         rows = {key: row for key, row in stored.items() if row is not None}
         missing = [key for key in stored if key not in rows]
@@ -376,13 +378,6 @@ class CachedPrompts:
             # Padded on the right with zeros if the lengths differ.
             batches[name] = torch.stack(tensors) if equal else pad_sequence(tensors, batch_first=True)
         return {name: to_device(batch, self.device) for name, batch in batches.items()}
-
-    def _key(self, prompt: str, images: Sequence[Image]) -> str:
-        digest = hashlib.sha256(self._identity)
-        pixels = [f"{image.mode} {image.width} {image.height} ".encode() + image.tobytes() for image in images]
-        for part in (prompt.encode(), *pixels):
-            digest.update(len(part).to_bytes(8, "big") + part)
-        return digest.hexdigest()
 
     @cached_property
     def _identity(self) -> bytes:

@@ -128,12 +128,9 @@ class Latents:
         """
         if recompute and getattr(self.vae, "_supports_gradient_checkpointing", False):
             self.vae.enable_gradient_checkpointing()
-        return (self._decoded(x, size) / 2 + 0.5).clamp(0, 1)
-
-    def _decoded(self, x: Float[Tensor, "r ..."], size: Size) -> Float[Tensor, "r k h w"]:
-        """Decode clean x to pixels, nominally from -1 to 1; values are not clipped."""
         latents = self.unpack(self.denormalise(x.to(self.vae.device, torch.float32)), size)
-        return self.pixels_of(latents.to(self.vae.dtype)).float()
+        pixels = self.pixels_of(latents.to(self.vae.dtype)).float()  # nominally from -1 to 1
+        return (pixels / 2 + 0.5).clamp(0, 1)
 
     def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r ..."]:
         """Draw x at sigma 1, one row per generator, in the same way as the diffusers pipelines."""
@@ -400,16 +397,6 @@ def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict
     return {"ip_hidden_states": tokens}
 
 
-def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
-    """mu of the exponential time shift: a line through two points (tokens, shift) of the scheduler's configuration.
-
-    Source: diffusers' Flux and Qwen-Image pipelines.
-    """
-    low, high = config["base_image_seq_len"], config["max_image_seq_len"]
-    start, end = config["base_shift"], config["max_shift"]
-    return float(start + (end - start) * (image_tokens - low) / (high - low))
-
-
 def pipeline_sigmas(
     scheduler: FlowMatchEulerDiscreteScheduler,
     num_steps: int,
@@ -421,12 +408,15 @@ def pipeline_sigmas(
     """The sigmas of the scheduler for ``num_steps`` steps, from about 1 to 0; on the CPU.
 
     ``start``: the sigmas before shifting, if the pipeline passes its own to the scheduler. ``shift``: mu, if the pipeline computes
-    it; otherwise ``dynamic_shift``. Raises ValueError if the scheduler has no schedule of this many steps."""
+    it; otherwise mu is on a line through two points (tokens, shift) of the scheduler's configuration, as in diffusers' Flux and
+    Qwen-Image pipelines. Raises ValueError if the scheduler has no schedule of this many steps."""
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
-    mu = None
-    if scheduler.config.use_dynamic_shifting:
-        mu = dynamic_shift(scheduler.config, image_tokens) if shift is None else shift
+    config = scheduler.config
+    mu = shift if config.use_dynamic_shifting else None
+    if config.use_dynamic_shifting and shift is None:
+        low, high, first, last = (config[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
+        mu = float(first + (last - first) * (image_tokens - low) / (high - low))
     if scheduler.config.shift_terminal and num_steps == 1:
         raise ValueError("this scheduler stretches its sigmas to shift_terminal, which needs at least 2 steps")
     scheduler.set_timesteps(None if start is not None else num_steps, sigmas=None if start is None else list(start), mu=mu)

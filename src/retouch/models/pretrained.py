@@ -2,7 +2,7 @@
 and JSON only), and checks that they are complete: an interrupted download is the usual reason if they are not."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,46 +123,39 @@ def require_complete(folder: Path, *, path: str, key: str) -> None:
 
 def find_problems(folder: Path) -> list[str]:
     """Name each file that is missing or damaged, and say what is wrong with it."""
-    return [*_missing(folder), *_damaged(folder)]
-
-
-def _missing(folder: Path) -> Iterator[str]:
-    """Parts that ``model_index.json`` names and that have no files, and weights that an index names."""
+    found: list[str] = []
     for part, entry in _json(folder / "model_index.json").items():
         if part not in (*_WEIGHTS, *_SETTINGS) or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         if not (folder / part).is_dir():
-            yield f"{part} is missing"
+            found.append(f"{part} is missing")
         elif not any((folder / part).glob("*.json")):
-            yield f"{part} has no configuration"
+            found.append(f"{part} has no configuration")
         elif part in _WEIGHTS and not any((folder / part).glob("*.safetensors*")):
-            yield f"{part} has no safetensors file"
+            found.append(f"{part} has no safetensors file")
     for file in _files(folder, "*.safetensors.index.json"):
         shards = _json(file).get("weight_map")
         for name in sorted(set(shards.values()) if isinstance(shards, dict) else ()):
             if not (shard := file.parent / name).is_file():
-                yield f"{shard.relative_to(folder).as_posix()} is missing"
+                found.append(f"{shard.relative_to(folder).as_posix()} is missing")
+    for file in _files(folder, "*.json"):
+        try:
+            read_json(file)
+        except ValueError:
+            found.append(f"{file.relative_to(folder).as_posix()} is not valid JSON")
+    for file in _files(folder, "*.safetensors"):
+        if (problem := _problem(file)) is not None:
+            found.append(f"{file.relative_to(folder).as_posix()} {problem}")
+    return found
 
 
 def _json(file: Path) -> dict[str, object]:
-    """The object in a JSON file; empty if there is none, or if it is damaged (which ``_damaged`` reports)."""
+    """The object in a JSON file; empty if there is none, or if it is damaged (which ``find_problems`` reports)."""
     try:
         found = read_json(file) if file.is_file() else {}
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _damaged(folder: Path) -> Iterator[str]:
-    for file in _files(folder, "*.json"):
-        try:
-            read_json(file)
-        except ValueError:
-            yield f"{file.relative_to(folder).as_posix()} is not valid JSON"
-    for file in _files(folder, "*.safetensors"):
-        problem = _problem(file)
-        if problem is not None:
-            yield f"{file.relative_to(folder).as_posix()} {problem}"
 
 
 def _problem(file: Path) -> str | None:

@@ -94,7 +94,13 @@ class OPD(Objective):
         import torch
 
         batch, lessons = minibatch.batch, []
-        chosen = [self._teacher_of(task) for task in batch.tasks]
+        chosen = []
+        for task in batch.tasks:
+            tag = next(iter(self.teachers)) if self.by is None else task.tags.get(self.by)
+            if tag not in self.teachers:
+                has = f"its tag {self.by!r} is {tag!r}" if tag is not None else f"it has no tag {self.by!r}"
+                raise ValueError(f"task {task.id!r} has no teacher: {has}; objective.teachers has {', '.join(self.teachers)}")
+            chosen.append(tag)
         for name, teacher in self.teachers.items():
             tasks = [number for number, theirs in enumerate(chosen) if theirs == name]
             if tasks:
@@ -109,16 +115,6 @@ class OPD(Objective):
             divergence = policy.divergence(minibatch.trajectory, part, lessons, forward=self.kl == "forward")
             value = (minibatch.weights[part.rows, part.actions] * divergence).sum()
             yield Loss(value, {"policy/loss": value.detach()})
-
-    def _teacher_of(self, task: Task) -> str:
-        """The name of the task's teacher. Raises ValueError if its tag names none."""
-        if self.by is None:
-            return next(iter(self.teachers))
-        name = task.tags.get(self.by)
-        if name not in self.teachers:
-            has = f"its tag {self.by!r} is {name!r}" if name is not None else f"it has no tag {self.by!r}"
-            raise ValueError(f"task {task.id!r} has no teacher: {has}; objective.teachers has {', '.join(self.teachers)}")
-        return name
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
         key = f"{context.objective}.teachers"

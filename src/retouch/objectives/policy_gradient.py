@@ -277,7 +277,15 @@ class PolicyGradient(Objective):
         if self.surrogate in ("reinforce", "dppo") and (self.clip_low is not None or self.clip_high is not None):
             yield f"{here}.clip_low, {here}.clip_high: {self.surrogate} does not clip; remove both"
         if self.surrogate == "dppo" or self.kl_limit is not None:
-            yield from self._limit_problems(context)
+            limit = self.kl_limit
+            if self.surrogate == "dppo" and limit is None:
+                usual = "0.05 is usual" if context.is_autoregressive else "1e-5 is usual with reduction mean"
+                yield f"{here}.kl_limit: dppo needs it; {usual}"
+            elif self.surrogate != "dppo":
+                yield f"{here}.kl_limit: {self.surrogate} does not read it; remove it"
+            elif limit is not None and limit > 1e-2 and context.reduction == "mean":
+                never = f"a KL averaged over a transition's elements never reaches {limit}"
+                yield f"{here}.kl_limit: {never}; use 1e-6 to 1e-4, or reduction 'sum'"
         if self.surrogate == "reinforce":
             if self.ratio_norm:
                 yield f"{here}.ratio_norm: reinforce has no ratio; remove it"
@@ -306,15 +314,6 @@ class PolicyGradient(Objective):
                 check_clip(context.reduction, low, high)
             except ValueError as error:
                 yield f"{upper if low is None else both}: {error}"
-
-    def _limit_problems(self, context: ObjectiveContext) -> Iterator[str]:
-        here, limit = f"{context.objective}.kl_limit", self.kl_limit
-        if self.surrogate == "dppo" and limit is None:
-            yield f"{here}: dppo needs it; {'0.05 is usual' if context.is_autoregressive else '1e-5 is usual with reduction mean'}"
-        elif self.surrogate != "dppo":
-            yield f"{here}: {self.surrogate} does not read it; remove it"
-        elif limit is not None and limit > 1e-2 and context.reduction == "mean":
-            yield f"{here}: a KL averaged over a transition's elements never reaches {limit}; use 1e-6 to 1e-4, or reduction 'sum'"
 
 
 def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, high: float) -> None:

@@ -16,7 +16,7 @@ from retouch.config.imports import is_foreign
 from retouch.config.section import Count, Kinds, Section
 from retouch.core.random import generator
 from retouch.objectives.base import Objective, ObjectiveContext
-from retouch.protocols import CombinesGradients, DifferentiableReward, ImageGradientPolicy
+from retouch.protocols import DifferentiableReward, ImageGradientPolicy
 from retouch.types import Loss, Minibatch
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def _with_gradient(section: Section) -> Section:
         known = ", ".join(kind for kind in DIFFERENTIABLE_REWARDS.paths)
         raise ValueError(f"{type(section).__name__} has no gradient in the image (no method score_tensors); use {known}")
     keys = ["combine", "max_missing"]
-    if isinstance(section, CombinesGradients):
-        section.require_gradient()
+    if (require := getattr(section, "require_gradient", None)) is not None:  # several rewards, whose gradients are combined
+        require()
         keys.remove("combine")
     for key in keys:
         if (field := type(section).model_fields.get(key)) is not None and getattr(section, key) != field.default:

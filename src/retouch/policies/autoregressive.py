@@ -133,7 +133,9 @@ class AutoregressivePolicy:
         trajectory = self._trajectory(batch, prompts, generation)
         slices = list(self.microbatches(trajectory))
         if self.head is not None:
-            values = [self._values(self._sampled_states(self.model.module, trajectory, part), trajectory, part) for part in slices]
+            states = [self._sampled_states(self.model.module, trajectory, part) for part in slices]
+            masks = [trajectory.mask[part.rows, part.actions] for part in slices]
+            values = [scatter(self.head(each), mask) for each, mask in zip(states, masks, strict=True)]
             trajectory = replace(trajectory, values=torch.cat(values))
         if self.engine.exact:
             return trajectory
@@ -246,7 +248,7 @@ class AutoregressivePolicy:
                 reference = self._log_probs(self.model.module, trajectory, part)
         states = self._sampled_states(self.module, trajectory, part)
         log_probs, entropy = self._head(self.module, states, trajectory, part, with_entropy=needs.entropy)
-        values = self._values(states, trajectory, part) if needs.values else None
+        values = scatter(self.head(states), mask) if needs.values and self.head is not None else None
         # The stored log-probability of a masked action may be any value.
         acted = trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
         kl = None if reference is None else k3(log_probs, reference, mask=mask)
@@ -314,11 +316,6 @@ class AutoregressivePolicy:
         )
         return scatter(kl, trajectory.mask[part.rows, part.actions])
 
-    def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
-        """The value head's prediction before each token, 0 if the token was not sampled."""
-        assert self.head is not None, "values are for a policy with a value head"
-        return scatter(self.head(states), trajectory.mask[part.rows, part.actions])
-
     def _log_probs(self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
         """The log-probabilities of a slice, without entropies."""
         return self._head(module, self._sampled_states(module, trajectory, part), trajectory, part)[0]
@@ -352,28 +349,25 @@ class AutoregressivePolicy:
     def _sampled_states(self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "n d"]:
         """The states before the tokens that were sampled."""
         columns = _used_columns(trajectory, part)
-        states = self._states(module, trajectory, part.rows, columns.stop)[:, columns]
-        return states[trajectory.mask[part.rows, columns]]
-
-    def _states(self, module: nn.Module, trajectory: AutoregressiveTrajectory, rows: slice, end: int) -> Float[Tensor, "r end d"]:
-        """The states before the first ``end`` tokens of each row."""
-        ids, group = trajectory.ids[rows, :end], trajectory.group[rows]
-        real = torch.arange(end, device=ids.device) < trajectory.lengths[rows, None]
-        if not self.model.shares_prompts:
-            return self.model.states(module, trajectory.prompts.take(group), ids, real)
-        tasks, index = group.unique(return_inverse=True)
-        prompts = trajectory.prompts.take(tasks)
-        first, cache = self.model.prefill(module, prompts)
-        # All tokens but the last; but the first token even if it is the last, so that all ranks run equally many forwards.
-        before = max(end - 1, 1)
-        rest = self.model.extend(
-            module,
-            ids[:, :before],
-            mask=torch.cat([prompts.mask[index], real[:, :before]], dim=1),
-            positions=prompts.next_positions()[index, None] + torch.arange(before, device=ids.device),
-            cache=self.model.select(cache, index),
-        )
-        return torch.cat([first[index, None], rest], dim=1)[:, :end]
+        ids, group, end = trajectory.ids[part.rows, : columns.stop], trajectory.group[part.rows], columns.stop
+        real = torch.arange(end, device=ids.device) < trajectory.lengths[part.rows, None]
+        if self.model.shares_prompts:
+            tasks, index = group.unique(return_inverse=True)
+            prompts = trajectory.prompts.take(tasks)
+            first, cache = self.model.prefill(module, prompts)
+            # All tokens but the last; but the first token even if it is the last, so that all ranks run equally many forwards.
+            before = max(end - 1, 1)
+            rest = self.model.extend(
+                module,
+                ids[:, :before],
+                mask=torch.cat([prompts.mask[index], real[:, :before]], dim=1),
+                positions=prompts.next_positions()[index, None] + torch.arange(before, device=ids.device),
+                cache=self.model.select(cache, index),
+            )
+            states = torch.cat([first[index, None], rest], dim=1)[:, :end]
+        else:
+            states = self.model.states(module, trajectory.prompts.take(group), ids, real)
+        return states[:, columns][trajectory.mask[part.rows, columns]]
 
 
 def _used_columns(trajectory: AutoregressiveTrajectory, part: Slice) -> slice:

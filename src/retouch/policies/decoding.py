@@ -282,7 +282,14 @@ class CachedDecoding:
                 rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]
                 rows.starts, rows.active = rows.starts[stay], rows.active[stay]
         rows.list_kept()
-        return Generation(ids=ids, lengths=lengths, log_probs=log_probs, support=_join(rows.supports, lengths, longest))
+        support = None
+        if rows.supports:  # the ids that top-k and top-p kept at each position, padded with -1; only -1 after the end of a row
+            width = max(kept.shape[1] for _, _, kept in rows.supports)
+            support = torch.full((len(lengths), longest, width), -1, dtype=torch.int32, device=device)
+            for numbers, place, kept in rows.supports:
+                support[numbers, place, : kept.shape[1]] = kept
+            support[torch.arange(longest, device=device) >= lengths[:, None]] = -1
+        return Generation(ids=ids, lengths=lengths, log_probs=log_probs, support=support)
 
     def _prefill(self, batch: Batch, prompts: Prompts, *, room: int) -> _Rows:
         group = torch.tensor(batch.group, device=prompts.ids.device)
@@ -343,15 +350,3 @@ def uniforms(batch: Batch, count: int) -> Float[Tensor, "b count"]:
     keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
     draws = [generator(batch.seed, "token", batch.step, group, slot) for group, slot in keys]
     return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in draws])
-
-
-def _join(supports: Sequence[tuple[Tensor, int, Tensor]], lengths: Tensor, longest: int) -> Tensor | None:
-    """The ids (b, t, w) that top-k and top-p kept at each position, padded with -1; only -1 after the end of a row."""
-    if not supports:
-        return None
-    width = max(support.shape[1] for _, _, support in supports)
-    joined = torch.full((len(lengths), longest, width), -1, dtype=torch.int32, device=lengths.device)
-    for numbers, place, support in supports:
-        joined[numbers, place, : support.shape[1]] = support
-    ended = torch.arange(longest, device=lengths.device) >= lengths[:, None]
-    return joined.masked_fill(ended[..., None], -1)

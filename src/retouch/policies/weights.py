@@ -16,20 +16,10 @@ def stale_copies(staleness: int) -> tuple[str, ...]:
     return tuple(f"{_STALE}{place}" for place in range(staleness))
 
 
-def copy_dtype(copy: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the copy of weights of ``dtype`` is stored.
-
-    "reference" and the copies for stale rollouts contain exactly the weights of some step, in their dtype. The others may be
-    averages ("old", "average"), which would lose small updates in 16 bits and are in fp32.
-    """
-    exact = copy == "reference" or copy.startswith(_STALE)
-    return dtype if exact or dtype.itemsize > 2 else torch.float32
-
-
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by the copy's name.
 
-    A copy contains only the trainable parameters: the LoRA matrices, or all weights (for its dtype, see ``copy_dtype``).
+    A copy contains only the trainable parameters: the LoRA matrices, or all weights.
     ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
     weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are overwritten only by ``update_ema``.
     """
@@ -40,10 +30,16 @@ class WeightCopies:
         self.copies: dict[str, dict[str, Tensor]] = {}
 
     def snapshot(self, copy: str) -> None:
-        """Copy the current weights to ``copy``; an existing copy is replaced."""
+        """Copy the current weights to ``copy``; an existing copy is replaced.
+
+        "reference" and the copies for stale rollouts contain exactly the weights of some step, in their dtype. The others may be
+        averages ("old", "average"), which would lose small updates in 16 bits and are in fp32.
+        """
         self.copies[copy] = {}
+        exact = copy == "reference" or copy.startswith(_STALE)
         for name, parameter in self.parameters.items():
-            device, dtype = self.devices.get(copy, parameter.device), copy_dtype(copy, parameter.dtype)
+            device = self.devices.get(copy, parameter.device)
+            dtype = parameter.dtype if exact or parameter.dtype.itemsize > 2 else torch.float32
             stored = parameter.detach().to(device, dtype, copy=True)
             self.copies[copy][name] = stored if stored.device == parameter.device else page_locked(stored, parameter.device)
 

@@ -118,7 +118,17 @@ class OutOfMemory(ValueError):
 def explained(recipe: Recipe, stage: str, error: str) -> OutOfMemory:
     """The error for the user, with advice. ``stage``: what the run was doing. ``error``: torch's message."""
     first, *_ = [*error.splitlines(), ""]
-    return OutOfMemory(f"the {stage} does not fit: {first}\n{_advice(recipe, stage)}")
+    if lower := suggestions(recipe, stage):
+        said = " ".join(f"--set {each}" for each in lower)
+        advice = f"Continue from the last checkpoint with settings that change only memory and time: {said}"
+    elif stage == "loading":
+        advice = "`retouch doctor RECIPE` reports the memory of the weights and the settings that would fit"
+    elif stage == "judge":
+        advice = "The judge needs this memory: give the judge its own device, or serve it from another process (`retouch serve`)"
+    else:
+        advice = "No setting is left that needs less memory without changing the results: "
+        advice += "use smaller images, fewer tokens or more memory"
+    return OutOfMemory(f"the {stage} does not fit: {first}\n{advice}")
 
 
 def suggestions(recipe: Recipe, stage: str) -> list[str]:
@@ -132,15 +142,3 @@ def suggestions(recipe: Recipe, stage: str) -> list[str]:
         elif isinstance(value, int) and value > _FEWEST.get(key, 1):
             found.append(f"{key}={max(value // 2, 1)}")
     return found
-
-
-def _advice(recipe: Recipe, stage: str) -> str:
-    lower = suggestions(recipe, stage)
-    if lower:
-        said = " ".join(f"--set {each}" for each in lower)
-        return f"Continue from the last checkpoint with settings that change only memory and time: {said}"
-    if stage == "loading":
-        return "`retouch doctor RECIPE` reports the memory of the weights and the settings that would fit"
-    if stage == "judge":
-        return "The judge needs this memory: give the judge its own device, or serve it from another process (`retouch serve`)"
-    return "No setting is left that needs less memory without changing the results: use smaller images, fewer tokens or more memory"

@@ -90,7 +90,10 @@ def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
         for depth, key in enumerate(keys):
             here = ".".join(keys[:depth])
             if isinstance(node, list):
-                place: Any = _index(node, key, f"--set {override}: {here}")
+                if not key.isdecimal() or int(key) >= len(node):
+                    legal = f"0 to {len(node) - 1}" if node else "none: it is empty"
+                    raise ValueError(f"--set {override}: {here} is a list, and {key!r} is not the number of an entry ({legal})")
+                place: Any = int(key)
             elif isinstance(node, dict):
                 place = key
             else:
@@ -134,13 +137,6 @@ def value_of(text: str) -> Any:
         return json.loads(text, parse_constant=str)
     except json.JSONDecodeError:
         return text
-
-
-def _index(entries: Sequence[Any], key: str, where: str) -> int:
-    if not key.isdecimal() or int(key) >= len(entries):
-        legal = f"0 to {len(entries) - 1}" if entries else "none: it is empty"
-        raise ValueError(f"{where} is a list, and {key!r} is not the number of an entry ({legal})")
-    return int(key)
 
 
 def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:

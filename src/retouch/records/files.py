@@ -340,21 +340,21 @@ def read_lines(path: Path, shape: Shape | None = None) -> list[dict[str, Any]]:
         complete = read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [_parse(line, f"{path}, line {number}", shape) for number, line in enumerate(complete, start=1)]
+    values = []
+    for number, line in enumerate(complete, start=1):
+        where = f"{path}, line {number}"
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"{where}: has more than {LONGEST_LINE} bytes; another program has changed the file")
+        try:
+            value = strict_json(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not valid JSON ({error}); another program has changed the file") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
+        values.append(value if shape is None else checked(shape, value, where))
+    return values
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """Write all lines of a JSON Lines file atomically."""
     write_atomic(path, b"".join(json_line(line) for line in lines))
-
-
-def _parse(line: bytes, where: str, shape: Shape | None) -> dict[str, Any]:
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"{where}: has more than {LONGEST_LINE} bytes; another program has changed the file")
-    try:
-        value = strict_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); another program has changed the file") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
-    return value if shape is None else checked(shape, value, where)

@@ -394,7 +394,32 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         others = [line for line in self.read_samples(step) if line["set"] != kind]
         saved: set[str] = set()
-        lines = [_write_sample(folder, {"step": step, "set": kind}, record, saved=saved) for record in records]
+        lines: list[dict[str, Any]] = []
+        for record in records:
+            task, stem = record.sample.task, f"{kind}-{record.group:04d}"  # the task's own images are written once per group
+            own, source = f"{stem}-{record.slot:03d}", task.images[0] if task.images else None
+            lines.append(
+                {
+                    "step": step,
+                    "set": kind,
+                    "task": task.id,
+                    "instruction": task.instruction,
+                    "group": record.group,
+                    "slot": record.slot,
+                    "image": _write_image(folder / f"{own}.png", record.sample.image, saved=saved),
+                    "source": _write_image(folder / f"{stem}-source.png", source, saved=saved),
+                    "target": _write_image(folder / f"{stem}-target.png", task.target, saved=saved),
+                    "scores": dict(record.scores),
+                    "reward": record.reward,
+                    "advantage": record.advantage,
+                    "tags": dict(task.tags),
+                    **({} if record.text is None else {"text": record.text}),
+                    **({} if record.tokens is None else {"tokens": record.tokens}),
+                }
+            )
+            if record.states:
+                paths = (folder / f"{own}-state{place:02d}.png" for place in range(len(record.states)))
+                lines[-1]["states"] = [_write_image(*pair, saved=saved) for pair in zip(paths, record.states, strict=True)]
         files.write_lines(folder / "samples.jsonl", [*others, *lines])
 
     def write_summary(self, summary: Summary) -> None:
@@ -654,32 +679,6 @@ def _ranges(steps: Sequence[int]) -> str:
             parts.append([step])
     words = ", ".join(" to ".join(map(str, part)) for part in parts)
     return f"step{'s' * (len(steps) > 1)} {words}"
-
-
-def _write_sample(folder: Path, head: Mapping[str, Any], item: SampleRecord, *, saved: set[str]) -> dict[str, Any]:
-    """Write a sample's images (the task's own images once per group) and return its line."""
-    task = item.sample.task
-    stem = f"{head['set']}-{item.group:04d}"
-    source = task.images[0] if task.images else None
-    own = f"{stem}-{item.slot:03d}"
-    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, saved=saved) for place, each in enumerate(item.states)]
-    return {
-        **head,
-        "task": task.id,
-        "instruction": task.instruction,
-        "group": item.group,
-        "slot": item.slot,
-        "image": _write_image(folder / f"{own}.png", item.sample.image, saved=saved),
-        "source": _write_image(folder / f"{stem}-source.png", source, saved=saved),
-        "target": _write_image(folder / f"{stem}-target.png", task.target, saved=saved),
-        "scores": dict(item.scores),
-        "reward": item.reward,
-        "advantage": item.advantage,
-        "tags": dict(task.tags),
-        **({} if item.text is None else {"text": item.text}),
-        **({} if item.tokens is None else {"tokens": item.tokens}),
-        **({"states": states} if states else {}),
-    }
 
 
 def _write_image(path: Path, image: Image | None, *, saved: set[str]) -> str | None:

@@ -119,7 +119,13 @@ class Owner:
         _open_owners.discard(self)
 
     def _take(self) -> OwnerRecord:
-        locked = _lock(self._handle)
+        locked: bool | None = True  # None if the file system has no locks
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _HELD | _UNSUPPORTED:
+                raise
+            locked = False if error.errno in _HELD else None
         before = read_record(self.path)
         if locked is False:
             raise NotOwner(_refusal(self.path.parent, before))
@@ -204,19 +210,6 @@ def current_owner(folder: Path) -> OwnerRecord | None:
     if record is None or record.machine != _machine():
         return record
     return record if _process_start(record.pid) == record.began else None
-
-
-def _lock(handle: int) -> bool | None:
-    """Try to take the lock. Returns True on success, False if another process holds it, None if the file system has no locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            return False
-        if error.errno in _UNSUPPORTED:
-            return None
-        raise
-    return True
 
 
 def _refusal(folder: Path, record: OwnerRecord | None) -> str:

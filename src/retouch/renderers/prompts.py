@@ -6,7 +6,7 @@ The task keeps its own instruction, and a judge sees this instruction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from retouch.core.answers import answer_in
@@ -70,58 +70,47 @@ class PromptRenderer(ImageModelRenderer):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        text_to_image = FlowTextToImage(
-            cast("DenoisingModel", image_model),  # the recipe is checked for it
-            num_steps=self.num_steps,
-            guidance_scale=self.guidance_scale,
-        )
-        return PromptSampler(text_to_image, self)
+        return PromptSampler(cast("DenoisingModel", image_model), self)  # the recipe is checked for it
 
 
-class FlowTextToImage:
-    """A flow-matching model. Its negative branch is encoded once for all tasks without source images."""
+class PromptSampler:
+    """Samples images from the prompts in completions (implements ``retouch.protocols.Renderer``).
 
-    def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
-        self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
+    The image of a completion is None, the policy's own fault, if ``PromptRenderer.written_task`` finds no prompt in it. The
+    model's negative branch is encoded once for all tasks without source images.
+    """
+
+    def __init__(self, model: DenoisingModel, config: PromptRenderer) -> None:
+        self.config = config
+        self.sampler = OdeSampler(model, num_steps=config.num_steps, guidance_scale=config.guidance_scale)
         self._negative: Conditioning | None = None
+
+    def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
+        config, completions = self.config, trajectory.outputs
+        generators = noise_generators(completions, shared=config.shared_noise)
+        written = (config.written_task(self.sampler.model, *pair) for pair in zip(tasks, completions, strict=True))
+        enhanced = {row: task for row, task in enumerate(written) if task is not None}
+        images: list[Image | None] = [None] * len(completions)
+        for rows in sort_by_length(list(enhanced), length=lambda row: len(enhanced[row].instruction), batch=config.batch):
+            sampled = self.sample([enhanced[row] for row in rows], [generators[row] for row in rows])
+            for row, image in zip(rows, sampled, strict=True):
+                images[row] = image
+        return images
 
     def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
         """Sample an image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
         import torch
 
+        model = self.sampler.model
         with torch.no_grad():
-            conditioning = self.sampler.model.encode(tasks)
+            conditioning = model.encode(tasks)
             if self.sampler.guided and any(task.images for task in tasks):
-                conditioning = replace(conditioning, negative=self.sampler.model.encode_negative(tasks))
+                conditioning = replace(conditioning, negative=model.encode_negative(tasks))
             elif self.sampler.guided:
                 if self._negative is None:
-                    self._negative = self.sampler.model.encode_negative(tasks[:1])
+                    self._negative = model.encode_negative(tasks[:1])
                 conditioning = replace(conditioning, negative=self._negative.take(torch.zeros(len(tasks), dtype=torch.long)))
             return self.sampler(conditioning, generators)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptSampler:
-    """Samples images from the prompts in completions (implements ``retouch.protocols.Renderer``).
-
-    The image of a completion is None, the policy's own fault, if ``PromptRenderer.written_task`` finds no prompt in it.
-    """
-
-    text_to_image: FlowTextToImage
-    config: PromptRenderer
-
-    def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
-        config, completions = self.config, trajectory.outputs
-        generators = noise_generators(completions, shared=config.shared_noise)
-        model, pairs = self.text_to_image.sampler.model, zip(tasks, completions, strict=True)
-        written = (config.written_task(model, *pair) for pair in pairs)
-        enhanced = {row: task for row, task in enumerate(written) if task is not None}
-        images: list[Image | None] = [None] * len(completions)
-        for rows in sort_by_length(list(enhanced), length=lambda row: len(enhanced[row].instruction), batch=config.batch):
-            sampled = self.text_to_image.sample([enhanced[row] for row in rows], [generators[row] for row in rows])
-            for row, image in zip(rows, sampled, strict=True):
-                images[row] = image
-        return images
 
 
 def accepts_prompt(model: object, prompt: str) -> bool:

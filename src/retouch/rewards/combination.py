@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
@@ -142,7 +142,10 @@ def bounds(node: Node, ranges: Mapping[str, Range]) -> Range:
             (low, high), (a, b) = bounds(node.left, ranges), bounds(node.right, ranges)
             return (low + a, high + b) if node.sign == "+" else (low - b, high - a)
         case Product():
-            return _times(bounds(node.left, ranges), bounds(node.right, ranges))
+            left, right = bounds(node.left, ranges), bounds(node.right, ranges)
+            # An unbounded column times 0 is 0, because each value of the column is finite.
+            products = [0.0 if 0 in (a, b) else a * b for a in left for b in right]
+            return min(products), max(products)
     parts = [bounds(argument, ranges) for argument in node.arguments]
     if node.function in ("sqrt", "gmean"):
         for argument, (low, high) in zip(node.arguments, parts, strict=True):
@@ -187,12 +190,6 @@ def _sign(range_: Range) -> int | None:
     return 1 if low >= 0 else -1 if high <= 0 else None
 
 
-def _times(one: Range, other: Range) -> Range:
-    # An unbounded column times 0 is 0, because each value of the column is finite.
-    products = [0.0 if 0 in (a, b) else a * b for a in one for b in other]
-    return min(products), max(products)
-
-
 def _of(values: Sequence[float], function: str) -> float:
     """The value of a function for single numbers. Each function rises with each of its arguments."""
     match function:
@@ -232,22 +229,20 @@ class _Parser:
         self.text = text
         if len(text) > _LONGEST:
             raise ValueError(f"combine: the formula has {len(text)} characters; write at most {_LONGEST}")
-        self.tokens = list(self._tokens())
-        self.place = 0
-        self.deep = 0
-
-    def _tokens(self) -> Iterator[tuple[str, str, int]]:
+        self.tokens: list[tuple[str, str, int]] = []
         place = 0
-        while place < len(self.text):
-            if self.text[place].isspace():
+        while place < len(text):
+            if text[place].isspace():
                 place += 1
                 continue
-            found = _TOKEN.match(self.text, place)
+            found = _TOKEN.match(text, place)
             if found is None:
-                raise ValueError(f"{self.text!r}: {self.text[place]!r} at character {place + 1} is not allowed in a formula")
+                raise ValueError(f"{text!r}: {text[place]!r} at character {place + 1} is not allowed in a formula")
             kind = str(found.lastgroup)
-            yield ("name" if kind == "quoted" else kind), found[kind], place
+            self.tokens.append(("name" if kind == "quoted" else kind, found[kind], place))
             place = found.end()
+        self.place = 0
+        self.deep = 0
 
     def _sum(self) -> Node:
         left = self._product()
@@ -400,7 +395,18 @@ def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
         made = Formula(node, combine, *bounds(node, ranges))
         rising = [name for name in made.columns if effect(node, name, ranges) != -1]
     else:
-        weights = _weights(combine, columns)
+        if not combine:
+            raise ValueError(f"combine names no column; name at least one of {', '.join(columns)}")
+        full: dict[str, float] = {}
+        for name, weight in combine.items():
+            column = resolve(name, columns)
+            if column in full:
+                raise ValueError(f"combine names the column {column!r} twice; name it once")
+            full[column] = weight
+        _check_columns(tuple(full), columns)
+        weights = {name: weight for name, weight in full.items() if weight != 0}
+        if not weights:
+            raise ValueError("combine: all weights are 0, so nothing would be learnt; give at least one column another weight")
         ends = [sorted((weight * columns[name].low, weight * columns[name].high)) for name, weight in weights.items()]
         made = WeightedSum(weights, sum(low for low, _ in ends), sum(high for _, high in ends))
         rising = [name for name, weight in weights.items() if weight > 0]
@@ -437,23 +443,6 @@ def resolve(name: str, columns: Mapping[str, Column]) -> str:
     raise ValueError(f"combine names the column {name!r}, but the reward has no such column; it has {', '.join(columns)}{meant}")
 
 
-def _weights(combine: Mapping[str, float], columns: Mapping[str, Column]) -> dict[str, float]:
-    """The weights other than 0, by the full names of the columns."""
-    if not combine:
-        raise ValueError(f"combine names no column; name at least one of {', '.join(columns)}")
-    full: dict[str, float] = {}
-    for name, weight in combine.items():
-        column = resolve(name, columns)
-        if column in full:
-            raise ValueError(f"combine names the column {column!r} twice; name it once")
-        full[column] = weight
-    _check_columns(tuple(full), columns)
-    weights = {name: weight for name, weight in full.items() if weight != 0}
-    if not weights:
-        raise ValueError("combine: all weights are 0, so nothing would be learnt; give at least one column another weight")
-    return weights
-
-
 def _resolved(node: Node, columns: Mapping[str, Column]) -> Node:
     """The formula with the full names of the columns."""
     match node:
@@ -485,9 +474,16 @@ def gradient_weights(rewards: Mapping[str, Any], combine: Combine) -> dict[str, 
     """
     if isinstance(combine, str):
         raise ValueError("combine: a formula cannot be used here, because its roots have no gradient at 0; give weights of columns")
-    made = combination(
-        combine, {f"{name}/{own}": reward.columns[own] for name, reward in rewards.items() for own in [_column(reward)]}
-    )
+    columns: dict[str, Column] = {}
+    for name, reward in rewards.items():
+        trained = [column for column, each in reward.columns.items() if not each.diagnostic]
+        if (own := getattr(reward, "gradient_column", None)) is None and len(trained) != 1:
+            raise ValueError(
+                f"{type(reward).__name__} has the columns {', '.join(trained)}; name the differentiable one in gradient_column"
+            )
+        own = trained[0] if own is None else own
+        columns[f"{name}/{own}"] = reward.columns[own]
+    made = combination(combine, columns)
     assert isinstance(made, WeightedSum), "weights make a sum"
     return {column.partition("/")[0]: weight for column, weight in made.weights.items()}
 
@@ -503,16 +499,3 @@ def weighted_scores(
     scores = [weight * rewards[name].score_tensors(*given[name]) for name, weight in gradient_weights(rewards, combine).items()]
     total: Tensor = sum(scores[1:], scores[0])
     return total
-
-
-def _column(reward: Any) -> str:
-    """The column that the reward's ``score_tensors`` computes."""
-    own: str | None = getattr(reward, "gradient_column", None)
-    if own is not None:
-        return own
-    names = [name for name, column in reward.columns.items() if not column.diagnostic]
-    if len(names) != 1:
-        raise ValueError(
-            f"{type(reward).__name__} has the columns {', '.join(names)}; name the differentiable one in gradient_column"
-        )
-    return str(names[0])

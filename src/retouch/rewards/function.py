@@ -90,8 +90,18 @@ class LiveFunction:
 
     def score(self, samples: Sequence[Sample], name: str) -> list[float]:
         """One score per sample, NaN if the function returned None or NaN. Raises the errors of ``FunctionReward.__call__``."""
-        returned = self.function(**arguments(self.function, samples, name=name))
-        scores = _numbers(returned, len(samples), self.function)
+        returned: Any = self.function(**arguments(self.function, samples, name=name))
+        if hasattr(returned, "detach"):  # a tensor, perhaps with a gradient
+            returned = returned.detach().cpu()
+        if hasattr(returned, "tolist"):
+            returned = returned.tolist()
+        own = reward_name(self.function)
+        if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+            raise ValueError(f"reward function {own} returned {type(returned).__name__}; return a list of floats, one per image")
+        given = list(returned)
+        if len(given) != len(samples):
+            raise ValueError(f"reward function {own} returned {len(given)} scores for {len(samples)} images; return one per image")
+        scores = [_number(score, self.function) for score in given]
         known = [score for score in scores if not math.isnan(score)]
         self.low = min([*known, *([] if self.low is None else [self.low])], default=None)
         self.high = max([*known, *([] if self.high is None else [self.high])], default=None)
@@ -127,9 +137,17 @@ class FunctionReward(RewardSection):
         found: Any = getattr(function, _DECLARED, None) or getattr(_unwrapped(function), _DECLARED, (None, False))
         declared, completions = found
         takes = _parameters(function, name)
+        called = _unwrapped(function)
+        target: Any = called if inspect.isroutine(called) else type(called)
+        try:
+            text = inspect.getsource(target)
+        except (OSError, TypeError):
+            text = _qualified_name(target)
+        if isinstance(function, functools.partial):
+            text += json.dumps([function.args, sorted(function.keywords.items())], skipkeys=True, default=_qualified_name)
         section = cls(
             name=name,
-            source=_source_hash(function),
+            source=hashlib.sha256(text.encode()).hexdigest()[:16],
             range=declared,
             sees_completions=completions or "completions" in takes,
         )
@@ -267,20 +285,6 @@ def _column(samples: Sequence[Sample], key: str) -> list[Any]:
     return [sample.task.meta.get(key, sample.task.tags.get(key)) for sample in samples]
 
 
-def _numbers(returned: Any, count: int, function: RewardFunction) -> list[float]:
-    name = reward_name(function)
-    if hasattr(returned, "detach"):  # a tensor, perhaps with a gradient
-        returned = returned.detach().cpu().tolist()
-    elif hasattr(returned, "tolist"):
-        returned = returned.tolist()
-    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
-        raise ValueError(f"reward function {name} returned {type(returned).__name__}; return a list of floats, one per image")
-    scores = list(returned)
-    if len(scores) != count:
-        raise ValueError(f"reward function {name} returned {len(scores)} scores for {count} images; return one per image")
-    return [_number(score, function) for score in scores]
-
-
 def _number(score: Any, function: RewardFunction) -> float:
     if score is None:
         return math.nan
@@ -310,18 +314,6 @@ def _unwrapped(function: Any) -> Any:
 def _bound(function: Any) -> frozenset[str]:
     """The names of the keyword arguments that a ``functools.partial`` binds; empty for another object."""
     return frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
-
-
-def _source_hash(function: RewardFunction) -> str:
-    called = _unwrapped(function)
-    target: Any = called if inspect.isroutine(called) else type(called)
-    try:
-        text = inspect.getsource(target)
-    except (OSError, TypeError):
-        text = _qualified_name(target)
-    if isinstance(function, functools.partial):
-        text += json.dumps([function.args, sorted(function.keywords.items())], skipkeys=True, default=_qualified_name)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _qualified_name(given: Any) -> str:

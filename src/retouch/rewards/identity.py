@@ -23,7 +23,7 @@ import textwrap
 import types
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePath
@@ -222,37 +222,34 @@ class _Inputs:
             return "cycle"
         self._open[id(value)] = value
         try:
-            return self._describe(value, name)
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            if isinstance(value, enum.Enum):
+                return f"{self._class(type(value))}.{value.name}"
+            if isinstance(value, _BY_REPR):
+                return f"{kind} {value!r}"
+            if isinstance(value, Mapping):
+                pairs = [(self.describe(key, name), self.describe(inner, f"{name}[{key!r:.40}]")) for key, inner in value.items()]
+                return f"{kind} {sorted(pairs)}"
+            if isinstance(value, list | tuple | deque):
+                return f"{kind} {[self.describe(inner, f'{name}[{place}]') for place, inner in enumerate(value)]}"
+            if isinstance(value, set | frozenset):
+                return f"{kind} {sorted(self.describe(inner, name) for inner in value)}"
+            if isinstance(value, functools.partial):
+                bound = {f"the argument {key}": inner for key, inner in [*enumerate(value.args), *value.keywords.items()]}
+                return f"{self.describe(value.func, name)} {self._values(bound)}"
+            if isinstance(value, types.MethodType):
+                return f"{self.describe(value.__func__, name)} {self.describe(value.__self__, name)}"
+            if isinstance(value, types.FunctionType):
+                return self._function(value)
+            if isinstance(value, type):
+                return self._class(value)
+            if isinstance(value, types.ModuleType):
+                return self._module(value.__name__)
+            if inner := [getattr(value, each) for each in ("__wrapped__", "__func__", "func", "fget") if hasattr(value, each)]:
+                return f"{kind} {self.describe(inner[0], name)}"  # a cached function, a static method, a property
+            return self._object(value, name, kind)
         finally:
             del self._open[id(value)]
-
-    def _describe(self, value: Any, name: str) -> str:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        if isinstance(value, enum.Enum):
-            return f"{self._class(type(value))}.{value.name}"
-        if isinstance(value, _BY_REPR):
-            return f"{kind} {value!r}"
-        if isinstance(value, Mapping):
-            pairs = [(self.describe(key, name), self.describe(inner, f"{name}[{key!r:.40}]")) for key, inner in value.items()]
-            return f"{kind} {sorted(pairs)}"
-        if isinstance(value, list | tuple | deque):
-            return f"{kind} {[self.describe(inner, f'{name}[{place}]') for place, inner in enumerate(value)]}"
-        if isinstance(value, set | frozenset):
-            return f"{kind} {sorted(self.describe(inner, name) for inner in value)}"
-        if isinstance(value, functools.partial):
-            bound = {f"the argument {key}": inner for key, inner in [*enumerate(value.args), *value.keywords.items()]}
-            return f"{self.describe(value.func, name)} {self._values(bound)}"
-        if isinstance(value, types.MethodType):
-            return f"{self.describe(value.__func__, name)} {self.describe(value.__self__, name)}"
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, type):
-            return self._class(value)
-        if isinstance(value, types.ModuleType):
-            return self._module(value.__name__)
-        if inner := [getattr(value, each) for each in ("__wrapped__", "__func__", "func", "fget") if hasattr(value, each)]:
-            return f"{kind} {self.describe(inner[0], name)}"  # a cached function, a static method, a property
-        return self._object(value, name, kind)
 
     def _object(self, value: Any, name: str, kind: str) -> str:
         """Describe an object: its numbers, weights or pixels; of an object of the project, its class and its attributes."""
@@ -322,7 +319,9 @@ class _Inputs:
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         values |= {f"the variable {key} around {name}": cell.cell_contents for key, cell in cells if _is_full(cell)}
         values |= {f"{name}.{key}": value for key, value in vars(function).items() if not key.startswith("__")}
-        used, attributes = _names(code)
+        # The names of the globals and of the attributes that the code, and the functions that it defines, use.
+        steps = [each for part in _with_inner(code) for each in dis.get_instructions(part)]
+        used, attributes = ({each.argval for each in steps if each.opname in kind} for kind in (_GLOBALS, _ATTRIBUTES))
         for key in sorted(used & around.keys()):
             values[f"the global {key} of {function.__module__}"] = around[key]
             if isinstance(around[key], types.ModuleType) and not _is_packaged(around[key]):
@@ -371,8 +370,19 @@ class _Inputs:
         return module
 
     def _imports(self, text: str, package: str | None) -> None:
-        """Add the modules of the project that the code imports, wherever it does."""
-        for module in _imported(text, package):
+        """Add the modules of the project that the code imports, wherever it does. In ``from a import b``, ``a.b`` may be one."""
+        try:
+            nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
+        except SyntaxError:  # a lambda is part of a statement
+            return
+        found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                above = (package or "").split(".")
+                inside = above[: len(above) - node.level + 1] if node.level else []
+                module = ".".join([*inside, *([node.module] if node.module else [])])
+                found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        for module in sorted(found - {""}):
             if (spec := _spec(module)) is not None:
                 self._module(module, spec)
 
@@ -391,13 +401,6 @@ def _is_full(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The names of the globals and of the attributes that the code, and the functions that it defines, use."""
-    found = [each for part in _with_inner(code) for each in dis.get_instructions(part)]
-    names = {kind: {each.argval for each in found if each.opname in kind} for kind in (_GLOBALS, _ATTRIBUTES)}
-    return names[_GLOBALS], names[_ATTRIBUTES]
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -423,22 +426,6 @@ def _bytecode(code: types.CodeType) -> str:
     """Code that was typed into Python has no source."""
     constants = [_bytecode(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _imported(text: str, package: str | None) -> Iterable[str]:
-    """The full names of the modules that a source text imports; of ``from a import b`` both ``a`` and ``a.b``, which may be one."""
-    try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
-    except SyntaxError:  # a lambda is part of a statement
-        return ()
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            above = (package or "").split(".")
-            inside = above[: len(above) - node.level + 1] if node.level else []
-            module = ".".join([*inside, *([node.module] if node.module else [])])
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return sorted(found - {""})
 
 
 def _spec(module: str) -> ModuleSpec | None:

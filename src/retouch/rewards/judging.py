@@ -93,10 +93,13 @@ class RewardScorer:
         """Score the samples on the caller's thread, without the journal."""
         return self._combined(samples, scores_of(self.reward, samples))
 
-    def submit(self, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
-        """Score the samples in the background, without the journal. The future raises the error of a reward, or ValueError for
-        wrong scores."""
-        return self._submit(samples, rows=None)
+    def submit(self, samples: Sequence[Sample], *, rows: Callable[[], list[JournalRow]] | None = None) -> "Future[ScoredBatch]":
+        """Score the samples in the background. The future raises the error of a reward, or ValueError for wrong scores.
+
+        ``rows``: the samples' rows in the journal, computed in the background; None scores without the journal.
+        """
+        started = self._starting.submit(self._start, samples, rows)
+        return self._finishing.submit(self._finish, samples, started)
 
     def for_split(self, split: Split, step: int | None = None) -> BatchScorer:
         """Return a function of (batch, samples) that scores in the background and uses the journal, if there is one.
@@ -106,7 +109,7 @@ class RewardScorer:
         """
 
         def judge(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
-            return self._submit(
+            return self.submit(
                 samples, rows=lambda: journal_rows(batch, samples, split=split, step=batch.step if step is None else step)
             )
 
@@ -137,10 +140,6 @@ class RewardScorer:
             if close_all([closing], seconds=0.1):
                 closed.result()
 
-    def _submit(self, samples: Sequence[Sample], *, rows: Callable[[], list[JournalRow]] | None) -> "Future[ScoredBatch]":
-        started = self._starting.submit(self._start, samples, rows)
-        return self._finishing.submit(self._finish, samples, started)
-
     def _start(self, samples: Sequence[Sample], rows: Callable[[], list[JournalRow]] | None) -> "_Started":
         columns = self.reward.columns
         if self.journal is None or rows is None:
@@ -150,19 +149,14 @@ class RewardScorer:
             found = rows()
             known, scores = self.journal.recall(found, columns)
             new = rows_to_score(found, known.tolist(), whole_groups=compares_groups(self.reward))
-        return _Started(found, scores, new, self._ask([samples[index] for index in new]), time.monotonic())
-
-    def _ask(self, samples: Sequence[Sample]) -> "dict[str, Future[Scores]]":
-        """Pass the samples that have an image to each reward. Returns the futures by reward; an empty dictionary if no sample has
-        one."""
-        drawn = with_images(samples)
+        drawn = with_images([samples[index] for index in new])
         asked: dict[str, Future[Scores]] = {}
         for name, part in self._parts.items() if drawn else ():
             if isinstance(part, AsyncReward):
                 asked[name] = part.submit(given_to(part, drawn))
             else:
                 asked[name] = self._scoring[name].submit(call_reward, part, drawn, name)
-        return asked
+        return _Started(found, scores, new, asked, time.monotonic())
 
     def _finish(self, samples: Sequence[Sample], future: "Future[_Started]") -> ScoredBatch:
         rows, scores, new, asked, began = future.result()

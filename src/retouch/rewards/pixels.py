@@ -210,7 +210,7 @@ class PhotosReward(RewardSection):
         for row, sample in enumerate(samples):
             source = source_image(sample.task)
             if sample.image is not None:
-                before, after = (_structure(self._shrunk(each)) for each in (at_size(source, sample.image.size), sample.image))
+                before, after = (self._structure(each) for each in (at_size(source, sample.image.size), sample.image))
                 energy = (before.square().mean() + FLOOR) * (after.square().mean() + FLOOR)
                 correlation = ((before * after).mean() + FLOOR) / energy.sqrt()
                 table[row, 0] = 1 - (1 - correlation).clamp(0, 1).sqrt()
@@ -231,25 +231,22 @@ class PhotosReward(RewardSection):
             raise ValueError(f"photos:{argument}: give a colour: {', '.join(_COLOURS)}, or #rrggbb")
         return _COLOURS[argument]
 
-    def _shrunk(self, image: Image.Image) -> Image.Image:
-        if self.side is None or self.side >= min(image.size):
-            return image
-        width, height = (max(1, round(length * self.side / min(image.size))) for length in image.size)
-        return image.convert("RGB").resize((width, height), Image.Resampling.BOX)
+    def _structure(self, image: Image.Image) -> Float[Tensor, "h w"]:
+        """The luminance of the image, which is first shrunk to ``side``, without its local mean and in units of its contrast."""
+        if self.side is not None and self.side < min(image.size):
+            width, height = (max(1, round(length * self.side / min(image.size))) for length in image.size)
+            image = image.convert("RGB").resize((width, height), Image.Resampling.BOX)
+        pixels = to_tensor(image)
+        luminance = pixels @ pixels.new_tensor(LUMA)
+        radius = max(1, min(luminance.shape) // 16)
+        mean = _local_mean(luminance, radius)
+        variance = (_local_mean(luminance.square(), radius) - mean.square()).clamp(min=0)
+        return (luminance - mean) / (variance.sqrt() + CONTRAST_FLOOR)
 
 
 def at_size(source: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The source image at ``size`` (width, height), resized with Lanczos if it has another size."""
     return source if source.size == size else source.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-
-
-def _structure(image: Image.Image) -> Float[Tensor, "h w"]:
-    pixels = to_tensor(image)
-    luminance = pixels @ pixels.new_tensor(LUMA)
-    radius = max(1, min(luminance.shape) // 16)
-    mean = _local_mean(luminance, radius)
-    variance = (_local_mean(luminance.square(), radius) - mean.square()).clamp(min=0)
-    return (luminance - mean) / (variance.sqrt() + CONTRAST_FLOOR)
 
 
 def _local_mean(values: Float[Tensor, "h w"], radius: int) -> Float[Tensor, "h w"]:
@@ -296,8 +293,9 @@ class AppearanceReward(RewardSection):
 
         table = torch.zeros(len(samples), len(self.columns), dtype=torch.float64)
         for row, sample in enumerate(samples):
-            if sample.image is not None:
-                pixels = to_tensor(sample.image)
+            task, image = sample.task, sample.image
+            if image is not None:
+                pixels = to_tensor(image)
                 luminance = pixels @ pixels.new_tensor(LUMA)
                 most, least = pixels.amax(dim=2), pixels.amin(dim=2)
                 # Parseval's theorem: sqrt(sum of |F|^2 over the fine frequencies) / number of pixels
@@ -307,18 +305,13 @@ class AppearanceReward(RewardSection):
                 table[row, 0] = luminance.mean()
                 table[row, 1] = ((most - least) / most.masked_fill(most == 0, 1)).mean()
                 table[row, 2] = spectrum.abs().square()[fine].sum().sqrt() / luminance.numel()
-                table[row, 3] = _preservation(sample.task, sample.image)
+                table[row, 3] = math.nan
+                if task.mask is not None and task.images:
+                    weight = 1 - to_tensor(task.mask.convert("L").resize(image.size, Image.Resampling.BOX))[:, :, 0]
+                    source = to_tensor(task.images[0].convert("RGB").resize(image.size, Image.Resampling.LANCZOS))
+                    if weight.sum() > 0:
+                        table[row, 3] = 1 - (weight * (pixels - source).abs().mean(dim=2)).sum() / weight.sum()
         return {name: column.float().clamp(0, 1) for name, column in zip(self.columns, table.unbind(dim=1), strict=True)}
-
-
-def _preservation(task: Task, image: Image.Image) -> Float[Tensor, ""] | float:
-    if task.mask is None or not task.images:
-        return math.nan
-    source = task.images[0].convert("RGB")
-    mask = task.mask.convert("L").resize(image.size, Image.Resampling.BOX)
-    difference = (to_tensor(image) - to_tensor(source.resize(image.size, Image.Resampling.LANCZOS))).abs().mean(dim=2)
-    weight = 1 - to_tensor(mask)[:, :, 0]
-    return 1 - (weight * difference).sum() / weight.sum() if weight.sum() > 0 else math.nan
 
 
 _LEAST = 1e-8  # the gradient of a root is infinite at 0

@@ -21,7 +21,7 @@ from retouch.config.imports import is_foreign, source_place, user_code_error
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, close, visible_samples
 from retouch.rewards.worker import unchanged_settings
-from retouch.types import Column, Json, Sample, Scores, Task
+from retouch.types import Json, Sample, Scores, Task
 
 _TRIED = 64
 
@@ -183,7 +183,16 @@ def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scor
         scores[name] = torch.full((len(samples),), fault, dtype=torch.float64)
         if count:
             try:
-                scores[name][drawn] = _checked_column(name, column, returned, with_images(samples))
+                values = shaped_column(name, returned, count)
+                low, high = column.limits
+                outside = ~torch.isnan(values) & ~((values >= low) & (values <= high) & values.float().isfinite())
+                if outside.any():
+                    wrong, task = values[outside][0].item(), with_images(samples)[int(outside.nonzero()[0])].task.id
+                    how = f", outside its declared range {column.low} to {column.high}; declare the true range"
+                    if low <= wrong <= high:
+                        how = "; return a finite score, or NaN if it is missing"
+                    raise ValueError(f"column {name!r} is {wrong}{how} (task {task!r})")
+                scores[name][drawn] = values
             except ValueError as error:
                 part, _, _ = name.partition("/")
                 inner = getattr(reward, "rewards", {}).get(part, reward)
@@ -204,20 +213,5 @@ def shaped_column(name: str, returned: Scores, count: int) -> Float[Tensor, " b"
     if values.shape != (count,):
         raise ValueError(
             f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one per sample, NaN if missing"
-        )
-    return values
-
-
-def _checked_column(name: str, column: Column, returned: Scores, samples: Sequence[Sample]) -> Float[Tensor, " b"]:
-    values = shaped_column(name, returned, len(samples))
-    low, high = column.limits
-    outside = ~torch.isnan(values) & ~((values >= low) & (values <= high) & values.float().isfinite())
-    if outside.any():
-        wrong, task = values[outside][0].item(), samples[int(outside.nonzero()[0])].task.id
-        if low <= wrong <= high:
-            raise ValueError(f"column {name!r} is {wrong}; return a finite score, or NaN if it is missing (task {task!r})")
-        raise ValueError(
-            f"column {name!r} is {wrong}, outside its declared range {column.low} to {column.high}; declare the true range "
-            f"(task {task!r})"
         )
     return values

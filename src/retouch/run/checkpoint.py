@@ -96,7 +96,40 @@ def save(folder: Path, state: TrainState, *, before_commit: Callable[[], None] =
     all other ranks call ``send``.
     """
     try:
-        return _save(folder, state, before_commit)
+        before_commit()
+        path = folder / f"step-{state.step:06d}"
+        if path.exists() and _is_intact(path):
+            return path
+        for group in state.tensors:
+            assert _GROUP.fullmatch(group), f"no file can be named after the group {group!r}"
+        content = _as_json({"step": state.step, "numbers": dict(state.numbers)})
+        temporary = folder / f"{files.TEMPORARY}{path.name}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+            temporary.mkdir()
+            for group, tensors in state.tensors.items():
+                write_tensors(temporary / f"{group}{_TENSORS}", tensors)
+            files.write_atomic(temporary / "state.json", content, durable=False)
+            listed: dict[str, Json] = {
+                file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(temporary.iterdir())
+            }
+            files.write_atomic(temporary / "manifest.json", _as_json({"format": FORMAT, "files": listed}), durable=False)
+            for file in temporary.iterdir():
+                files.fsync_folder(file)
+            files.fsync_folder(temporary)
+            before_commit()
+            if path.exists():
+                _discard(path)
+            temporary.rename(path)
+            files.fsync_folder(folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise ValueError(
+                f"could not write the checkpoint {path}: {error}. Earlier checkpoints are intact; free some space "
+                "(or lower checkpoints.keep) and start the run again"
+            ) from error
+        return path
     finally:  # after an error too, because the other ranks are blocked in send
         send(state)
 
@@ -108,49 +141,9 @@ def send(state: TrainState) -> None:
             tensors.send_unread()
 
 
-def _save(folder: Path, state: TrainState, before_commit: Callable[[], None]) -> Path:
-    before_commit()
-    path = folder / f"step-{state.step:06d}"
-    if path.exists() and _is_intact(path):
-        return path
-    for group in state.tensors:
-        assert _GROUP.fullmatch(group), f"no file can be named after the group {group!r}"
-    content = _as_json({"step": state.step, "numbers": dict(state.numbers)})
-    temporary = folder / f"{files.TEMPORARY}{path.name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove(temporary)
-        temporary.mkdir()
-        for group, tensors in state.tensors.items():
-            write_tensors(temporary / f"{group}{_TENSORS}", tensors)
-        files.write_atomic(temporary / "state.json", content, durable=False)
-        listed: dict[str, Json] = {
-            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(temporary.iterdir())
-        }
-        files.write_atomic(temporary / "manifest.json", _as_json({"format": FORMAT, "files": listed}), durable=False)
-        for file in temporary.iterdir():
-            files.fsync_folder(file)
-        files.fsync_folder(temporary)
-        before_commit()
-        if path.exists():
-            _discard(path)
-        temporary.rename(path)
-        files.fsync_folder(folder)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise ValueError(
-            f"could not write the checkpoint {path}: {error}. Earlier checkpoints are intact; free some space "
-            "(or lower checkpoints.keep) and start the run again"
-        ) from error
-    return path
-
-
 def latest(folder: Path) -> Path | None:
     """Return the newest checkpoint that is intact according to its manifest, or None. Damaged ones are skipped with a warning."""
-    for path in _newest_first(folder):
-        if _is_intact(path):
-            return path
-    return None
+    return next((path for path in _newest_first(folder) if _is_intact(path)), None)
 
 
 def load(path: Path) -> TrainState:

@@ -120,9 +120,10 @@ class Ledger:
         own = self._database.path
         self._add_usage(own, self._database.reading())
         for path in ledger_files(self._run):
-            rank = rank_of(path)
-            if path == own or rank is None:
+            named = re.fullmatch(r"ledger(?:\.rank([1-9][0-9]*))?\.sqlite", path.name)
+            if path == own or named is None:  # a file with another name is a copy, for example
                 continue
+            rank = int(named[1] or 0)
             if rank == self._ranks.rank or (self._ranks.is_main and rank >= self._ranks.world):
                 with suppress(ValueError, sqlite3.Error):  # a statistic must not stop the run
                     self._add_usage(path, closing(open_read_only(path)))
@@ -161,12 +162,6 @@ class Ledger:
 def ledger_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's ledger in a run's folder."""
     return run / ("ledger.sqlite" if rank == 0 else f"ledger.rank{rank}.sqlite")
-
-
-def rank_of(ledger: Path) -> int | None:
-    """Return the rank that wrote a ledger file; None if its name is not one of ``ledger_path`` (for example, a copy)."""
-    named = re.fullmatch(r"ledger(?:\.rank([1-9][0-9]*))?\.sqlite", ledger.name)
-    return None if named is None else int(named[1] or 0)
 
 
 def record_identity(folder: RunFolder, weights: Mapping[str, str], sets: Sequence[DataSets]) -> None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from retouch.core.surrogates import sequence_log_ratio
-from retouch.distributed.optimizer import JointStepper, MeasuresGradients, local_shard
+from retouch.distributed.optimizer import JointStepper, local_shard
 from retouch.models.parts import bits_hash
 from retouch.models.quantized import compute_dtype, gradient_limit, input_gradient_error
-from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.run.checkpoint import restore_rng, rng_state
 from retouch.run.step import Phase, Run, ScoredRollout, accumulate, make_minibatch
@@ -168,7 +167,17 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
         text = f"the largest |ratio - 1| after the step is {deviation:.1e}" if deviation > 0 else _UNMOVED
         yield Check("ratio_after", deviation > 0, deviation, None, text)
     if objective.kl_kind is not None:
-        size = _kl_gradient(run, objective, minibatch)
+        part = next(iter(run.policy.microbatches(minibatch.trajectory)))
+        evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl_kind))
+        assert evaluation.kl is not None
+        stepper = run.stepper.policy if isinstance(run.stepper, JointStepper) else run.stepper
+        measure: Callable[[Tensor], float] | None = getattr(stepper, "gradient_norm", None)
+        if measure is not None:  # of FSDP2: ``torch.autograd.grad`` cannot return the gradients of sharded weights
+            size = measure(evaluation.kl.mean())
+        else:
+            parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
+            size = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))
         text = f"the norm of the KL's gradient is {size:.2e}" if size > 0 else "the KL has no gradient"
         yield Check("kl_gradient", size > 0, size, None, text)
 
@@ -235,18 +244,6 @@ def _advice(run: Run, deviation: float, limit: float) -> str:
     if policy.sampling.is_autoregressive and run.chunk % policy.microbatch:
         return "; in 16 bits it depends on the rows of a forward pass: set rollout.chunk to a multiple of microbatch"
     return ""
-
-
-def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
-    part = next(iter(run.policy.microbatches(minibatch.trajectory)))
-    evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl_kind))
-    assert evaluation.kl is not None
-    stepper = run.stepper.policy if isinstance(run.stepper, JointStepper) else run.stepper
-    if isinstance(stepper, MeasuresGradients):
-        return stepper.gradient_norm(evaluation.kl.mean())
-    parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
-    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))
 
 
 def _hashes(run: Run) -> list[Tensor]:

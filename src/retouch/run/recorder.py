@@ -99,13 +99,25 @@ class Recorder:
         """Record a step and log its line. ``done``: the number of finished steps, including this one."""
         self.folder.append_metrics(done, phase, metrics)
         now = time.perf_counter()
-        if self._began is None:
-            self._began = (self._last, done - 1)
+        self._began = self._began or (self._last, done - 1)
         timed = {**seconds, "time/step": now - self._last, "cpu/step": time.process_time() - self._cpu}
         self.resume_clock()
         self.folder.append_timings(done, timed)
         self.tracker.log({**metrics, **timed}, done)
-        log.info(STEP_LINE, self._line(done, phase, metrics, now))
+        began, first = self._began
+        pace = (now - began) / (done - first)
+        left = pace * (self.total - done)
+        words = [f"{done}/{self.total}"] + ([] if phase == "main" else [phase])
+        if "reward/mean" in metrics:
+            words.append(f"reward {metrics['reward/mean']:.3f}")
+            if not math.isnan(metrics["group/zero_std_fraction"]):  # NaN for groups of one sample
+                words.append(f"equal groups {metrics['group/zero_std_fraction']:.0%}")
+            if metrics["reward/missing_fraction"]:
+                words.append(f"missing {metrics['reward/missing_fraction']:.1%}")
+        losses = [("loss", "policy/loss"), ("text_to_image's loss", "text_to_image/loss")]
+        words += [f"{word} {metrics[name]:.4g}" for word, name in losses if name in metrics]
+        words += [f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
+        log.info(STEP_LINE, "  ".join(words))
 
     def resume_clock(self) -> None:
         """Start timing the next step now. Work between two steps (an evaluation, for example) is not part of a step."""
@@ -161,32 +173,13 @@ class Recorder:
     def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         self.folder.write_samples(done, kind, records)
         if self.samples.tables:
-            lines = [line for line in self.folder.read_samples(done) if line["set"] == kind]
-            self.tracker.log_samples(kind, [_shown(line, self.folder.samples(done)) for line in lines], done)
-
-    def _line(self, done: int, phase: str, metrics: Metrics, now: float) -> str:
-        assert self._began is not None
-        began, first = self._began
-        pace = (now - began) / (done - first)
-        left = pace * (self.total - done)
-        words = [f"{done}/{self.total}"] + ([] if phase == "main" else [phase])
-        if "reward/mean" in metrics:
-            words.append(f"reward {metrics['reward/mean']:.3f}")
-            if not math.isnan(metrics["group/zero_std_fraction"]):  # NaN for groups of one sample
-                words.append(f"equal groups {metrics['group/zero_std_fraction']:.0%}")
-            if metrics["reward/missing_fraction"]:
-                words.append(f"missing {metrics['reward/missing_fraction']:.1%}")
-        losses = [("loss", "policy/loss"), ("text_to_image's loss", "text_to_image/loss")]
-        words += [f"{word} {metrics[name]:.4g}" for word, name in losses if name in metrics]
-        words += [f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
-        return "  ".join(words)
-
-
-def _shown(line: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a stored sample as a row of a table, with the paths of its images."""
-    images = {name: None if line[name] is None else folder / line[name] for name in ("source", "image")}
-    about = {"instruction": line["instruction"], "text": line.get("text"), "reward": line["reward"], "advantage": line["advantage"]}
-    return {"task": line["task"], "slot": line["slot"], **about, **images, **line["scores"]}
+            rows, folder = [], self.folder.samples(done)
+            for line in self.folder.read_samples(done):
+                if line["set"] == kind:
+                    row = {name: line.get(name) for name in ("task", "slot", "instruction", "text", "reward", "advantage")}
+                    paths = {name: None if line[name] is None else folder / line[name] for name in ("source", "image")}
+                    rows.append({**row, **paths, **line["scores"]})
+            self.tracker.log_samples(kind, rows, done)
 
 
 def _row(scores: Scores, row: int) -> dict[str, float]:

@@ -43,7 +43,7 @@ from retouch.run.hooks import Alarm, AlarmStop, Hook, StepResult, refuse_if_stop
 from retouch.run.ledger import Ledger, record_identity
 from retouch.run.preflight import require_passed
 from retouch.run.recorder import Recorder, SampleDetails
-from retouch.run.step import Metrics, RewardFailed, RewardsAbandoned, ScoredRollout, TooManyMissing, train
+from retouch.run.step import RewardFailed, RewardsAbandoned, ScoredRollout, TooManyMissing, train
 
 log = logging.getLogger("retouch")
 
@@ -156,7 +156,8 @@ class TrainingSession:
             self.parts.restore(state, stepper)
             if self.done >= self.parts.steps and self._has_summary():
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
-                self._resumed()
+                for hook in self.hooks:
+                    hook.resumed(self.done)
                 return
             log.info("resumed after step %d", self.done)
             if self.ledger.is_new and self.parts.ranks.is_main:
@@ -195,7 +196,8 @@ class TrainingSession:
                     log.warning("%s", note)
             if state is not None:
                 self.parts.ranks.barrier()
-                self._resumed()
+                for hook in self.hooks:
+                    hook.resumed(self.done)
             chosen = self.recipe.samples
             self.steering = ControlRequests(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
             stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
@@ -224,8 +226,15 @@ class TrainingSession:
             # The judge is another one from here on, or the run was stopped before the evaluation of its last step.
             if self.done == self.ledger.judge_since or self.parts.ranks.any(lacking):
                 self._heldout(baseline=False)
-        self._catch_up(stepper)
-        if self.done == 0 and self._rolls_back:
+        alarms: list[Alarm] = []
+        try:
+            for hook in self.hooks:
+                alarms.extend(hook.catch_up(self.done))
+        except (BudgetSpent, RewardFailed) as error:
+            self._stop_for_alarms(stepper, alarms, failure=error)
+            raise
+        self._stop_for_alarms(stepper, alarms)
+        if self.done == 0 and any(hook.rolls_back for hook in self.hooks):
             self._save(stepper)
         for index, (resolved, steps) in enumerate(self.parts.plan):
             if self.done >= steps.stop:
@@ -250,7 +259,7 @@ class TrainingSession:
                 # Raised on every rank: before the weights changed again, or while a hook measured this step. If an
                 # alarm of this step can still roll the run back, the checkpoint before it must stay the newest. The next start
                 # sends the failed samples to the judge again.
-                if not (self.measuring and self._rolls_back):
+                if not (self.measuring and any(hook.rolls_back for hook in self.hooks)):
                     self._save(stepper)
                     log.warning("stopped after step %d, which is saved: the next start continues from it", self.done)
                 self.parts.judge.forget_missing("train", self.done)
@@ -274,19 +283,6 @@ class TrainingSession:
             for hook in self.hooks:
                 hook.ended(self.done, finished=True)
 
-    def _warn_of_equal_rewards(self, metrics: Metrics) -> None:
-        """Warn once if all samples, or those of each group, have the same reward in several successive steps, or in all steps of a
-        short run."""
-        equal_groups = isinstance(self.recipe.advantage, GroupAdvantage) and metrics.get("group/zero_std_fraction") == 1
-        self.equal_steps = self.equal_steps + 1 if equal_groups or metrics.get("reward/std") == 0 else 0
-        if self.parts.ranks.is_main and self.equal_steps == max(2, min(_EQUAL_STEPS, self.parts.steps)):
-            log.warning(
-                "the samples of each task had equal rewards in the last %d steps (mean %g), from which the policy cannot learn. "
-                "Look at the images: are they all alike? If not, check with `retouch score` that the reward distinguishes them",
-                self.equal_steps,
-                metrics["reward/mean"],
-            )
-
     def _after(self, stepper: Stepper, step: StepResult, collected: ScoredRollout) -> bool:
         """Measure and record a step; evaluate and save if due. Returns whether the run stops after it. Raises AlarmStop."""
         self.measuring = True
@@ -298,7 +294,17 @@ class TrainingSession:
             raise
         self.measuring = False
         self._record(step, collected)
-        self._warn_of_equal_rewards(step.metrics)
+        # Warn once if all samples, or those of each group, have the same reward in several successive steps, or in all steps of a
+        # short run.
+        equal_groups = isinstance(self.recipe.advantage, GroupAdvantage) and step.metrics.get("group/zero_std_fraction") == 1
+        self.equal_steps = self.equal_steps + 1 if equal_groups or step.metrics.get("reward/std") == 0 else 0
+        if self.parts.ranks.is_main and self.equal_steps == max(2, min(_EQUAL_STEPS, self.parts.steps)):
+            log.warning(
+                "the samples of each task had equal rewards in the last %d steps (mean %g), from which the policy cannot learn. "
+                "Look at the images: are they all alike? If not, check with `retouch score` that the reward distinguishes them",
+                self.equal_steps,
+                step.metrics["reward/mean"],
+            )
         if self.done == min(_CONTRAST_STEP, self.parts.steps) and step.metrics.get("policy/old_distance", 1.0) < _CONTRAST:
             log.info(
                 "the old policy is almost the current one (policy/old_distance %.1e), so the positive and the negative velocity of "
@@ -330,26 +336,6 @@ class TrainingSession:
         for hook in self.hooks:
             if hook.station == station:
                 hook.after_step(step, collected)
-
-    def _resumed(self) -> None:
-        for hook in self.hooks:
-            hook.resumed(self.done)
-
-    @property
-    def _rolls_back(self) -> bool:
-        """Whether an alarm may roll the run back to a checkpoint."""
-        return any(hook.rolls_back for hook in self.hooks)
-
-    def _catch_up(self, stepper: Stepper) -> None:
-        """Make the measurements that an interruption left out. Raises AlarmStop like ``_after``."""
-        alarms: list[Alarm] = []
-        try:
-            for hook in self.hooks:
-                alarms.extend(hook.catch_up(self.done))
-        except (BudgetSpent, RewardFailed) as error:
-            self._stop_for_alarms(stepper, alarms, failure=error)
-            raise
-        self._stop_for_alarms(stepper, alarms)
 
     def _record(self, step: StepResult, collected: ScoredRollout) -> None:
         seconds = self.parts.clock.take() | self.memory.after_step(self.done) | self.ledger.usage()

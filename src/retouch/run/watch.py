@@ -30,7 +30,7 @@ from retouch.run.build import Assembly
 from retouch.run.evaluation import EVALUATION_STEP, build_evaluator, column_of
 from retouch.run.hooks import Alarm, Hook, StepResult
 from retouch.run.ledger import Ledger
-from retouch.run.step import Metrics, ScoredRollout, wait_for_chunks
+from retouch.run.step import ScoredRollout, wait_for_chunks
 from retouch.types import Batch, Column, Sample, Scores
 
 
@@ -282,8 +282,17 @@ class Watcher(Hook):
             if step.step % self.watch.every == 0:
                 observation = self._observe(step.step)
                 alarms = self._alarms(step.step)
-                step.metrics |= self._metrics(observation) | {f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}
                 step.alarms += alarms
+                for name in observation.scores:  # without the measures that have no score for any image
+                    if name in ("proxy", "heldout") or not math.isnan(observation.mean(name)):
+                        step.metrics[f"watch/{name}"] = observation.mean(name)
+                if "heldout" in observation.scores:
+                    step.metrics["watch/heldout_missing"] = observation.scores["heldout"].isnan().double().mean().item()
+                    step.metrics["watch/heldout_sigmas"] = since_best(self._observations)[2].sigmas
+                if observation.canaries:
+                    shift = canary_shift(observation, self._observations[0], self._judge.reward.columns)[1]
+                    step.metrics["watch/canary_shift"] = shift
+                step.metrics |= {f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}
 
     def close(self) -> None:
         if self.heldout is not None:
@@ -302,8 +311,13 @@ class Watcher(Hook):
             evaluated = replace(self.evaluator, judge=self._judges(step, executor))(self.policy)
         finally:
             close_all([executor], seconds=CLOSE_SECONDS)
-        if not self._observations:
-            self._write_canaries(evaluated.images, evaluated.texts)
+        if not self._observations and self.ranks.is_main and evaluated.images:
+            # The first images of the main rank become the canaries, with the completions that they were made from.
+            self._folder.watch.mkdir(parents=True, exist_ok=True)
+            present = [(index, image) for index, image in enumerate(evaluated.images) if image is not None]
+            for index, image in present:
+                files.write_png(self._canary(index), image)
+            files.write_json(self._folder.watch / "canaries.json", {index: evaluated.texts[index] for index, _ in present})
         tasks = tuple(task.id for task in evaluated.tasks)
         sources = tuple(evaluated.sources) if evaluated.has_shared_sources else ()
         observation = Observation(step, tasks, evaluated.scores, self._score_canaries(step), self._fingerprint, sources)
@@ -339,15 +353,6 @@ class Watcher(Hook):
     def _fingerprint(self) -> str:
         return "" if self.heldout is None or self.heldout.journal is None else self.heldout.journal.judge
 
-    def _write_canaries(self, images: Sequence[Image.Image | None], texts: Sequence[str | None]) -> None:
-        """Store the first images of the main rank as canaries, with the completions that they were made from."""
-        if self.ranks.is_main and images:
-            self._folder.watch.mkdir(parents=True, exist_ok=True)
-            present = [(index, image) for index, image in enumerate(images) if image is not None]
-            for index, image in present:
-                files.write_png(self._canary(index), image)
-            files.write_json(self._folder.watch / "canaries.json", {index: texts[index] for index, _ in present})
-
     def _score_canaries(self, step: int) -> Scores:
         """Score the canaries again on the main rank. Returns the reward's columns (except diagnostics) on all ranks."""
         names = [name for name, column in self._judge.reward.columns.items() if not column.diagnostic]
@@ -375,17 +380,6 @@ class Watcher(Hook):
 
     def _canary(self, index: int) -> Path:
         return self._folder.watch / f"canary-{index:03d}.png"
-
-    def _metrics(self, observation: Observation) -> Metrics:
-        """Return the observation as metrics, without the measures that have no score for any image."""
-        means = {name: observation.mean(name) for name in observation.scores}
-        metrics = {f"watch/{name}": mean for name, mean in means.items() if not math.isnan(mean) or name in ("proxy", "heldout")}
-        if "heldout" in observation.scores:
-            metrics["watch/heldout_missing"] = observation.scores["heldout"].isnan().double().mean().item()
-            metrics["watch/heldout_sigmas"] = since_best(self._observations)[2].sigmas
-        if observation.canaries:
-            metrics["watch/canary_shift"] = canary_shift(observation, self._observations[0], self._judge.reward.columns)[1]
-        return metrics
 
 
 def read_diversity(folder: RunFolder, done: int) -> list[float]:

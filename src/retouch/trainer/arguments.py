@@ -506,7 +506,14 @@ def describe(
     # A stream's prompts are not known before the run.
     whole = isinstance(section, DiffusersModel) and not isinstance(section, DiffusersPipeline)
     caches = gpu and whole and not isinstance(data, IterableData)
-    tokens = {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
+    rollout: dict[str, Any] = {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
+    if not writes:
+        # As many steps as the model is usually trained with; if log-probabilities train, a window of two stochastic steps in the
+        # first half of the chain (Flow-GRPO-Fast).
+        steps = section.usual_settings(section.path).steps if isinstance(section, DiffusersModel) else 10
+        rollout = {"num_steps": steps, "transition": {"kind": "sde", "noise_level": 0.7}}
+        if objective.needs_log_probs and steps >= 8:
+            rollout["window"] = {"mode": "window", "size": 2, "high": steps // 2}
     source = Path(section.source.removeprefix(LIVE)).name or section.kind
     letters = [letter if letter.isalnum() or letter in "._-" else "-" for letter in source]
     document: dict[str, Any] = {
@@ -530,7 +537,7 @@ def describe(
             **({"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}),
         },
         "objective": OBJECTIVES.document(objective),
-        "rollout": tokens if writes else _rollout(section, objective),
+        "rollout": rollout,
     }
     if "steps" not in keys and "passes" not in keys and "phases" not in keys:
         document["steps"] = 100
@@ -577,14 +584,6 @@ def _unknown(unknown: Sequence[str], keys: Mapping[str, Any], known: Collection[
         for_others = f"for {others} write" if others else "write"
         lines.append(f"{', '.join(names)}: unknown key; {for_others} {other_names.written(argument, fields)}")
     return lines
-
-
-def _rollout(section: Any, objective: Objective) -> dict[str, Any]:
-    """The rollout of an image model: as many steps as it is usually trained with, and, if log-probabilities train, a window of two
-    stochastic steps in the first half of the chain (Flow-GRPO-Fast)."""
-    steps = section.usual_settings(section.path).steps if isinstance(section, DiffusersModel) else 10
-    window = {"window": {"mode": "window", "size": 2, "high": steps // 2}} if objective.needs_log_probs and steps >= 8 else {}
-    return {"num_steps": steps, "transition": {"kind": "sde", "noise_level": 0.7}, **window}
 
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:

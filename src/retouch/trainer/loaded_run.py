@@ -377,28 +377,16 @@ def sample(
     with live_objects(objects):
         model = section.build(device=placed)
     tasks = [Task(str(row), prompt, () if images is None else (images[row],)) for row, prompt in enumerate(prompts)]
+    made, trajectories = list[Any](), list[Any]()
     with evaluating(model.module):
-        parts = list(_groups(model, sampling, tasks, group_size=group_size, seed=seed, at_once=max(1, batch // group_size)))
-    made = [image for some, _ in parts for image in some]
-    trajectories = [trajectory for _, trajectory in parts]
+        guided = Guided(model, sampling.guidance_scale) if sampling.guidance_scale > 1 else model
+        copies = WeightCopies(model.module)
+        policy = DenoisingPolicy(guided, sampling=sampling, eval_steps=sampling.num_steps, microbatch=1, copies=copies)
+        at_once = max(1, batch // group_size)
+        for first in range(0, len(tasks), at_once):
+            some = tuple(tasks[first : first + at_once])
+            group = tuple(row for row in range(len(some)) for _ in range(group_size))
+            ids, slot = tuple(range(first, first + len(some))), tuple(range(group_size)) * len(some)
+            trajectories.append(policy.rollout(Batch(seed=seed, step=0, tasks=some, group_ids=ids, group=group, slot=slot)))
+            made += LatentRenderer(model)([some[row] for row in group], trajectories[-1])
     return SampledGroups(prompts=prompts, group_size=group_size, images=made, trajectory=type(trajectories[0]).concat(trajectories))
-
-
-def _groups(model: Any, sampling: DenoisingRollout, tasks: Sequence[Task], *, group_size: int, seed: int, at_once: int) -> Any:
-    """Yield the images and the trajectory of ``at_once`` tasks at a time."""
-    guided = Guided(model, sampling.guidance_scale) if sampling.guidance_scale > 1 else model
-    copies = WeightCopies(model.module)
-    policy = DenoisingPolicy(guided, sampling=sampling, eval_steps=sampling.num_steps, microbatch=1, copies=copies)
-    for first in range(0, len(tasks), at_once):
-        some = tuple(tasks[first : first + at_once])
-        group = tuple(row for row in range(len(some)) for _ in range(group_size))
-        batch = Batch(
-            seed=seed,
-            step=0,
-            tasks=some,
-            group_ids=tuple(range(first, first + len(some))),
-            group=group,
-            slot=tuple(range(group_size)) * len(some),
-        )
-        trajectory = policy.rollout(batch)
-        yield LatentRenderer(model)([some[row] for row in group], trajectory), trajectory

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
+from tqdm.auto import tqdm
 
 from retouch.config import consent, wings
 from retouch.config.section import live_objects
@@ -335,7 +336,14 @@ class _Callbacks(Hook):
         state = self.trainer.state
         state.step = step
         try:
-            state.log_history = stored_history(RunFolder(self.trainer.folder), step)
+            folder, found = RunFolder(self.trainer.folder), dict[tuple[int, bool], dict[str, Any]]()
+            for line in folder.read_metrics():
+                found[line["step"], False] = {key: line[key] for key in line if key != "phase"}
+            for line in folder.read_evals():
+                if line["split"] == "heldout":
+                    found[line["step"], True] = evaluation_entry(line["step"], line["table"]["all"])
+            kept = [found[key] for key in sorted(found) if key[0] <= step]  # an evaluation comes after its step
+            state.log_history = [{key: math.nan if value is None else value for key, value in entry.items()} for entry in kept]
         except ValueError as error:  # others can damage the files; this must not stop the run
             log.warning("state.log_history lacks the steps before this start: %s", error)
 
@@ -417,8 +425,6 @@ class _Terminal(logging.Handler):
     """Prints what `retouch train` prints, except the lines of steps, which the bar shows."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm.auto import tqdm
-
         if record.msg != STEP_LINE:
             tqdm.write(self.format(record))  # above the bar
 
@@ -430,8 +436,6 @@ class ProgressBar(Callback):
         self._bar: Any = None
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        from tqdm.auto import tqdm
-
         if self._bar is None:
             self._bar = tqdm(total=trainer.state.steps, initial=step - 1, desc=trainer.recipe.name, disable=not trainer.is_main)
         name, value = ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", metrics.get("policy/loss"))
@@ -456,18 +460,3 @@ _EVALUATION = "eval/"
 def evaluation_entry(step: int, means: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of an evaluation. ``means``: the row "all" of its table."""
     return {"step": step, **{f"{_EVALUATION}{column}": value for column, value in means.items() if column != "n"}}
-
-
-def stored_history(folder: RunFolder, done: int) -> list[dict[str, Any]]:
-    """The entries up to step ``done`` from the records of the run, in the order of steps; an evaluation comes after its step.
-
-    Raises ValueError if a file was damaged by another program.
-    """
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
-    for line in folder.read_metrics():
-        found[line["step"], False] = {key: line[key] for key in line if key != "phase"}
-    for line in folder.read_evals():
-        if line["split"] == "heldout":
-            found[line["step"], True] = evaluation_entry(line["step"], line["table"]["all"])
-    kept = [found[key] for key in sorted(found) if key[0] <= done]
-    return [{key: math.nan if value is None else value for key, value in entry.items()} for entry in kept]

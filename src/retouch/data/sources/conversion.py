@@ -225,26 +225,7 @@ def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) ->
     file = folder / TRAIN
     if not file.is_file():
         raise ValueError(f"{file}: no such file; download MMMGBench/MMMG_Train first, for example with `hf download`")
-    pairs = _pairs(file)
-    places = _places(folder / DIFFICULTY) if (folder / DIFFICULTY).is_file() else {}
-    order = sorted(pairs, key=lambda pair: places.get(pair, len(places)))
-    if not 1 <= stages <= len(order):
-        raise ValueError(f"--stages {stages}: give a number from 1 to {len(order)}, the pairs of level and discipline in {file}")
-    each, more = divmod(len(order), stages)
-    ends = list(accumulate(each + (stage < more) for stage in range(stages)))
-    files = tuple(target / f"stage-{stage}.jsonl" for stage in range(1, stages + 1))
-    if taken := next((path for path in files if path.exists()), None):
-        raise ValueError(f"{taken} exists; remove it, or give another folder")
-    target.mkdir(parents=True, exist_ok=True)
-    for path, end in zip(files, ends, strict=True):
-        write_lines(path, [row for pair in order[:end] for row in pairs[pair]])
-    return Curriculum(files, sum(len(rows) for rows in pairs.values()))
-
-
-def _pairs(file: Path) -> dict[Pair, list[dict[str, Any]]]:
-    """The rows of each pair of level and discipline, as lines of a prompt list, in the order of the levels. Rows without a
-    question or a key are left out, as in the TRL writer script."""
-    found: dict[Pair, list[dict[str, Any]]] = {}
+    pairs: dict[Pair, list[dict[str, Any]]] = {}  # without rows that lack a question or a key, as in the TRL writer script
     for level, disciplines in sorted(_map(file).items()):
         if not isinstance(disciplines, Mapping) or not all(isinstance(rows, list) for rows in disciplines.values()):
             raise ValueError(f"{file}: {level} should map disciplines to lists of rows")
@@ -254,18 +235,27 @@ def _pairs(file: Path) -> dict[Pair, list[dict[str, Any]]]:
                 if row.get("question") and row.get("key"):
                     graph = {key: row[key] for key in ("Visual Components", "Key Knowledge") if key in row}
                     names = {"id": str(row["key"]), "prompt": row["question"], "level": pair[0], "discipline": discipline}
-                    found.setdefault(pair, []).append({**names, **graph})
-    if not found:
+                    pairs.setdefault(pair, []).append({**names, **graph})
+    if not pairs:
         raise ValueError(f"{file}: no row with a question and a key")
-    return found
-
-
-def _places(file: Path) -> dict[Pair, int]:
-    """The place of each pair in the order of difficulty."""
-    entries = _map(file).get("tuples")
-    if not isinstance(entries, list) or not all(isinstance(each, Mapping) and each.keys() >= {*_TAGS} for each in entries):
-        raise ValueError(f"{file}: should have tuples with level and discipline")
-    return {(entry["level"].rpartition("_")[2], entry["discipline"]): place for place, entry in enumerate(entries)}
+    places: dict[Pair, int] = {}
+    if (folder / DIFFICULTY).is_file():
+        entries = _map(folder / DIFFICULTY).get("tuples")
+        if not isinstance(entries, list) or not all(isinstance(each, Mapping) and each.keys() >= {*_TAGS} for each in entries):
+            raise ValueError(f"{folder / DIFFICULTY}: should have tuples with level and discipline")
+        places = {(each["level"].rpartition("_")[2], each["discipline"]): place for place, each in enumerate(entries)}
+    order = sorted(pairs, key=lambda pair: places.get(pair, len(places)))
+    if not 1 <= stages <= len(order):
+        raise ValueError(f"--stages {stages}: give a number from 1 to {len(order)}, the pairs of level and discipline in {file}")
+    share, more = divmod(len(order), stages)
+    ends = list(accumulate(share + (stage < more) for stage in range(stages)))
+    files = tuple(target / f"stage-{stage}.jsonl" for stage in range(1, stages + 1))
+    if taken := next((path for path in files if path.exists()), None):
+        raise ValueError(f"{taken} exists; remove it, or give another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    for path, end in zip(files, ends, strict=True):
+        write_lines(path, [row for pair in order[:end] for row in pairs[pair]])
+    return Curriculum(files, sum(len(rows) for rows in pairs.values()))
 
 
 def _map(file: Path) -> Mapping[str, Any]:

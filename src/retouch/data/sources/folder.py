@@ -19,7 +19,7 @@ import io
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -32,8 +32,18 @@ from retouch.config.section import Count, NonEmpty
 from retouch.data.base import ImageData, StoredData
 from retouch.data.checks import accept_rows
 from retouch.data.images import SUFFIXES, EncodedImage
-from retouch.data.rows import Identity, InvalidRow, Layout, ParsedRows, Problem, PromptRows, find_columns, require_instruction
-from retouch.data.tasks import Subset, Tasks, cropped_tasks
+from retouch.data.rows import (
+    Identity,
+    InvalidRow,
+    Layout,
+    MappedRows,
+    ParsedRows,
+    Problem,
+    find_columns,
+    prompt_rows,
+    require_instruction,
+)
+from retouch.data.tasks import LoadedTasks, Subset, Tasks, load_task, random_crop
 from retouch.records.files import strict_json
 from retouch.types import Json, Task, TaskContents
 
@@ -202,7 +212,17 @@ class FolderData(ImageData):
     def training_tasks(self, tasks: Tasks, train: Sequence[int], *, seed: int) -> Sequence[Task]:
         if self.crops == 1:
             return super().training_tasks(tasks, train, seed=seed)
-        return cropped_tasks(tasks, train, count=self.crops, seed=seed)
+
+        def load(index: int) -> Task:
+            # The tasks of one crop number follow each other. The images of a task are cropped alike, but not its reference.
+            number, place = divmod(index, len(train))
+            if number == 0:
+                return tasks[train[place]]
+            row = tasks.rows[train[place]]
+            task = load_task(row, resize=tasks.resize, crop=random_crop(seed, row.id, number).of)
+            return replace(task, id=f"{task.id}#crop{number}")
+
+        return LoadedTasks(len(train) * self.crops, load)
 
     @classmethod
     def rows_at(cls, path: Path) -> ParsedRows | None:
@@ -293,11 +313,11 @@ class PromptData(StoredData):
     columns: dict[str, str] = Field(default={}, exclude_if=operator.not_)
     """Map from a field (``instruction``, ``text``, ...) to its key in the file, if their names differ."""
 
-    def rows(self, *, seed: int) -> PromptRows:
+    def rows(self, *, seed: int) -> MappedRows:
         return read_prompts(shipped(self.path), columns=self.columns, tag_keys=self.tags)
 
     @classmethod
-    def rows_at(cls, path: Path) -> PromptRows | None:
+    def rows_at(cls, path: Path) -> MappedRows | None:
         return read_prompts(path) if path.suffix in (".txt", ".jsonl", ".csv") else None
 
     def contents(self) -> TaskContents:
@@ -306,7 +326,7 @@ class PromptData(StoredData):
 
 def read_prompts(
     path: str | Path, *, columns: Mapping[str, str] | None = None, tag_keys: tuple[str, ...] = (), name: str | None = None
-) -> PromptRows:
+) -> MappedRows:
     """The rows of a prompt list. ``columns`` and ``tag_keys`` are as in ``read_folder``. ``name``: the prefix of the ids of rows
     without an id; by default the stem of the file name.
 
@@ -327,7 +347,7 @@ def read_prompts(
 
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_PROMPT_COLUMNS, file=table.file)
     require_instruction(found, table.keys(), file=table.file)
-    return PromptRows(table_rows(table, Layout(table.file, name or file.stem, found, tag_keys, no_image), notes=notes))
+    return prompt_rows(table_rows(table, Layout(table.file, name or file.stem, found, tag_keys, no_image), notes=notes))
 
 
 def read_instructions(path: str | Path) -> Subset:

@@ -24,7 +24,7 @@ from retouch.config.section import NonEmpty, live_object
 from retouch.data.base import DataContext, DataSets, ImageData, at_most
 from retouch.data.checks import combined_content, file_state
 from retouch.data.images import EncodedImage, in_srgb
-from retouch.data.rows import Identity, Layout, ParsedRows, Problem, PromptRows, Rows, find_columns, is_json, require_instruction
+from retouch.data.rows import Identity, Layout, ParsedRows, Problem, Rows, find_columns, is_json, prompt_rows, require_instruction
 from retouch.data.tasks import Subset, limit
 from retouch.types import SplitName, TaskContents
 
@@ -327,11 +327,11 @@ def read_table(
         dataset: Any = table
         require_plain_features(dataset.features, found, name)
         layout = Layout(name, name, found, tag_keys, partial(embedded_image, allowed=(Path("/"),)), thought_keys)
-        return PromptRows(hub_rows(dataset.select_columns(names), layout, problems=notes))
+        return prompt_rows(hub_rows(dataset.select_columns(names), layout, problems=notes))
     layout = Layout(name, name, found, tag_keys, encoded_image, thought_keys)
     known = None if digest is None else (lambda: Identity(layout.digest(digest), name))
     rows: Sequence[Mapping[str, Any]] = table
-    return PromptRows(ParsedRows(layout, len(rows), lambda at: (at + 1, dict(rows[at])), problems=notes, identity=known))
+    return prompt_rows(ParsedRows(layout, len(rows), lambda at: (at + 1, dict(rows[at])), problems=notes, identity=known))
 
 
 def encoded_image(value: Any) -> EncodedImage:
@@ -370,16 +370,13 @@ def hash_table(table: Table) -> str:
         for key, value in sorted(row.items()):
             digest.update(f"{key}\0".encode())
             for part in value if isinstance(value, list | tuple) else [value]:
-                digest.update(_content(part))
+                if hasattr(part, "tobytes") and hasattr(part, "size"):
+                    digest.update(f"{getattr(part, 'mode', '')}{part.size}".encode() + bytes(part.tobytes()))
+                elif isinstance(part, bytes):
+                    digest.update(part)
+                else:
+                    digest.update(json.dumps(part, default=str, sort_keys=True).encode() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def _content(value: Any) -> bytes:
-    if hasattr(value, "tobytes") and hasattr(value, "size"):
-        return f"{getattr(value, 'mode', '')}{value.size}".encode() + bytes(value.tobytes())
-    if isinstance(value, bytes):
-        return value
-    return json.dumps(value, default=str, sort_keys=True).encode() + b"\0"
 
 
 def _names(table: Table, name: str) -> list[str]:

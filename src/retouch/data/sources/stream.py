@@ -28,7 +28,7 @@ from retouch.data.base import (
     resize_to,
 )
 from retouch.data.checks import OnBadRow, accept_rows, combined_content
-from retouch.data.rows import Layout, Row, find_columns, require_instruction, split_keys
+from retouch.data.rows import Layout, find_columns, require_instruction, split_keys
 from retouch.data.sources.hub import COLUMNS, embedded_image, encoded_image, hash_table, read_table, require_plain_features
 from retouch.data.tasks import Subset, Tasks
 from retouch.types import Json, SplitName, TaskContents
@@ -102,32 +102,27 @@ class StreamedData(DataSource):
         reader = StreamReader(dataset, layout, context.required, shards=shards, skip=skip)
         in_order = (row for shard in range(reader.shards) for _, row, _ in reader.rows(shard) if row is not None)
         on_train = context.eval_split == "train"
-        heldout, first, away = self._head(in_order, held_out=0 if on_train else self.held_out)
+        away = list(islice(in_order, 0 if on_train else self.held_out))
+        keys = {key for row in away for key in split_keys(row)}
+        first = list(islice((row for row in in_order if keys.isdisjoint(split_keys(row))), self.check))
+        if not away and not first:
+            raise ValueError(f"{self.name}: no rows" + (" that can be used" if skip else ""))
+        if not first:
+            raise ValueError(f"{self.name}: all {len(away)} rows are held out; give more rows, or hold out fewer (data.held_out)")
         resize = resize_to(self.size or context.size)
-        found = accept_rows(RowList([*heldout, *first]), on_bad_row=self.on_bad_row, resize=resize)
-        heldout = [heldout[index] for index in found.indices if index < len(heldout)]
+        found = accept_rows(RowList([*away, *first]), on_bad_row=self.on_bad_row, resize=resize)
+        heldout = [away[index] for index in found.indices if index < len(away)]
         first = [first[index - len(away)] for index in found.indices if index >= len(away)]
         if not first or (away and not heldout):
             raise ValueError(f"{self.name}: none of its first {len(away) + self.check} rows can be used")
         training = Tasks(RowList(first), resize=resize)
         evaluation = training if on_train else Tasks(RowList(heldout), resize=resize)
-        training_rows = replace(reader, excluded=frozenset(key for row in away for key in split_keys(row)))
+        training_rows = replace(reader, excluded=frozenset(keys))
         order = StreamOrder(training_rows, context.seed, self.shuffle)
         stream = TaskStream(order, resize=resize, first=training, ahead=self.ahead, skip=skip)
         chosen = Subset(evaluation, range(min(len(evaluation), context.eval_tasks)))
         content = combined_content([each for index, each in found.contents.items() if index >= len(away)])
         return DataSets(stream, chosen, allowed, found.problems, content=content)
-
-    def _head(self, rows: Iterator[Row], *, held_out: int) -> tuple[list[Row], list[Row], list[Row]]:
-        """The held-out rows, the first ``check`` training rows, and a second list of the held-out rows."""
-        away = list(islice(rows, held_out))
-        keys = {key for row in away for key in split_keys(row)}
-        first = list(islice((row for row in rows if keys.isdisjoint(split_keys(row))), self.check))
-        if not away and not first:
-            raise ValueError(f"{self.name}: no rows" + (" that can be used" if self.on_bad_row == "skip" else ""))
-        if not first:
-            raise ValueError(f"{self.name}: all {len(away)} rows are held out; give more rows, or hold out fewer (data.held_out)")
-        return list(away), first, away
 
     @property
     def name(self) -> str:
@@ -269,21 +264,17 @@ def open_stream(path: str, *, split: str, config: str | None = None, revision: s
         if Path(path).is_dir():
             found = datasets.load_dataset(str(Path(path).resolve()), config, split=split, streaming=True)
         elif local:
-            found = datasets.load_dataset(_format(named, path), data_files={split: files}, split=split, streaming=True)
+            suffixes = {Path(file).suffix for file in named}
+            if not named:
+                raise ValueError("no file matches this name")
+            if len(suffixes) > 1 or not suffixes <= _FORMATS.keys():
+                raise ValueError(f"files of the types {', '.join(sorted(suffixes))}; give one of {', '.join(_FORMATS)}")
+            found = datasets.load_dataset(_FORMATS[suffixes.pop()], data_files={split: files}, split=split, streaming=True)
         else:
             found = datasets.load_dataset(path, config, split=split, revision=revision, streaming=True)
         return found.reshard() if local else found
     except (datasets.exceptions.DatasetsError, RuntimeError, OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path}: cannot be opened as a stream: {error}") from error
-
-
-def _format(files: Sequence[str], path: str) -> str:
-    suffixes = {Path(file).suffix for file in files}
-    if not files:
-        raise ValueError("no file matches this name")
-    if len(suffixes) > 1 or not suffixes <= _FORMATS.keys():
-        raise ValueError(f"files of the types {', '.join(sorted(suffixes))}; give one of {', '.join(_FORMATS)}")
-    return _FORMATS[suffixes.pop()]
 
 
 def require_resumable(stream: Any, name: str) -> None:

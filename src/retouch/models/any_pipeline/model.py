@@ -35,6 +35,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from retouch.models.offloading import on_device
 from retouch.models.parts import LOCAL, Source, compute_device, diffusers_folder
@@ -121,7 +122,12 @@ class PipelineCall:
         return output, shown
 
     def _start(self, sample: Tensor | None) -> Any:
-        first = self.prepared if sample is None else self.model.widened(sample, self.prepared)
+        first = self.prepared
+        if sample is not None:
+            first = sample.to(self.prepared.dtype)
+            if self.model.narrow is not None:  # the channels that the pipeline adds for a source image
+                dim, count = self.model.narrow
+                first = torch.cat([first, self.prepared.narrow(dim, count, self.prepared.shape[dim] - count)], dim)
         latents = (first, *self._latents[1:]) if isinstance(self._latents, tuple) else first
         self._latents = None
         return self._run.send(latents)
@@ -143,22 +149,6 @@ class PipelineCall:
             return end.value[0]
         raise ValueError(f"model: {type(self.pipe).__name__} steps without asking its schedule for a time")
 
-    def _time(self) -> tuple[int, Any] | None:
-        """The number of the step and its time: the pipeline's own where the level is in its schedule, interpolated elsewhere."""
-        levels = self._levels
-        if levels is None:
-            raise _NoLevel
-        if not levels:
-            return None
-        number = min(int((self.sigmas[:-1] > max(levels)).sum()), len(self._times) - 1)
-        if min(levels) == max(levels) == float(self.sigmas[number]):
-            return number, self._times[number]
-        own = dict(zip(self.sigmas.tolist(), self._times.tolist(), strict=False))
-        grid, times = self.model.time_grid(self.sigmas, self._times)
-        found = [own[each] if each in own else float(np.interp(each, grid, times)) for each in levels]
-        made = torch.tensor(found if min(levels) < max(levels) else found[:1], dtype=torch.float32, device=self._times.device)
-        return number, RowTimes.of(made) if len(made) > 1 else made[0]
-
     def _watched(self, scheduler: Any) -> Any:
         # Methods of the object, because pipelines ask for the exact class of their scheduler.
         made = copy.deepcopy(scheduler)
@@ -178,9 +168,29 @@ class PipelineCall:
         return made
 
     def times(self) -> Iterator[tuple[int, Any]]:
-        """The numbers and times that the loop of the pipeline sees."""
-        while (asked := self._time()) is not None:
-            yield asked
+        """The number and the time of each step, as the loop of the pipeline sees them: its own time where the level is in its
+        schedule, interpolated elsewhere."""
+        while True:
+            levels = self._levels
+            if levels is None:
+                raise _NoLevel
+            if not levels:
+                return
+            number = min(int((self.sigmas[:-1] > max(levels)).sum()), len(self._times) - 1)
+            if min(levels) == max(levels) == float(self.sigmas[number]):
+                yield number, self._times[number]
+                continue
+            own = dict(zip(self.sigmas.tolist(), self._times.tolist(), strict=False))
+            # Rising sigmas and their times, between which a time is interpolated.
+            if self.model.flow:
+                end = float(self.model.scheduler.config.num_train_timesteps) if self.model.inverted else 0.0
+                grid = [0.0, *reversed(self.sigmas[:-1].tolist())]
+                times = [end, *reversed(self._times.float().tolist())]
+            else:
+                grid, times = self.model.levels.tolist(), list(range(len(self.model.levels)))
+            found = [own[each] if each in own else float(np.interp(each, grid, times)) for each in levels]
+            made = torch.tensor(found if min(levels) < max(levels) else found[:1], dtype=torch.float32, device=self._times.device)
+            yield number, made.as_subclass(RowTimes) if len(made) > 1 else made[0]
 
 
 class _NoLevel(Exception):
@@ -282,11 +292,6 @@ def _numbered(values: Any, start: int = 0) -> Any:
 class RowTimes(Tensor):
     """A time for each row in place of the one time of a loop: ``expand`` and ``repeat`` to n rows repeat the rows."""
 
-    @staticmethod
-    def of(times: Float[Tensor, " r"]) -> "RowTimes":
-        """``times`` as such a tensor."""
-        return times.as_subclass(RowTimes)
-
     def _rows(self, count: int) -> Tensor:
         times = self.as_subclass(Tensor)
         if count % len(times):
@@ -306,19 +311,8 @@ class RowTimes(Tensor):
         return self if index is None else self.as_subclass(Tensor)[index]
 
 
-class _NoProgress:
-    def __enter__(self) -> "_NoProgress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def update(self, count: int = 1) -> None:
-        """Nothing is shown."""
-
-
 def _no_progress(iterable: Any = None, total: int | None = None) -> Any:
-    return _NoProgress() if iterable is None else iterable
+    return tqdm(disable=True) if iterable is None else iterable
 
 
 def _fresh(value: Any) -> Any:
@@ -417,7 +411,9 @@ class AnyPipeline:
 
     def arguments(self, key: int, rows: int, *, steps: int, output: str) -> dict[str, Any]:
         """The arguments of a call for ``rows`` images of a task. Raises ValueError for images that the pipeline does not take."""
-        task = self._task(key)
+        if key not in self._tasks:
+            raise ValueError(f"more than {TASKS} tasks were encoded since this one; encode the tasks of a batch again")
+        task = self._tasks[key]
         given: dict[str, Any] = {**self.call, "prompt": task.instruction if self.repeats else [task.instruction] * rows}
         if self.repeats:
             given["num_images_per_prompt"] = rows
@@ -477,14 +473,6 @@ class AnyPipeline:
         # Objectives also draw noisier points than the model knows. There, an x0 from predicted noise would be divided by almost 0.
         return torch.where(level > top, (_norm(sigma, sample) * sample - x0) / level, noise - x0)
 
-    def widened(self, sample: Tensor, prepared: Tensor) -> Tensor:
-        """``sample`` in the dtype of the prepared latents, with the channels that the pipeline adds for a source image."""
-        if self.narrow is not None:
-            dim, count = self.narrow
-            more = prepared.narrow(dim, count, prepared.shape[dim] - count)
-            return torch.cat([sample.to(prepared.dtype), more], dim)
-        return sample.to(prepared.dtype)
-
     def schedule(self, scheduler: Any) -> tuple[Tensor, Tensor]:
         """sigma before each step and after the last, (n + 1,) in fp32 on the CPU, and the times (n,) of a set scheduler."""
         times: Tensor = scheduler.timesteps
@@ -492,13 +480,6 @@ class AnyPipeline:
             sigmas = scheduler.sigmas.detach().to("cpu", torch.float32)
             return 1 - sigmas if self.inverted else sigmas, times
         return torch.cat([self.levels[times.cpu().long()], torch.zeros(1)]), times
-
-    def time_grid(self, sigmas: Tensor, times: Tensor) -> tuple[list[float], list[float]]:
-        """Rising sigmas and their times, between which a time is interpolated."""
-        if not self.flow:
-            return self.levels.tolist(), list(range(len(self.levels)))
-        end = float(self.scheduler.config.num_train_timesteps) if self.inverted else 0.0
-        return [0.0, *reversed(sigmas[:-1].tolist())], [end, *reversed(times.float().tolist())]
 
     # retouch.protocols.DenoisingModel
 
@@ -734,11 +715,6 @@ class AnyPipeline:
         for row, key in enumerate(conditioning.tensors["task"].tolist()):
             groups.setdefault((key, levels and levels[row], row if self.alone else 0), []).append(row)
         return [(key, rows) for (key, _, _), rows in groups.items()]
-
-    def _task(self, key: int) -> Task:
-        if key not in self._tasks:
-            raise ValueError(f"more than {TASKS} tasks were encoded since this one; encode the tasks of a batch again")
-        return self._tasks[key]
 
     def _call(self, key: int, rows: int, steps: int) -> PipelineCall:
         made = _latest(self._calls, (key, rows, steps), lambda: PipelineCall(self, key, rows, steps=steps), most=CALLS)

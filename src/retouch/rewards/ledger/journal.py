@@ -82,7 +82,19 @@ class Journal:
         All rows must have the same split and step.
         """
         names = list(columns)
-        kept = self._kept(rows)
+        kept: dict[JournalRow, dict[str, float]] = {}
+        if rows:  # this judge's scores in the rows' split, step and range of groups, without rows that have an infinite score
+            (split, step), *others = {row[:2] for row in rows}
+            assert not others, "the rows of one batch"
+            query = (
+                "SELECT split, step, group_id, slot, task, picture, written, scores FROM samples "
+                "WHERE split = ? AND step = ? AND group_id BETWEEN ? AND ? AND judge = ?"
+            )
+            groups = [row.group for row in rows]
+            with self.database.reading() as connection:
+                stored = connection.execute(query, (split, step, min(groups), max(groups), self.judge)).fetchall()
+            decoded = ((JournalRow(*row), decode_scores(scores)) for *row, scores in stored)
+            kept = {row: scores for row, scores in decoded if all_finite(scores)}
         known = [row in kept and kept[row].keys() >= set(names) for row in rows]
         found = [kept[row] if is_known else dict.fromkeys(names, torch.nan) for row, is_known in zip(rows, known, strict=True)]
         scores = {name: torch.tensor([values[name] for values in found], dtype=torch.float64) for name in names}
@@ -128,20 +140,3 @@ class Journal:
                 if any(name in scores and scores[name] != scores[name] for name in names)
             ]
             connection.executemany("DELETE FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ?", missing)
-
-    def _kept(self, rows: Sequence[JournalRow]) -> dict[JournalRow, dict[str, float]]:
-        """The stored scores of this judge in the rows' split, step and range of groups, without rows that have an infinite
-        score."""
-        if not rows:
-            return {}
-        (split, step), *others = {row[:2] for row in rows}
-        assert not others, "the rows of one batch"
-        query = (
-            "SELECT split, step, group_id, slot, task, picture, written, scores FROM samples "
-            "WHERE split = ? AND step = ? AND group_id BETWEEN ? AND ? AND judge = ?"
-        )
-        groups = [row.group for row in rows]
-        with self.database.reading() as connection:
-            found = connection.execute(query, (split, step, min(groups), max(groups), self.judge)).fetchall()
-        decoded = ((JournalRow(*row), decode_scores(scores)) for *row, scores in found)
-        return {row: scores for row, scores in decoded if all_finite(scores)}
