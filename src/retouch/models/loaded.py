@@ -133,7 +133,8 @@ def _built(part: Any) -> Any:
     return type(part).from_config({name: value for name, value in part.config.items() if name != "_use_default_values"})
 
 
-_COMPARED = str | int | float | bool | None | torch.dtype | torch.device
+_COMPARED = (str, int, float, bool, type(None), torch.dtype, torch.device)
+_MOSTLY_EMPTY = (*_COMPARED, dict)
 
 
 def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
@@ -161,7 +162,7 @@ def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
             inner = []
             for name in {**live, **built}:
                 value, other = live.get(name), built.get(name, ...)
-                if value is other or (type(value) is type(other) and isinstance(value, _COMPARED | dict) and not (value or other)):
+                if value is other or (type(value) is type(other) and isinstance(value, _MOSTLY_EMPTY) and not (value or other)):
                     continue  # nearly all are None, False or empty dictionaries
                 is_ours = not isinstance(value, dict | Tensor | int | str) and _of_libraries(name, value)
                 if is_ours or name in TAKEN_OVER or name in HARMLESS or name == "_diffusers_hook":
