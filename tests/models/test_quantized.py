@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 BITS = ("8bit", "4bit")
 BRIEF = {
     **{"device": "cpu", "tasks_per_step": 2, "group_size": 4, "microbatch": 4, "checkpoints.every": 1, "trackers": []},
-    **{"eval.tasks": 4, "eval.best_of_k": 0, "eval.every": 0, "samples.every": 0},
+    **{"eval.tasks": 1, "eval.num_steps": 1, "eval.headline": None, "eval.best_of_k": 0, "eval.every": 0, "samples.every": 0},
 }
 TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree")]
 
