@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,10 @@ def _each_packaged_recipe_is_evaluated_once() -> Iterator[None]:
 
     evaluate, kept = document.evaluate_jsonnet, {}
 
-    def evaluate_once(file: Path, *, folders: Sequence[Path], variables: Mapping[str, str]) -> str:
-        key = (Path(file).resolve(), tuple(folders), tuple(sorted(variables.items())))
-        if RECIPES not in key[0].parents:
-            return evaluate(file, folders=folders, variables=variables)
-        if key not in kept:
-            kept[key] = evaluate(file, folders=folders, variables=variables)
+    def evaluate_once(file: Path, **options: Any) -> str:
+        key = (Path(file).resolve(), str(options))
+        if key not in kept or RECIPES not in key[0].parents:
+            kept[key] = evaluate(file, **options)
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -351,8 +351,7 @@ SLOW = ("torchao fp8", "bitsandbytes FP4, by hand", "quanto int4", "GGUF Q4_0")
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [pytest.param(*row[1:], id=row[0], marks=[pytest.mark.slow] * (row[0] in SLOW)) for row in LOADED],
+    ("make", "message"), [pytest.param(*row[1:], id=row[0], marks=[pytest.mark.slow] * (row[0] in SLOW)) for row in LOADED]
 )
 def test_a_loaded_pipeline_that_is_quantised_trains_or_is_refused_with_what_to_use(
     tmp_path: Path, folder: Path, make: Any, message: str | None

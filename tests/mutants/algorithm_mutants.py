@@ -32,13 +32,7 @@ ALGORITHMS = (
         "trajectory.mask",
         f"{_TURNS}each_turn_edits_the_image_of_the_turn_before_and_is_compared_with_the_same_turn_of_its_task",
     ),
-    Mutant(
-        "dppo leaves out every action that has moved far",
-        "core/surrogates.py",
-        "left_out = moved & (",
-        "left_out = (",
-        _DPPO,
-    ),
+    Mutant("dppo leaves out every action that has moved far", "core/surrogates.py", "left_out = moved & (", "left_out = (", _DPPO),
     Mutant(
         "dppo measures no KL of transitions",
         "policies/denoising.py",
@@ -75,13 +69,7 @@ ALGORITHMS = (
         "(ratio - 1 - self.norm_guard.margin).abs()",
         f"{_FLOW}::test_norm_guard_adds_a_hinge_on_the_norm_of_the_velocity[0.0-NFT]",
     ),
-    Mutant(
-        "DGPO prefers the bad images of a group",
-        "objectives/dpo.py",
-        "factor = -weight",
-        "factor = weight",
-        _DGPO,
-    ),
+    Mutant("DGPO prefers the bad images of a group", "objectives/dpo.py", "factor = -weight", "factor = weight", _DGPO),
     Mutant(
         "DGPO counts images without a score in the mean of their group",
         "objectives/dpo.py",

@@ -29,22 +29,10 @@ from retouch_worlds.playground.texts import edits_of
 RECIPE = "recipes/playground/edits-in-turns.jsonnet"
 SMALL = [
     *("device=cpu", "steps=3", "tasks_per_step=3", "group_size=4", "minibatches=2", "trackers=[]", "samples.every=0", "seed=5"),
-    *(
-        "eval.tasks=3",
-        "eval.batch=4",
-        "eval.num_steps=1",
-        "checkpoints.every=1",
-        "checkpoints.keep=9",
-        "rollout.chunk=5",
-        "rollout.num_steps=3",
-    ),
-    *(
-        "data.complexity=[1,2,3]",
-        "eval.complexity=[1,2,3]",
-        "rollout.turns.discount=0.5",
-        "rollout.turns.end=2.0",
-        "policy.ema=null",
-    ),
+    *("eval.tasks=3", "eval.batch=4", "eval.num_steps=1", "checkpoints.every=1", "checkpoints.keep=9"),
+    *("rollout.chunk=5", "rollout.num_steps=3"),
+    *("data.complexity=[1,2,3]", "eval.complexity=[1,2,3]", "policy.ema=null"),
+    *("rollout.turns.discount=0.5", "rollout.turns.end=2.0"),
 ]
 GRPO = [
     'objective={"kind":"policy_gradient","clip_low":1e-4,"clip_high":1e-4}',
