@@ -6,10 +6,11 @@ remove both); and temporary folders for the user's configuration and state, so t
 who runs them. The fixtures import their modules when a test requests them.
 """
 
+import gc
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+# The garbage collector would look at the hundreds of thousands of objects of torch, diffusers and transformers again and again.
+gc.disable()
+
 settings.register_profile("retouch", deadline=None)
 settings.load_profile("retouch")
 
 TESTS = Path(__file__).parent
-SOURCES = TESTS.parent / "src"
+SOURCES, RECIPES = TESTS.parent / "src", TESTS.parent / "recipes"
 
 # Shapes and types are checked in modules that compute with tensors and name their shapes. Tests of other packages, such as `data`,
 # pass wrong values on purpose and expect Retouch's own errors; and checking every call of the others would cost 9 % of the time.
@@ -63,6 +67,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the folders of ``LONG`` first, so that no process is left with a long file while the others have nothing to do."""
     places = {folder: place for place, folder in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).parts[0], len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, but only that of the tests."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_packaged_recipe_is_evaluated_once() -> Iterator[None]:
+    """In the process of the tests: evaluating one takes a process, and no test changes these files."""
+    from retouch.recipe import document
+
+    evaluate, kept = document.evaluate_jsonnet, {}
+
+    def evaluate_once(file: Path, **options: Any) -> str:
+        key = (Path(file).resolve(), str(options))
+        if key not in kept or RECIPES not in key[0].parents:
+            kept[key] = evaluate(file, **options)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document, "evaluate_jsonnet", evaluate_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from retouch.core.advantages import (
-    batch_relative,
-    best_of_group,
-    decoupled,
-    exponential_weights,
-    group_relative,
-    zero_std_groups,
-)
+from retouch.core.advantages import batch_relative, best_of_group, decoupled, exponential_weights, group_relative, zero_std_groups
 from retouch.core.gae import clipped_value_loss, discounted_returns, explained_variance, gae, whiten
 
 # Advantages against a plain loop over groups, and properties that every advantage must have

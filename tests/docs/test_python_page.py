@@ -15,7 +15,7 @@ import tiny_pipelines
 ROOT = Path(__file__).parents[2]
 TINY = {
     "steps": 2, "size": (32, 32), "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
-    "device": "cpu", "trackers": (),
+    "tasks_per_step": 2, "group_size": 2, "device": "cpu", "trackers": (),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 BITS = ("8bit", "4bit")
 BRIEF = {
     **{"device": "cpu", "tasks_per_step": 2, "group_size": 4, "microbatch": 4, "checkpoints.every": 1, "trackers": []},
-    **{"eval.tasks": 4, "eval.best_of_k": 0, "eval.every": 0, "samples.every": 0},
+    **{"eval.tasks": 1, "eval.num_steps": 1, "eval.headline": None, "eval.best_of_k": 0, "eval.every": 0, "samples.every": 0},
 }
 TASKS = [{"prompt": prompt} for prompt in ("a red bicycle", "two cats", "a tree")]
 
@@ -351,8 +351,7 @@ SLOW = ("torchao fp8", "bitsandbytes FP4, by hand", "quanto int4", "GGUF Q4_0")
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [pytest.param(*row[1:], id=row[0], marks=[pytest.mark.slow] * (row[0] in SLOW)) for row in LOADED],
+    ("make", "message"), [pytest.param(*row[1:], id=row[0], marks=[pytest.mark.slow] * (row[0] in SLOW)) for row in LOADED]
 )
 def test_a_loaded_pipeline_that_is_quantised_trains_or_is_refused_with_what_to_use(
     tmp_path: Path, folder: Path, make: Any, message: str | None

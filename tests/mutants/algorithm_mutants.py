@@ -33,13 +33,7 @@ ALGORITHMS = (
         "trajectory.mask",
         f"{_TURNS}each_turn_edits_the_image_of_the_turn_before_and_is_compared_with_the_same_turn_of_its_task",
     ),
-    Mutant(
-        "dppo leaves out every action that has moved far",
-        "core/surrogates.py",
-        "left_out = moved & (",
-        "left_out = (",
-        _DPPO,
-    ),
+    Mutant("dppo leaves out every action that has moved far", "core/surrogates.py", "left_out = moved & (", "left_out = (", _DPPO),
     Mutant(
         "dppo measures no KL of transitions",
         "policies/denoising.py",

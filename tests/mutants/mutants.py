@@ -55,9 +55,9 @@ MUTANTS = (
     Mutant(
         "groups are identified by the text of their prompt",
         "policies/denoising.py",
-        "        conditioning = self.model.encode(batch.tasks)\n        group = torch.tensor(batch.group, device",
-        "        conditioning = self.model.encode(batch.tasks)\n        words = [task.instruction for task in batch.tasks]\n"
-        "        group = torch.tensor([words.index(words[k]) for k in batch.group], device",
+        "group = torch.tensor(batch.group, device=compute_device(self.model.module))\n        sigmas",
+        "words = [task.instruction for task in batch.tasks]\n        group = torch.tensor([words.index(words[k]) for k in "
+        "batch.group], device=compute_device(self.model.module))\n        sigmas",
         "tests/policies/denoising/test_denoising.py::test_tasks_with_the_same_instruction_stay_separate_groups",
     ),
     Mutant(

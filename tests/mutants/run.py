@@ -38,11 +38,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Runs, for each deliberate bug, the test that must fail.")
     parser.add_argument("names", nargs="*", metavar="WORDS", help="only bugs whose name contains one of these words")
     parser.add_argument(
-        "--under",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="only bugs in this file or folder under src; can be repeated",
+        "--under", action="append", default=[], metavar="PATH", help="only bugs in this file or folder under src; can be repeated"
     )
     asked = parser.parse_args(words)
     chosen = choose(asked.names, asked.under)

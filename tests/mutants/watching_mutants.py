@@ -60,8 +60,8 @@ WATCHING = (
     Mutant(
         "a relative position is satisfied by any pair of objects, not by every pair",
         "retouch_rewards/geneval.py",
-        "others is not None and all(direction",
-        "others is not None and any(direction",
+        "others is not None and all(\n",
+        "others is not None and any(\n",
         f"{_OBJECTS}::test_a_position_must_hold_for_every_pair_and_needs_its_target_object",
     ),
     Mutant(

@@ -205,7 +205,7 @@ def test_settings_that_cannot_teach_are_refused(objective, changes, problem):
 
 def test_a_student_comes_closer_to_a_teacher_from_another_run_and_resumes_to_the_same_bits(tmp_path):
     """One row per task and no advantage. The folder of the teacher is needed only at the start."""
-    common = {**SMALL, "out": str(tmp_path), "device": "cpu", "checkpoints": {"every": 1, "keep": 9}}
+    common = {**SMALL, "out": str(tmp_path), "device": "cpu", "checkpoints": {"every": 1, "keep": 9}, "eval": {"tasks": 1}}
     teacher = parse({**common, "name": "teacher", "steps": 1, "learning_rate": 0.05})
     assert run(teacher, fresh=False) == 0
     learning = {
@@ -221,8 +221,7 @@ def test_a_student_comes_closer_to_a_teacher_from_another_run_and_resumes_to_the
     assert losses[-1] < 0.7 * losses[0]
     last = student.folder / "checkpoints" / "step-000004"
     whole = {name: tensor.clone() for name, tensor in checkpoint.load(last).tensors["weights"].items()}
-    for step in (2, 3, 4):
-        shutil.rmtree(student.folder / "checkpoints" / f"step-{step:06d}")
+    shutil.rmtree(last)
     shutil.rmtree(teacher.folder)
     assert run(student, fresh=False) == 0
     for name, tensor in checkpoint.load(last).tensors["weights"].items():

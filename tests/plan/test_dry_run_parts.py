@@ -1,6 +1,8 @@
 """Parts of a dry run: made-up tasks, two calls at the same time, and microbatches that are counted without running them."""
 
 import math
+import os
+from multiprocessing import spawn
 
 import pytest
 
@@ -10,6 +12,7 @@ from retouch_plan.dry_run import both, each_in_turn, made_up_task
 from retouch_plan.machines import MACHINES
 from retouch_plan.meter import Meter
 from retouch_plan.repeats import Repeats
+from warm_python import python
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,8 @@ def test_tasks_have_a_target_if_a_reward_with_gradient_compares_with_it():
     assert made_up_task(load("quickstart")).target is None
 
 
-def test_a_second_process_gives_the_same_results(caplog):
+def test_a_second_process_gives_the_same_results(caplog, monkeypatch):
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(python()))
     assert both(math.sqrt, 4.0, 9.0) == each_in_turn(math.sqrt, 4.0, 9.0) == (2.0, 3.0)
     assert not [record for record in caplog.records if record.name.startswith("retouch")]
 

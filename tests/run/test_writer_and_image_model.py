@@ -23,7 +23,7 @@ from slow_params import slow_after
 
 JOINT = "recipes/playground/enhancer-joint.jsonnet"
 SMALL = [
-    *("device=cpu", "steps=4", "tasks_per_step=2", "group_size=4", "trackers=[]", "samples.every=0", "eval.tasks=4", "seed=5"),
+    *("device=cpu", "steps=4", "tasks_per_step=2", "group_size=4", "trackers=[]", "samples.every=0", "eval.tasks=2", "seed=5"),
     *("eval.best_of_k=0", "eval.batch=4", "eval.headline=null", "checkpoints.every=1", "checkpoints.keep=9"),
 ]
 

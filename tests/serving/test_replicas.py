@@ -25,6 +25,7 @@ from retouch_serve.replicas import _reserved_ports, bind
 from retouch_serve.requests import Limits
 from retouch_serve.wire import is_loopback
 from served_rewards import Digest, Sleeps, digest_score
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 EIGHT_GPUS = """
@@ -64,10 +65,10 @@ class Serving:
 
 
 @contextmanager
-def serving(folder, *words, ready=1, program=("-m", "retouch.cli"), **environment):
+def serving(folder, *words, ready=1, program=("-m", "retouch.cli"), executable=sys.executable, **environment):
     path = os.pathsep.join([str(SUPPORT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, *program, "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
+        [executable, *program, "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -126,7 +127,7 @@ def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp
 def test_sigterm_completes_requests_in_flight(tmp_path):
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
-    with serving(tmp_path, gated) as serve, httpx.Client(timeout=120) as client:
+    with serving(tmp_path, gated, executable=python()) as serve, httpx.Client(timeout=120) as client:
         (start,) = serve.starts()
         samples = samples_of(32)
 
@@ -176,7 +177,7 @@ def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path
 
 
 def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path):
-    with serving(tmp_path, "no_such_module:Judge") as serve:
+    with serving(tmp_path, "no_such_module:Judge", executable=python()) as serve:
         wait_until(lambda: serve.process.poll() is not None)
     assert serve.process.returncode == 2
     assert "there is no module no_such_module" in serve.lines[-1]

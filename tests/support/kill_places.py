@@ -93,7 +93,7 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         "trackers": [],
         "checkpoints": {"every": 2, "keep": 1},
         "samples": {"every": 2, "tasks": 2, "groups": 1},
-        "eval": {"tasks": 6, "complexity": [1, 2]},
+        "eval": {"tasks": 4, "complexity": [1, 2], "num_steps": 1},
     }
     window = {"mode": "window", "size": 2, "high": 3}
     document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}

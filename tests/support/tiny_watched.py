@@ -67,7 +67,7 @@ def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None 
         "trackers": [],
         "checkpoints": {"every": 2, "keep": 2},
         "samples": {"every": 0, "tasks": 3, "groups": 1},
-        "eval": {"tasks": 4, "complexity": [1, 2]},
+        "eval": {"tasks": 4, "complexity": [1, 2], "num_steps": 1},
         "watch": {
             "every": 2,
             "tasks": 3,

@@ -349,8 +349,7 @@ def model():
 def test_broken_models_fail_with_the_violated_requirement(model):
     velocity, tasks = model.velocity, tiny.tasks(3)
     swapped = changed(
-        model,
-        velocity=lambda module, x, sigma, given: velocity(module, x, sigma, masked(given, given.tensors["mask"].flip(0))),
+        model, velocity=lambda module, x, sigma, given: velocity(module, x, sigma, masked(given, given.tensors["mask"].flip(0)))
     )
     blind = changed(
         model,

@@ -234,10 +234,7 @@ def test_the_kl_of_a_number_fits_the_policy_and_a_dictionary_is_its_section(pipe
         for objective in (retouch.GRPO(kl=0.04), retouch.GRPO(clip=1e-4, kl={"weight": 0.04}), retouch.REINFORCE(kl=0.04)):
             made = retouch.Trainer(**given, objective=objective).recipe.objective
             found.append((made.kl.kind, made.kl.weight, made.clip_high))
-    assert found == [
-        *[("closed", 0.04, clip) for clip in (1e-4, 1e-4, None)],
-        *[("k3", 0.04, clip) for clip in (0.2, 1e-4, None)],
-    ]
+    assert found == [*[("closed", 0.04, clip) for clip in (1e-4, 1e-4, None)], *[("k3", 0.04, clip) for clip in (0.2, 1e-4, None)]]
     assert retouch.GRPO(kl={"kind": "velocity", "weight": 0.5}).kl == retouch.Kl(kind="velocity", weight=0.5)
 
 
@@ -407,14 +404,8 @@ def test_reward_functions_can_return_tensors_and_generators_with_none():
         (lambda: retouch.Lora(rank=0, alpha=1), "Lora: rank: should be greater than or equal to 1, not 0"),
         (lambda: retouch.Lora(), "Lora: rank: missing: Inner width of each adapter."),
         (lambda: retouch.Lora(rank=8, alpha=16, target=["to_q"]), "Lora: target: unknown key; did you mean targets?"),
-        (
-            lambda: retouch.GRPO(epsilon=0.2),
-            "PolicyGradient: epsilon: unknown key; for TRL's epsilon write clip=0.2",
-        ),
-        (
-            lambda: retouch.GRPO(kl={"kind": "k4", "weight": 1.0}),
-            "Kl: kind: should be 'closed', 'velocity' or 'k3'",
-        ),
+        (lambda: retouch.GRPO(epsilon=0.2), "PolicyGradient: epsilon: unknown key; for TRL's epsilon write clip=0.2"),
+        (lambda: retouch.GRPO(kl={"kind": "k4", "weight": 1.0}), "Kl: kind: should be 'closed', 'velocity' or 'k3'"),
         (lambda: retouch.GRPO(kl={"kind": "k3"}), "Kl: weight: missing: Weight of the KL in the loss."),
         (lambda: retouch.GRPO(num_generations=8), "TRL's num_generations write retouch.Trainer(..., group_size=8)"),
         (lambda: retouch.GRPO(clip=-1.0), "PolicyGradient: clip_low: should be greater than 0, not -1.0"),

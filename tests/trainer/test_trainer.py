@@ -37,7 +37,7 @@ def trainer(out, **changes):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A trainer that has made all its steps."""
-    made = trainer(tmp_path_factory.mktemp("whole"), eval={"every": 1})
+    made = trainer(tmp_path_factory.mktemp("whole"), eval={"every": 1, "tasks": 2})
     assert made.train() is not None
     return made
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run_and_has_its_log_
         *[(0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
     ]
 
-    for step in trainer(tmp_path, eval={"every": 1}):
+    for step in trainer(tmp_path, eval={"every": 1, "tasks": 2}):
         if step.step == 1:
             break
 
@@ -138,12 +138,12 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run_and_has_its_log_
             assert step == 2, "the first step is not made again"
             trainer.stop()
 
-    stopped = trainer(tmp_path, callbacks=[Stop()], eval={"every": 1})
+    stopped = trainer(tmp_path, callbacks=[Stop()], eval={"every": 1, "tasks": 2})
     assert stopped.train() is None
     assert stopped.state.stopped
 
     def history():
-        again = trainer(tmp_path, eval={"every": 1})
+        again = trainer(tmp_path, eval={"every": 1, "tasks": 2})
         assert again.train() is not None
         assert again.state.step == again.state.steps == 3
         return again.state.log_history

@@ -84,6 +84,7 @@ def require_as_built(pipeline: DiffusionPipeline, *, key: str) -> None:
 def require_plain(module: nn.Module, *, key: str) -> None:
     """Raise ValueError for a module whose weights cannot be moved and trained: offloaded, not loaded, or quantized in such a way.
 
+    Layers of bitsandbytes that would repack their weights for inference on a CPU, into a layout without gradient, are kept from it.
     Known to train are bitsandbytes' 4 bits, and weights of torchao, quanto and GGUF.
     """
     what: Any = type(module).__name__
@@ -99,6 +100,11 @@ def require_plain(module: nn.Module, *, key: str) -> None:
     declared = getattr(module, "quantization_method", None) is not None or getattr(module, "is_quantized", False)
     if declared and not any(is_quantized(weight) for weight in module.parameters()):
         raise ValueError(f"{key}: this {what} is quantized in a way that is not known to train; {instead}")
+    if any(getattr(getattr(each, "quant_state", None), "packing_format_for_cpu", False) for each in module.parameters()):
+        raise ValueError(f"{key}: bitsandbytes has repacked this {what} for inference on the CPU; load it again, and train first")
+    for layer in module.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010 (types of attributes of modules)
     # Calling a pipeline creates an empty registry of diffusers' hooks.
     hooks = [getattr(getattr(part, "_diffusers_hook", None), "hooks", None) for part in module.modules()]
     if any(hooks) or any(hasattr(part, "_hf_hook") for part in module.modules()):
@@ -133,7 +139,8 @@ def _built(part: Any) -> Any:
     return type(part).from_config({name: value for name, value in part.config.items() if name != "_use_default_values"})
 
 
-_COMPARED = str | int | float | bool | None | torch.dtype | torch.device
+_COMPARED = (str, int, float, bool, type(None), torch.dtype, torch.device)
+_MOSTLY_EMPTY = (*_COMPARED, dict)
 
 
 def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
@@ -161,7 +168,7 @@ def _differences(live: Any, built: Any, path: str) -> Iterator[str]:
             inner = []
             for name in {**live, **built}:
                 value, other = live.get(name), built.get(name, ...)
-                if value is other or (type(value) is type(other) and isinstance(value, _COMPARED | dict) and not (value or other)):
+                if value is other or (type(value) is type(other) and isinstance(value, _MOSTLY_EMPTY) and not (value or other)):
                     continue  # nearly all are None, False or empty dictionaries
                 is_ours = not isinstance(value, dict | Tensor | int | str) and _of_libraries(name, value)
                 if is_ours or name in TAKEN_OVER or name in HARMLESS or name == "_diffusers_hook":

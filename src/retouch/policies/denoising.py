@@ -123,6 +123,11 @@ def check_deviations(
         )
 
 
+def _normal(x: Float[Tensor, "b ..."], keyed: Sequence[torch.Generator]) -> Float[Tensor, "b ..."]:
+    """Standard normal noise like ``x``, of one generator for each row."""
+    return to_device(torch.stack([torch.randn(x.shape[1:], generator=each) for each in keyed]), x.device)
+
+
 class DenoisingPolicy:
     """A flow-matching model as a policy (implements ``retouch.protocols.VelocityPolicy``).
 
@@ -225,7 +230,7 @@ class DenoisingPolicy:
             rewards, states, velocities = [], [], []
             for candidate in range(k):
                 keyed = [generator(batch.seed, "search", batch.step, *key, step, candidate) for key in keys]
-                noise = to_device(torch.stack([torch.randn(x.shape[1:], generator=each) for each in keyed]), x.device)
+                noise = _normal(x, keyed)
                 reached = transition.step(
                     x, velocity, sigma, sigma_next, sigma_max=sigmas[1], reduction=self.sampling.reduction, noise=noise
                 ).next
@@ -302,7 +307,7 @@ class DenoisingPolicy:
                 noise = None
                 if self.sampling.transition.stochastic:
                     keyed = [generator(batch.seed, "transition", batch.step, *key, k - actions.start) for key in keys]
-                    noise = to_device(torch.stack([torch.randn(x.shape[1:], generator=each) for each in keyed]), x.device)
+                    noise = _normal(x, keyed)
                 made = transition(x, velocity, sigma, sigma_next, noise=noise)
                 x = made.next
                 latents.append(x)

@@ -15,12 +15,7 @@ from retouch_worlds.data import TextToImageData, canonical
 from retouch_worlds.playground import texts
 from retouch_worlds.playground.rendering import render
 from retouch_worlds.playground.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
-from retouch_worlds.playground.texts import (
-    GROUNDS,
-    Placed,
-    free_description,
-    placed,
-)
+from retouch_worlds.playground.texts import GROUNDS, Placed, free_description, placed
 
 LEVELS = [1, 2, 3, 4]
 ONE = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
