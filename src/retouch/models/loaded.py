@@ -102,9 +102,9 @@ def require_plain(module: nn.Module, *, key: str) -> None:
         raise ValueError(f"{key}: this {what} is quantized in a way that is not known to train; {instead}")
     if any(getattr(getattr(each, "quant_state", None), "packing_format_for_cpu", False) for each in module.parameters()):
         raise ValueError(f"{key}: bitsandbytes has repacked this {what} for inference on the CPU; load it again, and train first")
-    for layer in module.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010 (types of attributes of modules)
+    repacking: list[Any] = [layer for layer in module.modules() if hasattr(layer, "support_avx512bf16_for_cpu")]
+    for layer in repacking:
+        layer.support_avx512bf16_for_cpu = False
     # Calling a pipeline creates an empty registry of diffusers' hooks.
     hooks = [getattr(getattr(part, "_diffusers_hook", None), "hooks", None) for part in module.modules()]
     if any(hooks) or any(hasattr(part, "_hf_hook") for part in module.modules()):
