@@ -390,7 +390,7 @@ class _Step:
             self._decode_few(policy)
             evaluator = build_evaluator(parts, scores)
             policy.sample = self.repeats.calls(policy.sample, len)  # type: ignore[method-assign]
-            renderer = self.repeats.calls(evaluator.renderer, lambda tasks, trajectory: len(tasks))
+            renderer = self.repeats.calls(evaluator.renderer, _rows)
             replace(evaluator, renderer=renderer)(policy)
         with meter.stage("checkpoint"), patch.object(meter, "label", "checkpoint"):
             state = parts.capture(stepper, step=1)
@@ -522,15 +522,17 @@ class _Step:
                 self._at_call = None
 
         policy.rollout = self.repeats.calls(paced, len, lambda made: type(made).concat([made]))
-        renderer = self.repeats.calls(run.renderer, lambda tasks, trajectory: len(tasks))
-        painting = run.painting
+        renderer, painting = self.repeats.calls(run.renderer, _rows), run.painting
+
+        def clock(stage: str) -> Any:
+            return meter.stage(f"{name}{stage}")
+
         if painting is not None:
             drawing = painting.run.policy
             drawing.rollout = self.repeats.calls(drawing.rollout, len, lambda made: type(made).concat([made]))
-            own = replace(painting.run, clock=lambda stage: meter.stage(f"{name}text_to_image {stage}"))
-            decode = self.repeats.calls(painting.decode, lambda tasks, trajectory: len(tasks))
-            painting = replace(painting, run=own, decode=decode)
-        run = replace(run, renderer=renderer, painting=painting, clock=lambda stage: meter.stage(f"{name}{stage}"))
+            decode = self.repeats.calls(painting.decode, _rows)
+            painting = replace(painting, run=replace(painting.run, clock=clock), decode=decode)
+        run = replace(run, renderer=renderer, painting=painting, clock=clock)
         step = phase.steps.start
         with meter.stage(f"{name}advantages"):
             collected = collect(run, phase, step)
@@ -566,6 +568,10 @@ class _Step:
             finally:
                 for name in few:
                     delattr(policy, name)
+
+
+def _rows(tasks: Sequence[Task], trajectory: Any) -> int:
+    return len(tasks)
 
 
 # What a dry run found

@@ -1,8 +1,10 @@
 """Parts of a dry run: made-up tasks, two calls at the same time, and microbatches that are counted without running them."""
 
+import json
 import math
 import os
 from multiprocessing import spawn
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,9 @@ from retouch_plan.dry_run import both, each_in_turn, made_up_task
 from retouch_plan.machines import MACHINES
 from retouch_plan.meter import Meter
 from retouch_plan.repeats import Repeats
-from warm_python import python
+from warm_python import python, run_python
+
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,16 @@ def test_errors_are_raised_in_this_process(values):
     with pytest.raises(ValueError, match=r"math domain error|nonnegative") as raised:
         both(math.sqrt, *values)
     assert raised.traceback[-1].name == "both"
+
+
+def test_an_image_model_that_trains_with_its_writer_counts_with_its_update_its_moments_and_its_checkpoint():
+    printed = run_python(SUPPORT / "dry_run_joint.py", search=[SUPPORT], timeout=600)
+    joint, alone = map(json.loads, filter(lambda text: text.startswith("{"), printed.splitlines()))
+    trained, image_model = joint["held"]["trained weights"], alone["held"]["weights: transformer"]
+    assert trained - alone["held"]["trained weights"] == image_model, "all its weights train, in fp32"
+    assert joint["held"]["AdamW's moments"] == pytest.approx(2 * trained, rel=0.05)
+    assert joint["checkpoint"] - alone["checkpoint"] == pytest.approx(3 * image_model, rel=0.05)
+    assert joint["flops"] > 3 * alone["flops"]
 
 
 def counted(sizes, *, calls=1):

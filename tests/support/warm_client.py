@@ -73,6 +73,8 @@ def parse_command_line(words: list[str]) -> dict[str, Any]:
             made["warnings"].append(words.pop(0))
         elif word in ("-m", "-c"):
             return {**made, "kind": "module" if word == "-m" else "code", "program": words.pop(0), "arguments": words}
+        elif word == "-B":
+            pass  # the server decides whether byte code is written
         elif word.startswith("-"):
             sys.exit(f"{__file__} does not know the option {word}: use sys.executable in this test")
         else:

@@ -151,8 +151,7 @@ class SwappedBlocks:
     def compute(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a block with its weights on the device."""
         copies = self.ahead.pop(place) if place in self.ahead else self.fetch(place)
-        if self.stream is not None:
-            torch.get_device_module(self.device).current_stream(self.device).wait_stream(self.stream)
+        self.wait()
         following = place - 1 if torch._C._current_graph_task_id() != -1 else place + 1
         self.ahead = {following: self.fetch(following)} if 0 <= following < len(self.frozen) else {}
         try:
@@ -167,7 +166,7 @@ class SwappedBlocks:
     def fetch(self, place: int) -> list[Tensor]:
         """Begin to copy the frozen weights of a block to the device."""
         # A race without this order: the memory belongs to the stream that computes, and kernels that still wait there may read what
-        # it held before. So the copies begin after everything that was started until now, and ``compute`` waits for them.
+        # it held before. So the copies begin after everything that was started until now, and ``wait`` is called before their use.
         # Codes and scales are in the memory of this stream; it reuses their memory here only, after the same wait.
         copies = [
             None if len([*plain_tensors(tensor)]) > 1 else torch.empty_like(tensor, device=self.device)
@@ -180,6 +179,11 @@ class SwappedBlocks:
                 _copied(tensor, self.device) if made is None else made.copy_(tensor.detach(), non_blocking=self.stream is not None)
                 for made, (_, _, tensor) in zip(copies, self.frozen[place], strict=True)
             ]
+
+    def wait(self) -> None:
+        """Let later computations wait for all copies. A dry run replaces this."""
+        if self.stream is not None:
+            torch.get_device_module(self.device).current_stream(self.device).wait_stream(self.stream)
 
 
 def place_blocks(module: nn.Module, *, count: int, device: torch.device) -> None:
