@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import tiny_editing
@@ -24,6 +26,7 @@ from retouch.recipe.derived_facts import differences
 from retouch.recipe.recipe import parse
 from retouch.run.session import run
 from retouch.types import Conditioning, Task
+from retouch_models.flux.model import FluxFill, FluxKontext
 from retouch_models.qwen_image import model as qwen_model
 from retouch_models.qwen_image.model import QwenImageEdit
 from retouch_models.qwen_image_2.model import QwenImage2
@@ -48,11 +51,13 @@ def model_of(family: str, folder: Path) -> Any:
 
 
 def tasks(model: Any, texts: Sequence[str] = TEXTS) -> list[Task]:
-    """One task for each text, with a different image each if the text encoder reads images."""
+    """One task for each text, with a different image each, and a mask, if the model needs them."""
     side = 64 if isinstance(model, QwenImage2) else 24
-    edits = isinstance(model, QwenImageEdit | QwenImage2)
+    edits = isinstance(model, QwenImageEdit | QwenImage2 | FluxKontext | FluxFill)
     images = [(tiny_models.image(number, side, side),) if edits else () for number in range(len(texts))]
-    return [tiny_models.task(f"{number}", text, *row) for number, (text, row) in enumerate(zip(texts, images, strict=True))]
+    mask = Image.new("L", (side, side), 255) if isinstance(model, FluxFill) else None
+    rows = enumerate(zip(texts, images, strict=True))
+    return [replace(tiny_models.task(f"{number}", text, *row), mask=mask) for number, (text, row) in rows]
 
 
 def cached(model: Any, folder: Path, *, limit: int = 10**9) -> Any:
