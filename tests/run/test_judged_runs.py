@@ -57,7 +57,7 @@ def document(url, out, **changes):
             "combine": "0.6 * alignment + 0.4 * quality", "max_missing": 0.9,
         },
         "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
-        "eval": {"tasks": 3, "every": 1, "column": "judge/alignment", "guided_k": 2},
+        "eval": {"tasks": 3, "every": 1, "column": "judge/alignment"},
     }  # fmt: skip
     return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 
@@ -86,7 +86,7 @@ def lines(file):
 @pytest.mark.slow
 def test_run_makes_the_predicted_judge_calls_and_leaks_no_api_key(tmp_path, capfd):
     with Leaky() as double:
-        file = write(tmp_path, document(double.url, tmp_path / "runs"))
+        file = write(tmp_path, document(double.url, tmp_path / "runs", eval__guided_k=2))
         assert cli.main(["train", file, "--debug"]) == 0
         asked = len(double.requests)
         assert double.refused == []

@@ -212,8 +212,8 @@ class DenoisingPolicy:
         """Sample with guidance by a reward that need not be differentiable: of ``k`` noisy steps, the best one continues the chain.
 
         ``score``: the rewards (b,) of images, NaN for a missing one; it gets the batch with another slot for each step and
-        candidate. A candidate is scored by its predicted image, x - sigma v(x). The last step has no noise. A ``rollout`` that is
-        deterministic lends no noise, so the steps are then those of CPS with noise level 0.7.
+        candidate. A candidate is scored by its predicted image, x - sigma v(x). The last step has no noise. If the rollout is
+        deterministic, the noisy steps are those of CPS with noise level 0.7.
 
         Source: SVDD-PM (Li et al. 2024, arXiv 2408.08252), with the best candidate in place of a draw by their rewards.
         """
@@ -221,7 +221,7 @@ class DenoisingPolicy:
         conditioning = self.model.encode(batch.tasks)
         group = torch.tensor(batch.group, device=compute_device(self.model.module))
         rows, sigmas = conditioning.take(group), self.model.sigmas(self.eval_steps, conditioning).to(group.device)
-        keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+        keys = [(batch.group_ids[place], slot) for place, slot in zip(batch.group, batch.slot, strict=True)]
         images_of = partial(DenoisingTrajectory.of_images, sigmas=sigmas, conditioning=conditioning, group=group)
         x = self.model.initial_noise(rows, [generator(batch.seed, "noise", batch.step, *key) for key in keys])
         velocity = self.model.velocity(self.model.module, x, sigmas[0].expand(len(x)), rows)
