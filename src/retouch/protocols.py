@@ -73,7 +73,7 @@ class DenoisingModel(Protocol):
         ...
 
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
-        """The images of clean x."""
+        """The images of clean x. ``conditioning`` has a row for each task, not for each row of x: read only what all rows share."""
         ...
 
 

@@ -63,7 +63,8 @@ ON_CPU = {"policy": "cpu", "renderer": "cpu", "reward": "cpu"}
 ON_THREE_DEVICES = {"policy": "pretend:0", "renderer": "pretend:1", "reward": "pretend:2"}
 
 
-@pytest.mark.parametrize("encoder", ["frozen", pytest.param("policy", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", ["frozen", "policy"])
 def test_parts_on_separate_devices_match_parts_on_one_device(tmp_path: Path, writer: Path, encoder: str) -> None:
     changes = {"renderer__encoder": encoder, "renderer__guidance_scale": 2.0}
     alone = step(tmp_path, writer, ON_CPU, **changes)

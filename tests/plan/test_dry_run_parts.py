@@ -57,6 +57,7 @@ def test_errors_are_raised_in_this_process(values):
     assert raised.traceback[-1].name == "both"
 
 
+@pytest.mark.slow
 def test_an_image_model_that_trains_with_its_writer_counts_with_its_update_its_moments_and_its_checkpoint():
     printed = run_python(SUPPORT / "dry_run_joint.py", search=[SUPPORT], timeout=600)
     joint, alone = map(json.loads, filter(lambda text: text.startswith("{"), printed.splitlines()))

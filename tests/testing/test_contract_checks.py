@@ -375,6 +375,10 @@ def test_broken_models_fail_with_the_violated_requirement(model):
         (changed(model, combine=lambda positive, negative, scale: positive + scale * (positive - negative)), "guidance at scale 1"),
         (changed(model, encode_negative=lambda tasks: model.encode_negative(tasks[:1])), "has 1 rows for 3 tasks"),
         (changed(model, decode=lambda x, given: model.decode(x[:1], given)), "1 images for 3 rows"),
+        (
+            changed(model, decode=lambda x, given: model.decode(x * len(next(iter(given.tensors.values()))), given)),
+            "decode reads rows of the conditioning",
+        ),
         (changed(model, encode_images=lambda images: model.encode_images(images)[:, :2]), "encode_images gives"),
     ]
     check_model(model, tasks)

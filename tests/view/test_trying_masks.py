@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from retouch.records.folder import RunFolder
 from retouch_view.live.app import build_app
 from retouch_view.live.trial_worker import SideBySide
 from retouch_view.live.trying import trial_inputs
+from warm_python import python
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/signs"
@@ -30,8 +32,12 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(runs):
-    """A browser on a page with ``--try``, with the token."""
-    with TestClient(build_app(runs, token=TOKEN, trying="cpu"), base_url="http://127.0.0.1:8765") as client:
+    """A browser on a page with ``--try``, with the token. Its worker does not import the libraries again."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TestClient(build_app(runs, token=TOKEN, trying="cpu"), base_url="http://127.0.0.1:8765") as client,
+    ):
+        patch.setattr(sys, "executable", python())
         client.get(f"/?token={TOKEN}")
         yield client
 

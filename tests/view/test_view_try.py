@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from retouch.types import Task
 from retouch_view.live.app import build_app
 from retouch_view.live.trial_worker import SideBySide
 from retouch_view.live.trying import MOST_BYTES, MOST_CHARACTERS, TrialWorker
+from warm_python import python
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/small/try"
@@ -38,8 +40,12 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(runs):
-    """A browser on a page with ``--try``, with the token."""
-    with TestClient(build_app(runs, token=TOKEN, trying="auto"), base_url="http://127.0.0.1:8765") as client:
+    """A browser on a page with ``--try``, with the token. Its worker does not import the libraries again."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TestClient(build_app(runs, token=TOKEN, trying="auto"), base_url="http://127.0.0.1:8765") as client,
+    ):
+        patch.setattr(sys, "executable", python())
         client.get(f"/?token={TOKEN}")
         yield client
 

@@ -1,5 +1,5 @@
-"""Policy gradients: the clipped surrogate and its relatives under their usual names (GRPO, GSPO, CISPO, REINFORCE), with a KL
-penalty and a value head (PPO). ``PolicyGradient.losses`` is the whole loss.
+"""Policy gradients: the clipped surrogate and its relatives (GRPO, GSPO, CISPO, REINFORCE), with a KL penalty and a value head
+(PPO). The policy's ``evaluate`` gives log-ratios, scales and KLs, and ``PolicyGradient.losses`` adds up the whole loss.
 """
 
 from __future__ import annotations

@@ -373,7 +373,8 @@ def accumulate(run: Run, objective: Objective, minibatch: Minibatch) -> tuple[Me
     """Run backward for every microbatch. Returns the sums and the maxima of the metrics over microbatches and ranks."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
-    # 9. GRPO: max(-A ratio, -A clip(ratio)) + weight of the KL * KL, with ratio = p of the current weights / p of the rollout.
+    # 9. GRPO: scale * max(-A ratio, -A clip(ratio)) + weight of the KL * KL, ratio = exp(log p now - log p of the rollout). The log
+    # p of cps is no density. The scale is 1 without RatioNorm, noise weights and engines.
     for loss in objective.losses(run.policy, minibatch):  # one share per microbatch: its graph is freed before the next forward
         run.stepper.backward(loss.value)
         for name, value in loss.sums.items():

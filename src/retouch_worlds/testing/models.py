@@ -168,7 +168,9 @@ def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning
 def _check_images(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:
     with no_global_draws("decode"):
         images = model.decode(x, conditioning)
+        of_one_task = model.decode(x, conditioning.take(slice(0, 1)))
     require(len(images) == len(x), f"decode gives {len(images)} images for {len(x)} rows")
+    require(images == of_one_task, "decode reads rows of the conditioning, which are tasks and not rows of x; use what they share")
     kinds = {(image.mode, image.size) for image in images}
     require(
         len(kinds) == 1 and next(iter(kinds))[0] == "RGB",
