@@ -29,7 +29,7 @@ from retouch.objectives.advantages import GroupAdvantage
 from retouch.policies.engine import EngineFault
 from retouch.recipe.recipe import Recipe, rank_count_warning, rewards_of
 from retouch.records.control import ControlRequest, answer_request, read_requests
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, split_label
 from retouch.records.libraries import require_trackers
 from retouch.records.ownership import NotOwner
 from retouch.rewards.base import BudgetSpent
@@ -389,9 +389,9 @@ class TrainingSession:
                 log.info(line)
             if baseline and (count := cluster_numbers(evaluated.sources)[1]) < FEWEST:
                 log.info(
-                    "%d held-out tasks from %d sources are too few for an interval, which needs %d sources: raise data.held_out or "
+                    "%d %s tasks from %d sources are too few for an interval, which needs %d sources: raise data.held_out or "
                     "eval.tasks (in Python: data={'held_out': %d}, or more rows in eval_dataset)",
-                    *(len(evaluated.tasks), count, FEWEST, FEWEST),
+                    *(len(evaluated.tasks), split_label(self.recipe.eval.split), count, FEWEST, FEWEST),
                 )
         if baseline:
             self.evaluations.write_baselines()
