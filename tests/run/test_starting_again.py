@@ -167,7 +167,7 @@ def test_an_extended_run_that_failed_in_its_last_evaluation_makes_it_at_the_next
         failing.setattr(RunEvaluations, "evaluate", fail)
         with pytest.raises(TooManyMissing):
             run(recipe(tmp_path, steps=2), fresh=False)
-    assert LiveRun(folder.root).overview()["state"] == "stopped"
+    assert LiveRun(folder.root).overview()["state"] == "failed"
     assert run(recipe(tmp_path, steps=2), fresh=False) == 0
     summary = folder.read_summary()
     assert (summary.steps, folder.read_evals()[-1]["step"]) == (2, 2)
