@@ -15,9 +15,9 @@ from random_judge import logged_scores
 from retouch.recipe.recipe import Recipe, parse
 
 PLACES = (
-    ("retouch.rewards.judging:RewardScorer._ask", 3, "before"),
+    ("retouch.rewards.judging:RewardScorer._start", 3, "before"),
     ("retouch.rewards.ledger.journal:Journal.record", 3, "after"),
-    ("retouch.rewards.judging:RewardScorer._collect", 5, "after"),
+    ("retouch.rewards.judging:RewardScorer._finish", 5, "after"),
     ("retouch.rewards.ledger.journal:Journal.record", 5, "before"),
     ("retouch.run.checkpoint:save", 1, "after"),
     ("retouch.distributed.optimizer:ReplicatedStepper.step", 3, "before"),
