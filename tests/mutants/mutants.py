@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "NFT moves away from good images",
         "objectives/nft.py",
-        "goodness = (used / (2 * self.advantage_clip) + 0.5)",
-        "goodness = (0.5 - used / (2 * self.advantage_clip))",
+        "(advantages / (2 * self.advantage_clip) + 0.5).clamp",
+        "(0.5 - advantages / (2 * self.advantage_clip)).clamp",
         "tests/objectives/test_flow_matching.py::test_nft_loss_matches_the_hand_written_formula",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
-from retouch.objectives.nft import NearReference, OldDecay, SampledPoints, relative_error, squared_distance
+from retouch.objectives.nft import AgainstOld, SampledPoints, relative_error, squared_distance
 from retouch.protocols import VelocityPolicy
 from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
@@ -247,7 +247,7 @@ class DGPO(ForwardPreference, WholeGroups):
         return differ * softplus(-margin), -(-margin).sigmoid() * pull, told  # softplus(-x) = -log sigmoid(x)
 
 
-class CRD(NearReference, WholeGroups):
+class CRD(AgainstOld, WholeGroups):
     """Centred reward distillation: the implicit rewards of a group follow its rewards. Loss of a group:
     mean_i (beta (r_i - mean r) - (R_i - mean R))^2 advantage_clip / beta, a mean over the scored images, and for each of them
     reference_weight |v - v_ref|^2.
@@ -271,14 +271,6 @@ class CRD(NearReference, WholeGroups):
     kind: Literal["crd"] = "crd"
     beta: Positive = 1.0
     """Scale of the implicit rewards; larger values stay closer to the old policy."""
-    advantage_clip: Positive = 5.0
-    """Advantage at which an image's reward R is 1 (or, if negative, 0)."""
-    old_decay: OldDecay = OldDecay()
-    """How the old policy follows the current one."""
-
-    @property
-    def weight_copies(self) -> frozenset[str]:
-        return frozenset({"old", "reference"} if self.compares_reference else {"old"})
 
     def _gain(
         self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int
@@ -295,15 +287,11 @@ class CRD(NearReference, WholeGroups):
         self, gains: Float[Tensor, " n"], advantages: Float[Tensor, " n"], scored: Float[Tensor, " n"]
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " n"], dict[str, Float[Tensor, ""]]]:
         share, scale = scored / scored.sum().clamp(min=1), self.advantage_clip / self.beta
-        wanted = (advantages / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+        wanted = self.goodness(advantages)
         wanted = wanted - (share * wanted).sum()
         error = self.beta * (gains - (share * gains).sum()) - wanted
         told = {"policy/preferred": ((share * gains * wanted).sum() > 0).to(share.dtype)}
         return scale * (share * error.square()).sum(), 2 * scale * self.beta * share * error, told
-
-    def after_step(self, policy: VelocityPolicy, step: int) -> None:
-        """Move the old policy towards the current one."""
-        policy.follow_old(self.old_decay.at(step))
 
 
 def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:

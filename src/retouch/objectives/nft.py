@@ -145,7 +145,31 @@ class OldDecay(Section):
         return min(self.rate * max(step - self.flat, 0), self.max)
 
 
-class NFT(NearReference):
+class AgainstOld(NearReference):
+    """An objective that compares the current policy with an old one, which follows it."""
+
+    advantage_clip: Positive = 5.0
+    """Advantage at which an image counts as entirely good (or, if negative, entirely bad)."""
+    old_decay: OldDecay = OldDecay()
+    """How the old policy follows the current one."""
+
+    needs_both_signs: ClassVar[bool] = True
+    needs_velocities: ClassVar[bool] = True
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"old", "reference"} if self.compares_reference else {"old"})
+
+    def goodness(self, advantages: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+        """From 0, entirely bad, to 1, entirely good."""
+        return (advantages / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+
+    def after_step(self, policy: VelocityPolicy, step: int) -> None:
+        """Move the old policy towards the current one."""
+        policy.follow_old(self.old_decay.at(step))
+
+
+class NFT(AgainstOld):
     """DiffusionNFT: move towards good images and away from bad ones, both relative to the old policy.
 
     The advantage A of a row gives r = clip(A / (2 advantage_clip) + 1/2, 0, 1). At a drawn point of the forward process, the old
@@ -164,23 +188,13 @@ class NFT(NearReference):
     kind: Literal["nft"] = "nft"
     beta: Positive = 1.0
     """How far the positive and the negative velocity lie from the old one."""
-    advantage_clip: Positive = 5.0
-    """Advantage at which an image counts as entirely good (or, if negative, entirely bad)."""
     advantages: Literal["all", "positive", "negative", "indicator", "sign"] = Field(
         default="all", exclude_if=lambda chosen: chosen == "all"
     )
     """How the advantages A are used, as in the published code. ``all``: unchanged. ``positive``, ``negative``: the advantages of
     the other sign are set to 0. ``indicator``: 1 for A > 0, else 0. ``sign``: -1, 0 or 1."""
-    old_decay: OldDecay = OldDecay()
-    """How the old policy follows the current one."""
 
     acts_with: ClassVar[Literal["current", "old"]] = "old"
-    needs_both_signs: ClassVar[bool] = True
-    needs_velocities: ClassVar[bool] = True
-
-    @property
-    def weight_copies(self) -> frozenset[str]:
-        return frozenset({"old", "reference"} if self.compares_reference else {"old"})
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         trajectory = minibatch.trajectory
@@ -191,8 +205,7 @@ class NFT(NearReference):
                 weights = minibatch.weights[rows].sum(dim=1) / self.samples  # a row counts whole, however many actions made it
                 old = policy.velocity(trajectory, rows, x, sigma, "old")
                 velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-                used = self._used(minibatch.advantages[rows, 0])
-                goodness = (used / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+                goodness = self.goodness(self._used(minibatch.advantages[rows, 0]))
                 positive = self.beta * velocity + (1 - self.beta) * old
                 negative = (1 + self.beta) * old - self.beta * velocity
                 spread = sigma.view(-1, *[1] * (x.dim() - 1))
@@ -219,10 +232,6 @@ class NFT(NearReference):
                 return (advantages > 0).to(advantages.dtype)
             case "sign":
                 return advantages.sign()
-
-    def after_step(self, policy: VelocityPolicy, step: int) -> None:
-        """Move the old policy towards the current one."""
-        policy.follow_old(self.old_decay.at(step))
 
 
 class AWM(NearReference):

@@ -322,7 +322,7 @@ class RunEvaluations:
         Raises TooManyMissing, on every rank and before anything is stored, if more scores are missing than the recipe allows.
         """
         log.info("evaluating %d %s tasks", len(self.evaluator.tasks), self._split_label)
-        evaluated = replace(self.evaluator, judge=self.parts.judge.for_split("heldout", step))(self.policy)
+        evaluated = self._judged("heldout", step)(self.policy)
         column = self.parts.judge.reward.columns.get(self._column)
         missing, allowed = self._values(evaluated).isnan().double().mean().item(), self.recipe.reward.max_missing
         if missing > allowed and not (column is not None and column.diagnostic):
@@ -393,8 +393,8 @@ class RunEvaluations:
             self.folder.require_owner()
             files.write_json(self._baselines_path, found)
 
-    def _judged(self, split: Split) -> Evaluator:
-        return replace(self.evaluator, judge=self.parts.judge.for_split(split, 0))
+    def _judged(self, split: Split, step: int = 0) -> Evaluator:
+        return replace(self.evaluator, judge=self.parts.judge.for_split(split, step))
 
     def format_table(self, step: int) -> Iterator[str]:
         """Yield the lines of the held-out table after ``step`` steps, which also shows the values at the start."""

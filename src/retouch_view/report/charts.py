@@ -50,13 +50,16 @@ Point: TypeAlias = tuple[float, float, float, float]
 def series(name: str, points: Sequence[Point], *, dots: bool = False) -> dict[str, Any]:
     """A line of a chart. Means of consecutive points, so that at most ``MOST_POINTS`` remain. ``dots``: mark each point."""
     size = max(1, math.ceil(len(points) / MOST_POINTS))
-    drawn: list[Point] = []
-    for part in (points[start : start + size] for start in range(0, len(points), size)):
-        known = [value for _, value, _, _ in part if math.isfinite(value)]
-        mean = math.fsum(known) / len(known) if known else math.nan
-        drawn.append(part[0] if size == 1 else (math.fsum(step for step, *_ in part) / len(part), mean, math.nan, math.nan))
+    parts = (points[start : start + size] for start in range(0, len(points), size))
+    drawn = [part[0] if size == 1 else _mean(part) for part in parts]
     rounded = [[float(f"{value:.6g}") for value in point] for point in drawn]
     return {"name": name, "points": jsonable(rounded), "count": len(points), "dots": dots}
+
+
+def _mean(part: Sequence[Point]) -> Point:
+    known = [value for _, value, _, _ in part if math.isfinite(value)]
+    value = math.fsum(known) / len(known) if known else math.nan
+    return math.fsum(step for step, *_ in part) / len(part), value, math.nan, math.nan
 
 
 def draw(caption: str, lines: Sequence[Mapping[str, Any]], end: float, *, size: str = "small", **options: Any) -> Html:
