@@ -205,8 +205,8 @@ class CausalText:
         return cache
 
     def static_cache(self, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
-        """Copy these rows of the cache into tensors with room for ``room`` more tokens, so that no shape changes during decoding
-        (``retouch.policies.decoding.HasStaticCache``).
+        """Move these rows of the cache into tensors with room for ``room`` more tokens, so that no shape changes during decoding
+        (``retouch.policies.decoding.HasStaticCache``). The old cache is empty afterwards, so that only one layer is held twice.
 
         Raises ValueError for a decoder with a sliding window.
         """
@@ -214,9 +214,11 @@ class CausalText:
             raise ValueError(
                 "rollout.engine.static: the model attends to a sliding window, so its cache cannot be static; remove it"
             )
-        made = StaticCache(config=self.decoder(self.module).config, max_cache_len=cache.get_seq_length() + room)
+        length = int(cache.get_seq_length())
+        made = StaticCache(config=self.decoder(self.module).config, max_cache_len=length + room)
         for index, layer in enumerate(cache.layers):
-            made.update(layer.keys[rows], layer.values[rows], index)
+            made.update(layer.keys[rows, :, :length], layer.values[rows, :, :length], index)
+            layer.keys = layer.values = None
         return made
 
     def states(

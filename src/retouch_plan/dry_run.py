@@ -611,7 +611,7 @@ def holders(found: DryRun, name: str, place: int) -> list[tuple[str, int]]:
 
 def seconds(work: Work, machine: Machine) -> float:
     """Return the modelled seconds: the sum over the device's kernels, or the time of the host to launch them if that is longer."""
-    return max(work.seconds.total(), work.counts["kernels"] * machine.launch)
+    return max(work.seconds.total(), (work.counts["kernels"] - work.counts["captured"]) * machine.launch)
 
 
 def step_work(found: DryRun, index: int) -> Work:

@@ -47,8 +47,8 @@ Peaks: TypeAlias = dict[tuple[int, Event], tuple[int, Counter[str]]]
 @dataclass(slots=True)
 class Work:
     """The work of a stage. ``flops``: FLOPs by kind and dtype. ``seconds``: modelled seconds by kind. ``waits``: the number of host
-    waits by cause and code location. ``counts``: the number of "kernels", the "bytes" that they moved, and the bytes "copied"
-    between host and device and "communicated"."""
+    waits by cause and code location. ``counts``: the number of "kernels", of those "captured" in a CUDA graph, the "bytes" that
+    they moved, and the bytes "copied" between host and device and "communicated"."""
 
     flops: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retouch.policies.autoregressive import TokenizesTargets, TokenizesText
-from retouch.policies.decoding import CHECK_EVERY, CachedDecoding
+from retouch.policies.decoding import CAPTURES, CHECK_EVERY, ROOM, CachedDecoding
 from retouch.policies.engine import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
@@ -129,8 +129,8 @@ def _remembered(made: Any) -> Callable[[], Any]:
 class FewTokens:
     """Runs the decoding of only a few tokens (implements ``Engine``): the first ones, and the last ones with a full cache.
 
-    The other tokens are counted with the mean work of both. With a static cache, all tokens have the same work, and only the first
-    ones are run. Every completion has the maximum length and is not truncated.
+    The other tokens are counted with the mean work of both. With a static cache, the cache is full from the start in a second call.
+    Every completion has the maximum length and is not truncated.
     """
 
     def __init__(self, decoder: CachedDecoding, meter: Meter) -> None:
@@ -146,8 +146,11 @@ class FewTokens:
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool = False) -> Generation:
         longest, device = sampling.max_new_tokens, prompts.ids.device
         completion = longest_completion(self.decoder.model, longest)
-        decode = self._decode_static if self.decoder.static else self._decode_growing
-        generation = decode(batch, prompts, sampling, greedy=greedy, count=len(completion))
+        with patch.dict(CAPTURES, {device.type: None}):  # the kernels are counted one by one, and nothing is captured
+            static = self.decoder.is_static(device)
+        decode = self._decode_static if static else self._decode_growing
+        with patch.object(self.decoder, "static", static):
+            generation = decode(batch, prompts, sampling, greedy=greedy, count=len(completion))
         with self.meter.paused():
             ids = torch.full((len(batch), longest), self.decoder.model.pad)
             ids[:, : len(completion)] = torch.tensor(completion)
@@ -197,10 +200,34 @@ class FewTokens:
         return generation
 
     def _decode_static(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool, count: int) -> Generation:
-        """Decode with the whole cache until the work between two checks by the host is known; it is the same for all tokens. A run
-        decodes until the first check at which all rows have ended."""
-        model, asks = self.decoder.model, self.decoder.any_rank
+        """Decode with the first room of the cache, and with room for all tokens, until the work between two checks by the host is
+        known; it is the same for all tokens of a room. A run decodes until the first check at which all rows have ended."""
         every = self.decoder.check_every or CHECK_EVERY
+        self.token = Work()
+        longest = sampling.max_new_tokens
+        first = min(longest, ROOM)
+        mean = sum(min(longest, math.ceil(place / ROOM) * ROOM) for place in range(1, count + 1)) / count
+        share = (mean - first) / max(longest - first, 1)  # of the work with all room, in a token's mean work
+        for room, weight in ((first, 1 - share), (longest, share)) if longest > first else ((longest, 1.0),):
+            start = self.meter.work.copy()
+            generation, read, token = self._decode_room(batch, prompts, sampling, greedy=greedy, room=room, every=every)
+            if token is None:  # the whole completion has been decoded
+                return generation
+            self.token.add(token, weight)
+            if room != longest:
+                self.meter.work.add(self.meter.work.since(start), -1.0)
+        self.meter.work.add(self.token, min(math.ceil(count / every) * every, longest) - read - 1)
+        if self.decoder.captures:
+            captured = self.token.counts["kernels"] * (count - 2)
+            self.meter.work.counts["captured"] += captured
+            self.meter.work.add_seconds("gaps in a CUDA graph", captured * self.meter.machine.gap)
+        return generation
+
+    def _decode_room(
+        self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool, room: int, every: int
+    ) -> tuple[Generation, int, Work | None]:
+        """Decode some tokens with this room. Returns also the number of tokens that were read, and the work of one."""
+        model, asks = self.decoder.model, self.decoder.any_rank
         period = math.ceil(CHECK_EVERY / every) * every
         marks: list[Work] = []
         own, read = model.extend, 0
@@ -215,13 +242,13 @@ class FewTokens:
         with (
             patch.object(model, "extend", extend),
             patch.object(self.decoder, "any_rank", lambda flag: asks(flag) and len(marks) < 2),
+            patch("retouch.policies.decoding.ROOM", room),
         ):
             generation = self.decoder(batch, prompts, sampling, greedy=greedy)
+        token = Work()
         if len(marks) == 2:
-            self.token = Work()
-            self.token.add(marks[1].since(marks[0]), 1 / period)
-            self.meter.work.add(self.token, min(math.ceil(count / every) * every, sampling.max_new_tokens) - read - 1)
-        return generation
+            token.add(marks[1].since(marks[0]), 1 / period)
+        return generation, read, token if len(marks) == 2 else None
 
 
 def longest_completion(model: AutoregressiveModel, longest: int) -> list[int]:

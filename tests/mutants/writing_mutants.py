@@ -25,9 +25,16 @@ WRITING = (
     Mutant(
         "the positions of new tokens are one too high",
         "policies/decoding.py",
-        "positions=rows.starts[:, None] + places",
-        "positions=rows.starts[:, None] + places + 1",
+        "self._extend(rows, ids[:, places], rows.starts[:, None] + places)",
+        "self._extend(rows, ids[:, places], rows.starts[:, None] + places + 1)",
         f"{DECODING}::test_greedy_decoding_equals_transformers_generate[qwen3-vl]",
+    ),
+    Mutant(
+        "a captured decoding step reads the positions of the token for which it was captured",
+        "policies/decoding.py",
+        "zip(rows.graph, (ids, positions), strict=False)",
+        "zip(rows.graph, (ids,), strict=False)",
+        f"{DECODING}::test_a_captured_decoding_step_gives_the_same_bits[qwen2.5-vl-all]",
     ),
     Mutant(
         "rotary positions continue from the number of prompt tokens",

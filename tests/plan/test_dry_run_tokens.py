@@ -44,6 +44,15 @@ def test_the_peak_with_a_static_cache_is_near_that_of_all_tokens(found, case):
     assert found[case]["few"]["peak"] == pytest.approx(found[case]["all"]["peak"], rel=0.04)
 
 
+def test_the_counted_work_of_several_rooms_is_near_that_of_all_tokens(found):
+    few, every = found["static, two rooms"]["few"], found["static, two rooms"]["all"]
+    assert few["flops"] == pytest.approx(every["flops"], rel=0.03)
+    assert few["kernels"] == pytest.approx(every["kernels"], rel=0.01)
+    keys_and_values, rows, width, size = 2, 4, 16, 4  # of one layer, which is held twice while the room grows
+    assert few["peak"] == pytest.approx(every["peak"] - 300 * keys_and_values * rows * width * size, rel=0.04)
+    assert few["captured"] == pytest.approx(found["static, two rooms"]["token"]["kernels"] * 298)
+
+
 def test_the_counted_work_with_a_growing_cache_is_near_that_of_all_tokens(found):
     few, every = found["growing"]["few"], found["growing"]["all"]
     assert few["flops"] == pytest.approx(every["flops"], rel=0.01)

@@ -25,17 +25,19 @@ from retouch_plan.repeats import FewTokens
 
 GROUP = 4
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "growing": (64, {}),
+    "growing": (64, {"static": False}),
     "static": (48, {"static": True}),
     "static, long": (112, {"static": True}),
     "static, seldom": (90, {"static": True, "check_every": 40}),
+    "static, two rooms": (300, {"static": True}),
 }
 """The number of tokens and the options of the decoding, by name."""
 WAYS: dict[str, Callable[[CachedDecoding, Meter], Any]] = {"all": lambda decoder, meter: decoder, "few": FewTokens}
 
 
 def figures(work: Work) -> dict[str, float]:
-    return {"kernels": work.counts["kernels"], "flops": sum(work.flops.values()), "waits": sum(work.waits.values())}
+    counts = {name: work.counts[name] for name in ("kernels", "captured")}
+    return {**counts, "flops": sum(work.flops.values()), "waits": sum(work.waits.values())}
 
 
 def decoded(tokens: int, options: dict[str, Any]) -> Iterator[tuple[str, Stage, Any]]:

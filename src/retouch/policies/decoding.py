@@ -4,9 +4,11 @@ Each token of a row is sampled by inversion from a uniform random number of its 
 step, group, slot) and the position of the token. So a completion does not depend on the other rows of its batch.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -117,6 +119,8 @@ def scatter(values: Float[Tensor, " n"], mask: Bool[Tensor, "r t"]) -> Float[Ten
 
 CHECK_EVERY = 16
 """Number of tokens after which the host asks the device whether rows have ended; not on the CPU."""
+ROOM = 256
+"""Number of tokens for which a static cache has room. Then it is copied into one with more room, without rows that have ended."""
 
 
 _COLUMNS = ("log_probs", "mask", "kind", "ids", "lengths", "vocabulary", "values", "behaviour_log_probs")
@@ -171,21 +175,50 @@ def log_prob_difference(
 
 @runtime_checkable
 class HasStaticCache(Protocol):
-    """A language model with a static cache, whose tensors have their final shapes from the start."""
+    """A language model with a static cache, whose tensors have room for further tokens."""
 
     def static_cache(self, cache: object, rows: Int[Tensor, " r"], *, room: int) -> object:
-        """The cache of these rows, in tensors with space for ``room`` more tokens, whose shapes never change."""
+        """Move these rows of a cache, which is empty afterwards, into tensors with room for ``room`` more tokens."""
         ...
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: for each stream, cuBLAS keeps memory of its own."""
+    return torch.cuda.Stream(device)
+
+
+def cuda_graph(call: Callable[[], Tensor], before: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture the kernels of a call, without running them. ``replay()`` of the graph runs them on the memory that the call read,
+    and writes the returned tensor. ``before``: an earlier graph or None; it is no longer replayed, and this one takes its memory.
+    """
+    graph = torch.cuda.CUDAGraph()
+    pool = None if before is None else before.pool()
+    # Rewards may use the GPU in other threads, which the default mode forbids. The outer stream is there because a capture that
+    # fails leaves its own stream as the current one.
+    with (
+        torch.cuda.device(device),
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(graph, pool=pool, stream=capture_stream(device), capture_error_mode="thread_local"),
+    ):
+        made = call()
+    return graph, made
+
+
+CAPTURES: dict[str, Callable[..., Any]] = {"cuda": cuda_graph}
+"""The types of devices whose kernels can be captured, which saves the time of the host to launch them one by one."""
 
 
 @dataclass(eq=False)
 class _Rows:
     """The rows in the cache. ``numbers``: their indices in the batch. ``starts``: the position of each row's first token.
+    ``static``: the cache has room for further tokens.
 
     ``active``: True for rows that have not ended. ``mask``: True for the tokens of prompts and completions, False for padding.
     ``states``: the hidden states before the next token, valid once the last ``unread`` tokens have been run through the model.
     ``supports``: (rows, position, ids that top-k and top-p kept). ``kept``: the same, with masks over the vocabulary in place of
-    ids, until the host synchronises with the device.
+    ids, until the host synchronises with the device. ``warm``: whether a token has been run. ``graph``: the ids and positions
+    that the captured forward pass of a token reads, and the states that it writes.
     """
 
     numbers: Tensor
@@ -195,9 +228,12 @@ class _Rows:
     active: Tensor
     states: Tensor
     cache: object
+    static: bool
     unread: int = 0
     supports: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
     kept: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    warm: bool = False
+    graph: tuple[Tensor, Tensor, Tensor] | None = None
 
     def list_kept(self) -> None:
         """Turn the masks in ``kept`` into ids in ``supports``. The host waits for the device to learn the number of ids."""
@@ -217,10 +253,12 @@ class CachedDecoding:
     ``exact``: None means True for weights in fp32 and False in 16 bits, where a forward pass over the whole row and decoding token
     by token differ by far more than a ratio may; pass False if they also differ in fp32 (a deep model). ``check_every``: number of
     tokens after which the host asks the device whether rows have ended; each check waits for all queued kernels, and rows that
-    ended in between get padding. None means 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``static``: the cache has space for the
-    longest completion from the start, all rows stay in it, and each forward pass reads one token per row. Every forward pass after
-    the prompt's then has the same shapes, as a CUDA graph needs, and does not wait for the device. ``any_rank``: tells whether a
-    flag is true on at least one of the ranks that must call the model equally often; all of them decode until the last one is done.
+    ended in between get padding. None means 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``static``: the cache has room for ``ROOM``
+    tokens, and each forward pass reads one token per row. Until the room is used up, all passes have the same shapes and do not
+    wait for the device. On a CUDA device the pass is captured as a CUDA graph, once per room of each call, so that a graph never
+    reads weights or a cache that have moved. None means True where graphs can be captured and the
+    model has a static cache. ``any_rank``: tells whether a flag is true on at least one of the ranks that must call the model
+    equally often; all of them decode until the last one is done. Their collectives are not captured.
 
     Raises ValueError for a model without a static cache.
     """
@@ -231,7 +269,7 @@ class CachedDecoding:
         *,
         exact: bool | None = None,
         check_every: int | None = None,
-        static: bool = False,
+        static: bool | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         if static and not isinstance(model, HasStaticCache):
@@ -240,7 +278,15 @@ class CachedDecoding:
         self.check_every = check_every
         self.static = static
         self.any_rank = any_rank
+        self.captures = any_rank is bool
         self._exact = exact
+        self._graph: Any = None
+
+    def is_static(self, device: torch.device) -> bool:
+        """Whether the cache on this device has room for further tokens."""
+        if self.static is None:
+            return self.captures and device.type in CAPTURES and isinstance(self.model, HasStaticCache)
+        return self.static
 
     @property
     def exact(self) -> bool:
@@ -253,34 +299,42 @@ class CachedDecoding:
         uniform = None if greedy else uniforms(batch, longest)
         if uniform is not None and device.type != "mps":  # MPS has no fp64
             uniform = uniform.to(device)
-        every = self.check_every or (1 if device.type == "cpu" and not self.static else CHECK_EVERY)
+        rows, stop = self._prefill(batch, prompts, room=min(longest, ROOM)), torch.tensor(self.model.stop, device=device)
+        every = self.check_every or (1 if device.type == "cpu" and not rows.static else CHECK_EVERY)
         ids = torch.full((len(batch), longest), self.model.pad, device=device)
         lengths = torch.zeros(len(batch), dtype=torch.long, device=device)
         log_probs = torch.zeros(ids.shape, device=device)
-        rows, stop = self._prefill(batch, prompts, room=longest), torch.tensor(self.model.stop, device=device)
         for place in range(longest):
             numbers = rows.numbers
             chosen, chosen_log_probs = self._choose(rows, ids[numbers, :place], uniform, sampling, asks=every == 1)
             ids[numbers, place] = torch.where(rows.active, chosen, self.model.pad)
             log_probs[numbers, place] = torch.where(rows.active, chosen_log_probs, 0.0)
             lengths[numbers] += rows.active
-            if self.static:
-                rows.mask[:, place - longest] = rows.active
+            if rows.static:
+                rows.mask[:, prompts.mask.shape[1] + place] = rows.active
             else:
                 rows.mask = torch.cat([rows.mask, rows.active[:, None]], dim=1)
             rows.unread += 1
             rows.active = rows.active & ~torch.isin(chosen, stop)
-            if (place + 1) % every:
+            is_full = rows.static and (place + 1) % ROOM == 0
+            if (place + 1) % every and not is_full:
                 continue
             left = int(rows.active.sum())
             rows.list_kept()
-            if not self.any_rank(left > 0):
+            if not self.any_rank(left > 0) or place + 1 == longest:
                 break
-            if 0 < 2 * left <= len(numbers) and not self.static:
-                stay = rows.active.nonzero()[:, 0]
-                rows.cache, rows.prompts = self.model.select(rows.cache, stay), rows.prompts.take(stay)
-                rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]
-                rows.starts, rows.active = rows.starts[stay], rows.active[stay]
+            drops = 0 < 2 * left <= len(numbers)
+            if is_full or (drops and not rows.static):
+                stay = rows.active.nonzero()[:, 0] if drops else torch.arange(len(numbers), device=device)
+                if is_full:
+                    assert isinstance(self.model, HasStaticCache)
+                    room = min(ROOM, longest - place - 1)
+                    rows.cache, rows.graph = self.model.static_cache(rows.cache, stay, room=room), None
+                    rows.mask = nn.functional.pad(rows.mask, (0, room))
+                else:
+                    rows.cache = self.model.select(rows.cache, stay)
+                rows.prompts, rows.numbers, rows.mask = rows.prompts.take(stay), rows.numbers[stay], rows.mask[stay]
+                rows.states, rows.starts, rows.active = rows.states[stay], rows.starts[stay], rows.active[stay]
         rows.list_kept()
         support = None
         if rows.supports:  # the ids that top-k and top-p kept at each position, padded with -1; only -1 after the end of a row
@@ -294,11 +348,16 @@ class CachedDecoding:
     def _prefill(self, batch: Batch, prompts: Prompts, *, room: int) -> _Rows:
         group = torch.tensor(batch.group, device=prompts.ids.device)
         states, cache = self.model.prefill(self.model.module, prompts)
-        mask = prompts.mask[group]
-        if self.static:
+        mask, static = prompts.mask[group], self.is_static(group.device)
+        if static:
             assert isinstance(self.model, HasStaticCache)
-            cache, mask = self.model.static_cache(cache, group, room=room), nn.functional.pad(mask, (0, room))
-        else:
+            try:
+                cache, mask = self.model.static_cache(cache, group, room=room), nn.functional.pad(mask, (0, room))
+            except ValueError:
+                if self.static:
+                    raise
+                static = False  # a sliding window
+        if not static:
             cache = self.model.select(cache, group)
         return _Rows(
             numbers=torch.arange(len(group), device=group.device),
@@ -308,7 +367,32 @@ class CachedDecoding:
             active=torch.ones_like(group, dtype=torch.bool),
             states=states[group],
             cache=cache,
+            static=static,
         )
+
+    def _extend(self, rows: _Rows, ids: Tensor, positions: Tensor) -> Tensor:
+        """The states of the next tokens, (rows, tokens, d)."""
+
+        def call() -> Tensor:
+            return self.model.extend(self.model.module, ids, mask=rows.mask, positions=positions, cache=rows.cache)
+
+        # The first token runs without a graph, so that libraries have allocated what they keep before the capture.
+        if not (rows.static and self.captures and ids.device.type in CAPTURES) or not rows.warm:
+            rows.warm = True
+            return call()
+        if rows.graph is None:
+            try:
+                self._graph, states = CAPTURES[ids.device.type](call, self._graph, ids.device)
+            except RuntimeError as error:
+                self.captures = False
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                warnings.warn(f"a decoding step of this model cannot be captured, so decoding is slower: {reason}", stacklevel=2)
+                return call()
+            rows.graph = ids, positions, states
+        for own, new in zip(rows.graph, (ids, positions), strict=False):
+            own.copy_(new)
+        self._graph.replay()
+        return rows.graph[2]
 
     def _choose(
         self, rows: _Rows, ids: Tensor, uniform: Tensor | None, sampling: TokenSampling, *, asks: bool
@@ -319,14 +403,11 @@ class CachedDecoding:
         """
         grammar, place = self.model.grammar, ids.shape[1]
         vocabulary, forced = (column[:, -1] for column in grammar.parse(rows.prompts, ids))
-        if asks and not self.static and getattr(grammar, "forces", True) and bool((forced >= 0).all()):
+        if asks and not rows.static and getattr(grammar, "forces", True) and bool((forced >= 0).all()):
             return forced, torch.zeros(forced.shape, device=forced.device)
         if rows.unread:
             places = torch.arange(place - rows.unread, place, device=ids.device)
-            states = self.model.extend(
-                self.model.module, ids[:, places], mask=rows.mask, positions=rows.starts[:, None] + places, cache=rows.cache
-            )
-            rows.states, rows.unread = states[:, -1], 0
+            rows.states, rows.unread = self._extend(rows, ids[:, places], rows.starts[:, None] + places)[:, -1], 0
         temperature = 1.0 if uniform is None else sampling.temperature
         allowed = allowed_ids(grammar, vocabulary)
         logits = warp_logits(self.model.logits(self.model.module, rows.states), allowed, temperature=temperature)

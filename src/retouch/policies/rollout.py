@@ -220,9 +220,10 @@ class CachedEngine(EngineSection):
     check_every: Count | None = Field(default=None, exclude_if=operator.not_)
     """Number of tokens after which the host asks the device whether completions have ended; each check waits for all queued
     kernels. null means 1 on the CPU and 16 elsewhere."""
-    static: bool = Field(default=False, exclude_if=operator.not_)
-    """Allocate the cache for ``max_new_tokens`` from the start, so that every forward pass of generation has the same shapes and
-    does not wait for the device. Needs the memory of the longest completion for every row; meant for accelerators."""
+    static: bool | None = Field(default=None, exclude_if=lambda static: static is None)
+    """Give the cache room for 256 more tokens at a time, so that the forward passes of these tokens have the same shapes. On a CUDA
+    device the pass is then captured as a CUDA graph, which saves the host's time to launch its kernels. null means true on a CUDA
+    device, unless the weights are sharded or the model attends to a sliding window, and false elsewhere."""
 
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
         from retouch.policies.decoding import CachedDecoding

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 import tiny_emu3
@@ -16,7 +17,7 @@ import tiny_models
 import tiny_writers
 import tiny_writing
 from retouch.core.tokens import sample_tokens
-from retouch.policies.decoding import CachedDecoding, uniforms
+from retouch.policies.decoding import CAPTURES, CachedDecoding, uniforms
 from retouch.policies.rollout import CachedEngine, EngineContext, TokenRollout
 from retouch.types import Task
 from retouch_models.emu3 import THINK
@@ -265,8 +266,79 @@ def same(one, other):
 @pytest.mark.parametrize(
     "sampling", slow_after(2, [{}, {"top_k": 5, "temperature": 1.2}, {"top_p": 0.8}]), ids=["all", "top-k", "top-p"]
 )
-def test_static_decoding_equals_dynamic_decoding(made, sampling):
+def test_static_decoding_equals_dynamic_decoding(made, sampling, monkeypatch):
+    monkeypatch.setattr("retouch.policies.decoding.ROOM", 6)
     same(decode(made, sampling=sampling), decode(made, sampling=sampling, static=True, check_every=4))
+
+
+class RecordedCall(TorchDispatchMode):
+    """Stands for ``torch.cuda.CUDAGraph``: Python runs once, and ``replay`` reads and writes the tensors of that time.
+
+    A capture does not run kernels. Here they run, so what they change in place is put back at the end.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.before, self.replays = [], {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if op_name(func) in READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed = args[place] if place < len(args) else kwargs[argument.name]
+                self.before.setdefault((changed.data_ptr(), changed.shape), (changed, changed.clone()))
+        made = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, made))
+        return made
+
+    def replay(self):
+        self.replays += 1
+        for func, args, kwargs, made in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+
+
+def record(call, before, device):
+    """As ``retouch.policies.decoding.cuda_graph``, on the CPU."""
+    recorded = RecordedCall()
+    with recorded:
+        made = call()
+    for tensor, value in recorded.before.values():
+        tensor.copy_(value)
+    return recorded, made
+
+
+@pytest.mark.parametrize("sampling", slow_after(1, [{}, {"top_k": 5, "temperature": 1.2}]), ids=["all", "top-k"])
+def test_a_captured_decoding_step_gives_the_same_bits(made, sampling, monkeypatch):
+    monkeypatch.setattr("retouch.policies.decoding.ROOM", 10)
+    plain = decode(made, sampling=sampling, static=True, check_every=4)
+    graphs = []
+
+    def capture(*arguments):
+        graph, states = record(*arguments)
+        graphs.append(graph)
+        return graph, states
+
+    monkeypatch.setitem(CAPTURES, "cpu", capture)
+    captured = decode(made, sampling=sampling, check_every=4)
+    assert torch.equal(captured.ids, plain.ids)
+    assert torch.equal(captured.log_probs, plain.log_probs)
+    assert len(graphs) > 1
+    assert [graph.replays for graph in graphs[:-1]] == [8, *[10] * (len(graphs) - 2)]
+
+
+def test_a_decoding_step_that_cannot_be_captured_is_run_without_a_graph(monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    plain = decode(qwen(), static=True)
+    monkeypatch.setitem(CAPTURES, "cpu", refuse)
+    with pytest.warns(UserWarning, match="cannot be captured, so decoding is slower: operation not permitted"):
+        assert torch.equal(decode(qwen()).ids, plain.ids)
 
 
 def test_static_decoding_uses_the_same_shapes_for_every_token(made):
