@@ -70,7 +70,7 @@ PHASES_PLACES = (
 # optimizer step (the call of the trial step counts too).
 STALE_PLACES = (
     ("retouch.run.checkpoint:save", 1, "after"),
-    ("retouch.run.step:begin_collecting", 3, "before"),
+    ("retouch.run.collecting:begin_collecting", 3, "before"),
     ("retouch.distributed.optimizer:ReplicatedStepper.step", 4, "after"),
 )
 
