@@ -94,11 +94,12 @@ LEARNS = replace(
     # With the same initial noise in a group, its images differ only by the noise of the steps that train. A step of AdamW changes
     # the output of a layer in proportion to its width, which is 1536 at full size and 64 in a dry run.
     settings=(
-        *("card=80gb", "policy.model.size=[256,256]", "steps=20", "tasks_per_step=2", "group_size=16", "minibatches=1"),
-        *("microbatch=64", "rollout.num_steps=3", 'rollout.window={"mode":"all"}', "rollout.shared_noise=true", "rollout.chunk=32"),
+        *("card=80gb", "policy.model.size=[128,128]", "steps=20", "tasks_per_step=2", "group_size=16", "minibatches=1"),
+        *("microbatch=32", "rollout.num_steps=3", 'rollout.window={"mode":"all"}', "rollout.shared_noise=true", "rollout.chunk=32"),
         *('reward={"kind":"appearance","combine":{"brightness":1}}', "eval.tasks=2", "eval.num_steps=3", "samples.tasks=1"),
         *("policy.ema=null", "checkpoints.every=10", "learning_rate=2e-4", "objective.clip_low=1e-3", "objective.clip_high=1e-3"),
-        *("policy.train.rank=4", "policy.train.alpha=8"),
+        *("policy.train.rank=4", "policy.train.alpha=8", "policy.gradient_checkpointing=false"),
+        'rollout.transition={"kind":"cps","noise_level":0.8}',
     ),
     changes={"text_encoder": _ONE_LAYER, "text_encoder_2": _ONE_LAYER, "text_encoder_3": {"config": {"num_layers": 1}}},
     tiny_settings=("policy.model.size=[64,64]", "learning_rate=5e-3"),

@@ -35,9 +35,9 @@ weights.__enter__()
 
 def run(target: Target) -> Iterator[Finding]:
     """Train, and compare the rewards of the first and the last steps."""
-    target.require_memory(40e9)
+    target.require_memory(60e9)
     path, settings = LEARNS.write(target.scratch, tiny=target.tiny)
-    prepare = PREPARE.format(folder=str(Path(__file__).parent), device=target.device.type, tiny=target.tiny)
+    prepare = PREPARE.format(folder=str(Path(__file__).parent), device=str(target.device), tiny=target.tiny)
     recipe = path, [*settings, f"device={target.device.type}"]
     training = Training(target.scratch / "learns", recipe, dies_after=SAVED, prepare=prepare)
     training.restart()
