@@ -138,16 +138,17 @@ scaling: install
 	OMP_NUM_THREADS=1 $(BIN)/python measurements/league/scaling.py
 
 # Checks on one GPU in at most 9 minutes, without a network and with the Python of this machine (docs/machines.md). Packages that
-# this Python lacks are downloaded on another machine with `make gpu-wheels`, and unpacked here.
+# this Python lacks are downloaded on another machine with `make gpu-wheels`, and unpacked here. ONLY=speed runs only
+# this group, or a check of this name.
 OUT ?= runs/gpu
 gpu:
 	rm -rf build/gpu-site && mkdir -p build/gpu-site
 	for wheel in $(wildcard .wheels/*.whl); do $(PYTHON) -m zipfile -e $$wheel build/gpu-site; done
-	PYTHONPATH=$(CURDIR)/build/gpu-site:$(CURDIR)/src $(PYTHON) measurements/gpu/run.py --out $(OUT)
+	PYTHONPATH=$(CURDIR)/build/gpu-site:$(CURDIR)/src $(PYTHON) measurements/gpu/run.py --out $(OUT) $(if $(ONLY),--only $(ONLY))
 
 # The same checks with tiny models on the CPU. (`make gpu --dry-run` only prints the commands: --dry-run is an option of make.)
 gpu-dry-run: install
-	OMP_NUM_THREADS=1 $(BIN)/python measurements/gpu/run.py --dry-run --minutes 20 --out $(OUT)-dry-run
+	OMP_NUM_THREADS=1 $(BIN)/python measurements/gpu/run.py --dry-run --minutes 20 --out $(OUT)-dry-run $(if $(ONLY),--only $(ONLY))
 
 gpu-wheels:
 	PYTHON=$(PYTHON) measurements/gpu/wheels.sh .wheels

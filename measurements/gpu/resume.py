@@ -15,6 +15,7 @@ from findings import Finding, at_most, measured
 from target import Target
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "playground" / "grpo.jsonnet"
+NAME = "resumed"
 STEPS, SAVE_EVERY = 6, 2
 TENSORS = ("weights", "optimizer")
 SETTINGS = (
@@ -23,6 +24,10 @@ SETTINGS = (
 )
 """Settings of every run. They make few rows, because only bits are compared."""
 
+RUNS = """
+import runpy
+runpy.run_module("retouch", run_name="__main__", alter_sys=True)
+"""
 DIES = """
 import os, pathlib, runpy, signal, sys
 from retouch.distributed.optimizer import ReplicatedStepper
@@ -42,7 +47,11 @@ def run(target: Target) -> Iterator[Finding]:
     """Make the runs in parallel, and compare the hashes of their last checkpoints."""
     modes = (True,) if target.tiny else (True, False)
     runs = {
-        (mode, name): _Training(target.scratch / f"{name}-{mode}", deterministic=mode, killed=name == "killed", target=target)
+        (mode, name): Training(
+            target.scratch / f"{name}-{mode}",
+            (str(RECIPE), [*SETTINGS, f"deterministic={str(mode).lower()}", f"device={target.device.type}"]),
+            dies_after=SAVE_EVERY if name == "killed" else None,
+        )
         for mode in modes
         for name in ("whole", "killed", *([] if target.tiny else ["repeated"]))
     }
@@ -59,21 +68,25 @@ def run(target: Target) -> Iterator[Finding]:
             yield at_most(text, different, 0) if mode else measured(text, different)
 
 
-class _Training:
-    """A background process of ``retouch train`` that works in ``folder``. ``killed``: it kills itself in step SAVE_EVERY + 1."""
+class Training:
+    """A background process of ``retouch train`` with a recipe and its settings, which works in ``folder``.
 
-    def __init__(self, folder: Path, *, deterministic: bool, killed: bool, target: Target) -> None:
+    ``dies_after``: it kills itself in the step after this one, whose checkpoint exists. ``prepare``: code that the process runs
+    first.
+    """
+
+    def __init__(self, folder: Path, recipe: tuple[str, Sequence[str]], *, dies_after: int | None, prepare: str = "") -> None:
         folder.mkdir()
         self.folder = folder
-        settings = [*SETTINGS, f"deterministic={str(deterministic).lower()}", f"device={target.device.type}", "name=resumed"]
-        self.words = ["train", str(RECIPE), *_options(settings)]
-        self.process = self._start(*(("-c", DIES, str(self._checkpoint(SAVE_EVERY))) if killed else ()))
+        self.prepare = prepare
+        self.words = ["train", recipe[0], *_options([*recipe[1], f"name={NAME}"])]
+        self.process = self._start(*((DIES, str(self.checkpoint(dies_after))) if dies_after is not None else (RUNS,)))
 
     def restart(self) -> None:
         """Wait until the process has killed itself, and start the run again. RuntimeError if it ended in another way."""
         if (code := self.process.wait()) != -signal.SIGKILL:
             raise RuntimeError(f"{self.folder.name}: the run ended with exit code {code}, and was not killed; see log.txt")
-        self.process = self._start()
+        self.process = self._start(RUNS)
 
     def finish(self) -> None:
         code = self.process.wait()
@@ -84,15 +97,20 @@ class _Training:
         """The hash of the weights and of the optimizer state after the last step."""
         digest = hashlib.sha256()
         for name in TENSORS:
-            digest.update((self._checkpoint(STEPS) / f"{name}.safetensors").read_bytes())
+            digest.update((self.checkpoint(STEPS) / f"{name}.safetensors").read_bytes())
         return digest.hexdigest()
 
-    def _checkpoint(self, step: int) -> Path:
-        return self.folder / "runs" / "resumed" / "checkpoints" / f"step-{step:06d}"
+    def checkpoint(self, step: int) -> Path:
+        return self.run / "checkpoints" / f"step-{step:06d}"
 
-    def _start(self, *program: str) -> "subprocess.Popen[bytes]":
-        words = [sys.executable, *(program or ("-m", "retouch")), *self.words]
-        return subprocess.Popen(words, cwd=self.folder, stdin=subprocess.DEVNULL, env=dict(os.environ))
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return self.folder / "runs" / NAME
+
+    def _start(self, program: str, *words: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-c", self.prepare + program, *words, *self.words]
+        return subprocess.Popen(command, cwd=self.folder, stdin=subprocess.DEVNULL, env=dict(os.environ))
 
 
 def _options(settings: Sequence[str]) -> list[str]:

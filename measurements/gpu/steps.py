@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from cases import FLUX_FILL, QWEN, SD3, Built, build
-from findings import Finding, measured, near
+from cases import FLUX_FILL, QWEN, QWEN_IMAGE, QWEN_IMAGE_2, QWEN_IMAGE_384, SD3, Built, build
+from findings import Finding, at_most, measured, near
 from target import PUBLISHED_FLOPS, Target
 
 from retouch.run.preflight import ROWS, preflight
@@ -27,8 +27,14 @@ PEAK_SHARES = {("sd3", "render"): 0.1}
 """The same for single stages. SD3's render took 21.9 of 20.3 GB on an H100. Its rollout was .41 GB above the rehearsal as well. The
 other 1.20 GB are the size of one more copy of the decoder's largest activation, 9 x 256 channels x 512 x 512 in 16 bits (1.21 GB):
 probably cuDNN's, because a rehearsal counts no workspace of a convolution."""
-CASES = {"sd3": SD3, "qwen": QWEN, "flux-fill": FLUX_FILL}
+CASES = {
+    **{"sd3": SD3, "qwen": QWEN, "flux-fill": FLUX_FILL},
+    **{"qwen-image-512": QWEN_IMAGE, "qwen-image-384": QWEN_IMAGE_384, "qwen-image-2": QWEN_IMAGE_2},
+}
 STAGES = ("preflight", "rollout", "render", "update")
+GOAL = 2.0
+"""The most GPU-seconds of an image on an H100 with verl-omni's settings for Qwen-Image, for which it publishes 3.28."""
+PER_IMAGE = "GPU-seconds per image with a made-up reward"
 Rehearsed = dict[str, dict[str, float]]
 """For each stage: "peak" in bytes, "flops", and "modelled" in seconds."""
 
@@ -37,10 +43,9 @@ def sd3(target: Target) -> Iterator[Finding]:
     """Stable Diffusion 3.5 Medium: nine images, with the settings of its recipe."""
     target.require_memory(MEMORY)
     built = build(SD3, target)
-    take_step(built, 0)  # a warm-up, which also makes the optimizer's moments
-    built.clock.clear()
-    _preflight(built, 1)
-    take_step(built, 1)
+    _make_moments(built)
+    _preflight(built, 0)  # also a warm-up for the step
+    take_step(built, 0)
     yield from _findings("sd3", built, target)
     _write_kernels(built, target)
 
@@ -63,6 +68,38 @@ def flux_fill(target: Target) -> Iterator[Finding]:
     yield from _findings("flux-fill", built, target)
 
 
+def qwen_image(target: Target) -> Iterator[Finding]:
+    """Qwen-Image with verl-omni's public settings: one of the 32 groups of a step, at both sizes that verl-omni names.
+
+    A step takes 32 times as long as the group, except that it has two optimizer steps in all, and the group has two as well.
+    """
+    target.require_memory(MEMORY)
+    built = build(QWEN_IMAGE, target)
+    _make_moments(built)
+    limit = GOAL if target.machine in ("h100", "h200") and not target.tiny else None
+    for side in (512, 384):
+        built.parts.model.size = (side // 8, side // 8) if target.tiny else (side, side)
+        built.clock.clear()
+        take_step(built, 0)
+        yield at_most(f"{side} px: {PER_IMAGE}, of 3.28 of verl-omni with its judge on H800", _per_image(built), limit)
+        yield from _findings(f"qwen-image-{side}", built, target, prefix=f"{side} px, ")
+
+
+def qwen_image_2(target: Target) -> Iterator[Finding]:
+    """Qwen-Image-2.1 with Miles-Diffusion's public settings: eight images, of which a step has 256. No time is published."""
+    target.require_memory(MEMORY)
+    built = build(QWEN_IMAGE_2, target)
+    _make_moments(built)
+    take_step(built, 0)
+    yield measured(PER_IMAGE, _per_image(built))
+    yield from _findings("qwen-image-2", built, target)
+
+
+def _per_image(built: Built) -> float:
+    """Seconds of all stages of the measured step, divided by its images."""
+    return sum(built.clock.seconds.values()) / len(built.phase.batch(0))
+
+
 def _preflight(built: Built, step: int) -> None:
     with built.clock("preflight"):
         preflight(built.run, built.phase, step=step, rows=min(ROWS, len(built.phase.batch(step))))
@@ -80,7 +117,7 @@ def take_step(built: Built, number: int) -> None:
     update(built.run, built.phase, number, collect(built.run, built.phase, number))
 
 
-def _findings(name: str, built: Built, target: Target) -> Iterator[Finding]:
+def _findings(name: str, built: Built, target: Target, *, prefix: str = "") -> Iterator[Finding]:
     """Time, MFU and peak memory of each stage. The peaks are compared to the rehearsed peaks."""
     rehearsed: Rehearsed = {} if target.tiny else json.loads(KEPT.read_text(encoding="utf-8"))[name]
     published = PUBLISHED_FLOPS.get(target.machine)
@@ -88,15 +125,15 @@ def _findings(name: str, built: Built, target: Target) -> Iterator[Finding]:
         if stage not in built.clock.seconds:
             continue
         seconds = built.clock.seconds[stage]
-        yield measured(f"{stage}: time", seconds, "s")
+        yield measured(f"{prefix}{stage}: time", seconds, "s")
         expected = rehearsed.get(stage)
         if expected is None:
             continue
-        yield measured(f"{stage}: modelled time on an H100", expected["modelled"], "s")
+        yield measured(f"{prefix}{stage}: modelled time on an H100", expected["modelled"], "s")
         if published is not None:
-            yield measured(f"{stage}: MFU", 100 * expected["flops"] / seconds / published, "%")
+            yield measured(f"{prefix}{stage}: MFU", 100 * expected["flops"] / seconds / published, "%")
         share = PEAK_SHARES.get((name, stage), PEAK_SHARE)
-        yield near(f"{stage}: peak", built.clock.peaks[stage] / 1e9, expected["peak"] / 1e9, share=share, unit="GB")
+        yield near(f"{prefix}{stage}: peak", built.clock.peaks[stage] / 1e9, expected["peak"] / 1e9, share=share, unit="GB")
 
 
 def _write_kernels(built: Built, target: Target) -> None:

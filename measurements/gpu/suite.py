@@ -21,18 +21,23 @@ from findings import FOUND, Finding, Result, table, verdict
 
 WORKER = Path(__file__).with_name("worker.py")
 LEAST_SECONDS = 10.0
-"""A check is not started if less time than this is left."""
+"""No check is started if less time than this is left."""
 RESERVED_SECONDS = 5.0
 """Time that is reserved at the end for writing the table."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check. ``function``: ``module:name`` of a function that takes the target and yields values. ``limit``: seconds."""
+    """A check. ``function``: ``module:name`` of a function that takes the target and yields values. ``limit``: seconds.
+
+    ``seconds``: how long it takes on an H100; it is not started if less time than this is left. ``groups``: names of groups.
+    """
 
     name: str
     function: str
     limit: float
+    seconds: float = 0.0
+    groups: tuple[str, ...] = ()
 
 
 class Process:
@@ -128,7 +133,7 @@ def run_suite(checks: Sequence[Check], folder: Path, *, seconds: float, dry_run:
                 assert current is not None
                 following = checks[index + 1 : index + 2]
                 upcoming = Process(following[0], folder, dry_run=dry_run) if following else None
-                if left < LEAST_SECONDS:
+                if left < max(LEAST_SECONDS, check.seconds):
                     result = Result(check=check.name, status="not run", why="the time was over", seconds=0.0)
                 else:
                     result = current.run(min(check.limit, left) if following else left)

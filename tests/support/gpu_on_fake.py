@@ -26,6 +26,8 @@ CHECKS = {
     "ratios:sd3": None,
     "loops:run": 4,  # the other loop needs autocast, which a fake device does not have
     "steps:qwen": None,
+    "steps:qwen_image": None,
+    "steps:qwen_image_2": None,
     "ratios:qwen": None,
     "writer:run": None,
 }
