@@ -9,6 +9,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from retouch.run.preflight import ROWS, preflight
 from retouch.run.step import collect, update
 
 KEPT = Path(__file__).with_name("rehearsed.json")
+MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
+"""What one H100 measured: its rates ("profile"), the seconds of stages, and those of a token of the check `writer`."""
 MEMORY = 75e9
 PEAK_SHARE = 0.05
 """The largest allowed difference between a measured and a rehearsed peak, as a share of the rehearsed peak."""
@@ -154,11 +157,11 @@ def _write_kernels(built: Built, target: Target) -> None:
 
 
 def rehearse_case(name: str) -> Rehearsed:
-    """Rehearse a case for an H100, and return the figures of each stage of its last phase."""
+    """Rehearse a case with the measured rates of an H100, and return the figures of each stage of its last phase."""
     from retouch_plan.dry_run import dry_run, seconds
     from retouch_plan.machines import MACHINES
 
-    machine = MACHINES["h100"]
+    machine = replace(MACHINES["h100"], **MEASURED["profile"])
     with tempfile.TemporaryDirectory() as folder:
         found = dry_run(CASES[name].load(Path(folder), tiny=False), machine)
     last = f"{found.phases[-1].name}: " if len(found.phases) > 1 else ""

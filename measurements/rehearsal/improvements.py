@@ -59,13 +59,19 @@ def prompts_per_row() -> Iterator[None]:
         yield
 
 
-def concatenated_cache() -> AbstractContextManager[Any]:
+@contextmanager
+def concatenated_cache() -> Iterator[None]:
     """Concatenate all keys and values of the cache for every new token, as transformers' DynamicCache does, inside this context."""
     from transformers.cache_utils import DynamicLayer
 
+    from retouch.policies.decoding import CachedDecoding
     from retouch_models.causal import PreallocatedCacheLayer
 
-    return patch.object(PreallocatedCacheLayer, "update", DynamicLayer.update)
+    with (
+        patch.object(PreallocatedCacheLayer, "update", DynamicLayer.update),
+        patch.object(CachedDecoding, "is_static", lambda self, device: False),
+    ):
+        yield
 
 
 def preflight_on_device() -> AbstractContextManager[Any]:
@@ -219,8 +225,8 @@ IMPROVEMENTS = {
         applies=_repeats_prompts,
     ),
     "cache": Improvement(
-        title="cache with preallocated room",
-        without="all keys and values are copied for every new token, as in transformers' DynamicCache",
+        title="tokens as CUDA graphs, and a cache with room",
+        without="the host launches every kernel, and all keys and values are copied for every token, as in DynamicCache",
         patch=concatenated_cache,
         applies=lambda recipe: isinstance(recipe.rollout, TokenRollout),
     ),

@@ -147,7 +147,7 @@ def figures(recipe: "Recipe", machine_name: str) -> dict[str, Any]:
                 "kernels": work.counts["kernels"],
                 "waits": sum(work.waits.values()),
                 "device": work.seconds.total(),
-                "host": work.counts["kernels"] * machine.launch,
+                "host": report.host_seconds(work, machine),
             }
             for unit, work in found.units.items()
         },

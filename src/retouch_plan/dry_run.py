@@ -611,7 +611,16 @@ def holders(found: DryRun, name: str, place: int) -> list[tuple[str, int]]:
 
 def seconds(work: Work, machine: Machine) -> float:
     """Return the modelled seconds: the sum over the device's kernels, or the time of the host to launch them if that is longer."""
-    return max(work.seconds.total(), (work.counts["kernels"] - work.counts["captured"]) * machine.launch)
+    return max(work.seconds.total(), host_seconds(work, machine))
+
+
+def host_seconds(work: Work, machine: Machine) -> float:
+    """Return the modelled seconds of the host: one launch for each kernel that is not part of a CUDA graph, and Python.
+
+    On an H100 whose host launched a bare kernel in 10.5 µs, a writer with 7 B parameters took 37.7 ms per token with 1691 kernels,
+    and 44.2 ms with 1836: 2.1 and 2.3 launches per kernel.
+    """
+    return 2.2 * (work.counts["kernels"] - work.counts["captured"]) * machine.launch
 
 
 def step_work(found: DryRun, index: int) -> Work:

@@ -30,8 +30,13 @@ _FREE = (  # these start no kernel
     *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view),
     *(_aten.detach, _aten.lift_fresh, _aten.is_same_size, _aten._reshape_alias),
 )
-_MASKED = (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward)
-_FLASH = (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
+_KINDS = {  # all others with FLOPs are matrix products
+    **dict.fromkeys((_aten.convolution, _aten.convolution_backward), "convolution"),
+    _aten._scaled_dot_product_flash_attention: "attention",
+    _aten._scaled_dot_product_flash_attention_backward: "attention",
+    _aten._scaled_dot_product_efficient_attention: "masked attention",
+    _aten._scaled_dot_product_efficient_attention_backward: "masked attention",
+}
 _FUSIBLE = (  # besides elementwise operations: reductions, and copies on the device
     *(_aten.mean, _aten.sum, _aten.var, _aten.var_mean, _aten.amax, _aten.linalg_vector_norm),
     *(_aten.native_layer_norm, _aten.native_layer_norm_backward, _aten._fused_rms_norm, _aten._fused_rms_norm_backward),
@@ -404,7 +409,7 @@ class Meter:
             return
         flops = formula(*args, **kwargs, out_val=result)
         dtype = next((each.dtype for each in given if each.dtype.is_floating_point), torch.float32)
-        kind = "masked attention" if packet in _MASKED else "attention" if packet in _FLASH else "matmul"
+        kind = _KINDS.get(packet, "matmul")
         name = f"{kind} {str(dtype).removeprefix('torch.')}"
         work.flops[name] += flops
         self._spend(name, max(flops / self.machine.rate(kind, dtype), memory))

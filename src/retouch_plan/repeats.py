@@ -1,6 +1,7 @@
 """Counts work that repeats earlier work without running it again: denoising steps, chunks, microbatches, tokens."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -216,11 +217,13 @@ class FewTokens:
             self.token.add(token, weight)
             if room != longest:
                 self.meter.work.add(self.meter.work.since(start), -1.0)
-        self.meter.work.add(self.token, min(math.ceil(count / every) * every, longest) - read - 1)
         if self.decoder.captures:
-            captured = self.token.counts["kernels"] * (count - 2)
-            self.meter.work.counts["captured"] += captured
-            self.meter.work.add_seconds("gaps in a CUDA graph", captured * self.meter.machine.gap)
+            kernels = self.token.counts["kernels"]
+            graph = Work(counts=Counter(captured=kernels))
+            graph.add_seconds("gaps in CUDA graphs", kernels * self.meter.machine.gap)
+            self.token.add(graph)
+            self.meter.work.add(graph, read - 1)  # those that were run here, except the first
+        self.meter.work.add(self.token, min(math.ceil(count / every) * every, longest) - read - 1)
         return generation
 
     def _decode_room(

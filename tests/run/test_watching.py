@@ -387,14 +387,18 @@ def test_repeated_observations_after_a_resume_call_no_judge(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_watch_metrics_of_two_ranks_match_those_of_one_rank(tmp_path, watched):
-    recipe = tiny_watched.recipe(tmp_path, limit=0.9, on_alarm="note") | {"steps": 2}
-    path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(recipe))
-    command = [python(), "-m", "retouch.cli", "train", str(path)]
-    assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
-    _, folder, _ = watched
-    one, two = (RunFolder(root).read_metrics()[1] for root in (folder.root, tmp_path / recipe["name"]))
+def test_watch_metrics_of_two_ranks_match_those_of_one_rank(tmp_path):
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        # Hardly learns: the sum of two ranks' gradients is rounded differently, and training makes the difference grow.
+        recipe = tiny_watched.recipe(out, limit=0.9, on_alarm="note") | {"steps": 2, "learning_rate": 1e-12}
+        path = tmp_path / f"{ranks}.json"
+        path.write_text(json.dumps(recipe))
+        command = [python(), "-m", "retouch.cli", "train", str(path)]
+        assert run_ranks(command, rank_environments(ranks), logs=tmp_path / "logs", grace=20.0) == 0
+        found.append(RunFolder(out / recipe["name"]).read_metrics()[1])
+    one, two = found
     for name in ("proxy", "heldout", "brightness", "detail", "diversity"):
         assert two[f"watch/{name}"] == pytest.approx(one[f"watch/{name}"], rel=1e-4), name
 

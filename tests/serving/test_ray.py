@@ -26,7 +26,7 @@ pytestmark = ON_RAY
 def test_killed_replica_is_restarted_and_no_sample_is_lost():
     words = ["served_rewards:WithPid", "--replicas", "2"]
     samples = samples_of(40)
-    wanted = torch.tensor([digest_score(sample) for sample in samples])
+    wanted = torch.tensor([digest_score(sample) for sample in samples], dtype=torch.float64)
     with ray_server(*words) as server, closing(remote([server.url], batch=1, attempts=20)) as reward:
         pids = set()
         while len(pids) < 2:

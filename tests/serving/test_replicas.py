@@ -161,7 +161,7 @@ def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path
     with serving(tmp_path, "my_judge:Digest", "--replicas", "2", ready=2) as serve:
         urls = [found[2] for found in serve.starts()]
         samples = samples_of(40)
-        wanted = torch.tensor([digest_score(sample) for sample in samples])
+        wanted = torch.tensor([digest_score(sample) for sample in samples], dtype=torch.float64)
         with closing(remote(urls, batch=1)) as reward:
             for turn in range(4):
                 future = reward.submit(samples)
