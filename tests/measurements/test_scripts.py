@@ -32,6 +32,7 @@ SLOW = {
     "robustness/ranks.py": "--only nothing", "robustness/replies.py": "", "robustness/soak.py": "--minutes 0.01",
     "serving/chaos.py": "--samples 100", "serving/dead_judges.py": "--deadline 5 --ranks 1",
     "serving/throughput.py": "--only sending --rounds 1", "speed/ledger_cost.py": "--rounds 1",
+    "speed/compiled_start.py": "--layers 2 --backend eager",
     "view/overhead.py": "--steps 24 --block 6", "view/pages.py": "--runs 2 --samples 1000",
 }  # fmt: skip
 NEEDS = {"league/league.py": "optuna", "view/overhead.py": "playwright", "view/pages.py": "playwright"}

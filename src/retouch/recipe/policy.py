@@ -75,8 +75,8 @@ class DenoisingPolicyKeys(Section):
     mask for batches of prompts of unequal length. Ignored when a trained policy is used for inference."""
     compile: Literal["regional"] | None = Field(default=None, exclude_if=operator.not_)
     """``regional`` compiles the transformer's blocks with torch.compile; blocks of the same structure are compiled once. This takes
-    some minutes at the start of a run; then there are fewer and larger kernels. Weights, checkpoints and exports stay the same.
-    Ignored when a trained policy is used for inference."""
+    some minutes in the first run, and seconds in later ones, which read a cache; then there are fewer and larger kernels. It pays
+    in runs of some hundred steps. Weights, checkpoints and exports stay the same. Ignored in inference."""
 
     is_autoregressive: ClassVar[bool] = False
     """Whether the actions of the policy are tokens."""

@@ -5,14 +5,22 @@ import copy
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import tiny_models
 import tiny_policies
 import tiny_writers
 import tiny_writing
+from families import FAMILIES
 from retouch.models import kernels
 from retouch.models.ip_adapter import ReferenceAttention
+from retouch.models.pipeline import Guided
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.weights import WeightCopies
 from retouch.types import Needs
+from retouch_models.qwen_image import model as qwen_model
+from retouch_worlds.testing.assertions import relative_distance
+from slow_params import slow_except
 
 CPU = torch.device("cpu")
 WORKS = ("native", "_native_math")
@@ -99,7 +107,8 @@ def gradients(policy, trajectory):
     made = [policy.evaluate(trajectory, part, Needs(kl=KL[type(policy).__name__])) for part in policy.microbatches(trajectory)]
     sum((each.log_probs.sum() + each.kl.sum()) for each in made).backward()
     weights = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
-    found = [weight.grad.clone() for weight in weights]
+    # A weight without influence, such as that of the last text tokens, has the gradient 0 in a graph.
+    found = [torch.zeros_like(weight) if weight.grad is None else weight.grad.clone() for weight in weights]
     for weight in weights:
         weight.grad = None
     return torch.cat([each.log_probs.detach().flatten() for each in made]), torch.cat([each.kl.flatten() for each in made]), found
@@ -108,28 +117,65 @@ def gradients(policy, trajectory):
 KL = {"DenoisingPolicy": "velocity", "AutoregressivePolicy": "k3"}
 
 
+STRUCTURES = {"sd3": 2, "flux": 2, "flux2": 2, "qwen-image": 2, "qwen-image-edit": 2, "qwen-image-2": 1, "z-image": 4}
+"""The structures of a family's tiny blocks; those of Qwen-Image and Z-Image count twice: with a mask of the texts, and without."""
+
+
+def families_policy(family, folder):
+    model = FAMILIES[family].build(folder, "bfloat16")
+    tiny_models.make_trainable(model.module, "lora", FAMILIES[family].section.lora_targets)
+    copies = WeightCopies(model.module)
+    copies.snapshot_without_adapter("reference")
+    rules = {"sampling": tiny_policies.sampling(), "eval_steps": 2, "microbatch": 8, "copies": copies}
+    return DenoisingPolicy(Guided(model, 2.0), **rules)
+
+
 @COMPILES
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "recompute"), [("sd3", False), ("sd3", True), ("edit", False), ("edit", True)])
-def test_compiled_transformer_gives_the_same_samples_and_gradients(family, recompute):
+@pytest.mark.parametrize("backend", slow_except(["aot_eager"], ["aot_eager", "inductor"]))
+@pytest.mark.parametrize("family", slow_except(["flux"], STRUCTURES))
+def test_a_structure_is_compiled_once_for_sampling_and_updates_whose_ratio_is_exactly_1(family, backend, tmp_path, monkeypatch):
     """The backend aot_eager traces the forward and backward graphs, but generates no machine code."""
-    plain, compiled = (tiny_policies.policy(family, guidance=2.0) for _ in range(2))
-    names = list(compiled.module.state_dict())
-    kernels.compile_blocks(compiled.module, backend="aot_eager")
-    if recompute:
-        compiled.module.enable_gradient_checkpointing()
-    batch = tiny_policies.batch()
+    monkeypatch.setattr(qwen_model, "OFFICIAL_PREFIX", {})  # the tiny tokenizer's templates are longer
+    FAMILIES[family].save(tmp_path)
+    plain, compiled = (families_policy(family, tmp_path) for _ in range(2))
+    names, graphs = list(compiled.module.state_dict()), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    kernels.compile_blocks(compiled.module, backend=count)
+    texts = ("a red circle", "blue", "green and yellow")
+    one, three = (tuple(FAMILIES[family].tasks(*texts[:count])) for count in (1, 3))
+    batch = tiny_policies.batch(1, 4, tasks=lambda _: one)
     trajectories = [policy.rollout(batch) for policy in (plain, compiled)]
-    torch.testing.assert_close(trajectories[0].outputs, trajectories[1].outputs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(trajectories[0].outputs, trajectories[1].outputs, rtol=0, atol=0.1)
     assert not trajectories[1].outputs.requires_grad
     log_probs, kl, _ = gradients(compiled, trajectories[1])
-    torch.testing.assert_close(log_probs, trajectories[1].log_probs.flatten(), rtol=0, atol=1e-5)
+    assert torch.equal(log_probs, trajectories[1].log_probs.flatten())
     assert (kl == 0).all()  # the reference runs the same graph
     tiny_policies.perturb(plain)
     tiny_policies.perturb(compiled)
-    for one, other in zip(gradients(plain, trajectories[1])[2], gradients(compiled, trajectories[1])[2], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max()))
+    expected = gradients(plain, trajectories[1])[2]
+    for _ in range(2):
+        # Fused kernels round to bfloat16 less often: on SD3, both gradients are 0.034 from that of fp32.
+        assert relative_distance(gradients(compiled, trajectories[1])[2], expected) < {"aot_eager": 1e-3, "inductor": 0.05}[backend]
+        compiled.module.enable_gradient_checkpointing()
+    compiled.sample(tiny_policies.batch(3, 1, tasks=lambda _: three))
+    assert len(graphs) == STRUCTURES[family]
     assert list(compiled.module.state_dict()) == names
+
+
+@COMPILES
+@pytest.mark.parametrize("chosen", slow_except([False], [False, True]))
+def test_compiled_graphs_are_kept_in_the_users_cache_or_in_the_folder_that_torch_was_given(chosen, tmp_path, monkeypatch):
+    folder = tmp_path / ("chosen" if chosen else "retouch/torchinductor")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Imports of torchao set the variable to torch's default.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder) if chosen else default_cache_dir())
+    kernels.require_compiler(CPU)
+    assert list((folder / "fxgraph").rglob("*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.relative_to(tmp_path).parts[0]]
 
 
 @COMPILES
@@ -147,10 +193,8 @@ def test_identical_blocks_share_a_compiled_graph():
         expected = velocity(module)
         kernels.compile_blocks(module, backend=count)
         torch.testing.assert_close(velocity(module), expected, rtol=0, atol=1e-5)
-        # The double block, the first single block, whose input has another memory layout, and the other three.
-        assert len(made) == 3
         velocity(module)
-    assert len(made) == 3
+    assert len(made) == 2  # the double block and the single blocks
 
 
 @pytest.mark.slow
