@@ -18,8 +18,8 @@ WRITING = (
     Mutant(
         "the remaining rows get wrong row numbers when ended rows are dropped",
         "policies/decoding.py",
-        "rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]",
-        "rows.numbers, rows.mask, rows.states = rows.numbers[: len(stay)], rows.mask[stay], rows.states[stay]",
+        "rows.prompts.take(stay), rows.numbers[stay], rows.mask[stay]",
+        "rows.prompts.take(stay), rows.numbers[: len(stay)], rows.mask[stay]",
         f"{DECODING}::test_a_completion_depends_on_its_row_key_and_not_on_the_batch",
     ),
     Mutant(
@@ -28,6 +28,13 @@ WRITING = (
         "self._extend(rows, ids[:, places], rows.starts[:, None] + places)",
         "self._extend(rows, ids[:, places], rows.starts[:, None] + places + 1)",
         f"{DECODING}::test_greedy_decoding_equals_transformers_generate[qwen3-vl]",
+    ),
+    Mutant(
+        "a graph that was captured for a full room is replayed in the next one",
+        "policies/decoding.py",
+        "self.model.static_cache(rows.cache, stay, room=room), None",
+        "self.model.static_cache(rows.cache, stay, room=room), rows.graph",
+        f"{DECODING}::test_a_captured_decoding_step_gives_the_same_bits[qwen2.5-vl-all]",
     ),
     Mutant(
         "a captured decoding step reads the positions of the token for which it was captured",
