@@ -321,7 +321,6 @@ def test_a_captured_decoding_step_gives_the_same_bits(made, sampling, monkeypatc
     captured = decode(made, sampling=sampling, check_every=4)
     assert torch.equal(captured.ids, plain.ids)
     assert torch.equal(captured.log_probs, plain.log_probs)
-    assert len(found) > 1
     assert [graph.replays for graph, _ in found[:-1]] == [8, *[10] * (len(found) - 2)]
 
 
