@@ -163,13 +163,8 @@ QWEN_IMAGE_2 = Case(
     # noise level and the sizes of batches are not known; they are the recipe's, or those of QWEN_IMAGE.
     settings=(
         *("ranks=1", "steps=1", "tasks_per_step=1", "group_size=8", "minibatches=1", "microbatch=16", "rollout.chunk=8"),
-        *(
-            "policy.model.size=[512,512]",
-            "rollout.window.low=2",
-            "rollout.window.high=4",
-            'data={"kind":"prompts","path":"recipes/words.txt"}',
-            "eval.tasks=1",
-        ),
+        *("policy.model.size=[512,512]", "rollout.window.low=2", "rollout.window.high=4", "eval.tasks=1"),
+        'data={"kind":"prompts","path":"recipes/words.txt"}',
         'reward={"kind":"ocr","where":"picture","combine":{"correctness":1}}',  # the recipe's needs a source image
     ),
     changes={"text_encoder": {"config": {"text_config": {"num_hidden_layers": 1}}}},

@@ -204,8 +204,7 @@ class FewTokens:
         """Decode with the first room of the cache, and with room for all tokens, until the work between two checks by the host is
         known; it is the same for all tokens of a room. A run decodes until the first check at which all rows have ended."""
         every = self.decoder.check_every or CHECK_EVERY
-        self.token = Work()
-        longest = sampling.max_new_tokens
+        longest, mean_token = sampling.max_new_tokens, Work()
         first = min(longest, ROOM)
         mean = sum(min(longest, math.ceil(place / ROOM) * ROOM) for place in range(1, count + 1)) / count
         share = (mean - first) / max(longest - first, 1)  # of the work with all room, in a token's mean work
@@ -214,16 +213,17 @@ class FewTokens:
             generation, read, token = self._decode_room(batch, prompts, sampling, greedy=greedy, room=room, every=every)
             if token is None:  # the whole completion has been decoded
                 return generation
-            self.token.add(token, weight)
+            mean_token.add(token, weight)
             if room != longest:
                 self.meter.work.add(self.meter.work.since(start), -1.0)
         if self.decoder.captures:
-            kernels = self.token.counts["kernels"]
+            kernels = mean_token.counts["kernels"]
             graph = Work(counts=Counter(captured=kernels))
             graph.add_seconds("gaps in CUDA graphs", kernels * self.meter.machine.gap)
-            self.token.add(graph)
+            mean_token.add(graph)
             self.meter.work.add(graph, read - 1)  # those that were run here, except the first
-        self.meter.work.add(self.token, min(math.ceil(count / every) * every, longest) - read - 1)
+        self.meter.work.add(mean_token, min(math.ceil(count / every) * every, longest) - read - 1)
+        self.token = mean_token
         return generation
 
     def _decode_room(
@@ -248,10 +248,11 @@ class FewTokens:
             patch("retouch.policies.decoding.ROOM", room),
         ):
             generation = self.decoder(batch, prompts, sampling, greedy=greedy)
-        token = Work()
+        token = None
         if len(marks) == 2:
+            token = Work()
             token.add(marks[1].since(marks[0]), 1 / period)
-        return generation, read, token if len(marks) == 2 else None
+        return generation, read, token
 
 
 def longest_completion(model: AutoregressiveModel, longest: int) -> list[int]:

@@ -62,14 +62,18 @@ def passes(target):
 
 
 @pytest.fixture
-def suite():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("suite")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("suite", "findings"):
-            sys.modules.pop(name, None)
+def module(monkeypatch):
+    """Imports a module of the folder. Its modules have common names, so they are forgotten after the test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in {path.stem for path in FOLDER.glob("*.py")} - before:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def suite(module):
+    return module("suite")
 
 
 @pytest.mark.slow
@@ -126,14 +130,8 @@ def test_only_takes_groups_and_checks(suite, monkeypatch, tmp_path):
     assert chosen == ["sd3-step", "qwen-image", "parity", "qwen-step", "flux-fill", "qwen-image-2"]
 
 
-def test_qwen_image_has_the_settings_that_verl_omni_publishes(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("cases", "findings", "target")
-    try:
-        recipe = importlib.import_module("cases").QWEN_IMAGE.load(tmp_path, tiny=False)
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
+def test_qwen_image_has_the_settings_that_verl_omni_publishes(module, tmp_path):
+    recipe = module("cases").QWEN_IMAGE.load(tmp_path, tiny=False)
     rollout, window, train = recipe.rollout, recipe.rollout.window, recipe.policy.train
     assert (recipe.group_size, recipe.minibatches, recipe.microbatch) == (16, 2, 16)
     assert (rollout.num_steps, rollout.guidance_scale, rollout.transition.noise_level) == (10, 4.0, 1.2)
@@ -168,32 +166,19 @@ def test_the_plain_loop_computes_the_same_sde_steps_as_the_library():
         ("raise SystemExit(3)", "killed-True: the run ended with exit code 3, and was not killed"),
     ],
 )
-def test_point_2_4_a_run_that_ends_before_it_is_killed_fails_the_check(tmp_path, monkeypatch, program, expected):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("resume", "findings", "target")
-    try:
-        resume = importlib.import_module("resume")
-        monkeypatch.setattr(resume, "DIES", program)
-        training = resume.Training(tmp_path / "killed-True", ("", ()), dies_after=2)
-        monkeypatch.setattr(training, "_start", lambda _: pytest.fail("was restarted"))
-        with pytest.raises((RuntimeError, pytest.fail.Exception), match=expected):
-            training.restart()
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
+def test_point_2_4_a_run_that_ends_before_it_is_killed_fails_the_check(module, tmp_path, monkeypatch, program, expected):
+    resume = module("resume")
+    monkeypatch.setattr(resume, "DIES", program)
+    training = resume.Training(tmp_path / "killed-True", ("", ()), dies_after=2)
+    monkeypatch.setattr(training, "_start", lambda _: pytest.fail("was restarted"))
+    with pytest.raises((RuntimeError, pytest.fail.Exception), match=expected):
+        training.restart()
 
 
-def test_the_sglang_check_is_not_run_if_sglang_is_not_installed(monkeypatch):
-    names = ("image_server", "cases", "findings", "target")
-    monkeypatch.syspath_prepend(str(FOLDER))
+def test_the_sglang_check_is_not_run_if_sglang_is_not_installed(module, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    try:
-        check, findings = (importlib.import_module(name) for name in ("image_server", "findings"))
-        with pytest.raises(findings.NotRun, match="there is no sglang command: pip install"):
-            next(check.run(SimpleNamespace(tiny=False)))
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
+    with pytest.raises(module("findings").NotRun, match="there is no sglang command: pip install"):
+        next(module("image_server").run(SimpleNamespace(tiny=False)))
 
 
 CHECKS = (
@@ -291,15 +276,14 @@ def test_the_stored_figures_match_a_dry_run(name):
             assert found[stage][key] == pytest.approx(figures[key], rel=0.01), f"{stage}, {key}: run measurements/gpu/steps.py"
 
 
-def test_the_modelled_times_are_within_15_percent_of_those_that_an_h100_measured(monkeypatch):
+def test_the_modelled_times_are_within_15_percent_of_those_that_an_h100_measured(module):
     measured, kept = (json.loads((FOLDER / name).read_text()) for name in ("measured.json", "rehearsed.json"))
     modelled = {(case, stage): kept[case][stage]["modelled"] for case, stages in measured["seconds"].items() for stage in stages}
     taken = {(case, stage): value for case, stages in measured["seconds"].items() for stage, value in stages.items()}
     assert len(taken) == 7
     assert modelled == pytest.approx(taken, rel=0.15)
     machine = replace(MACHINES["h100"], **measured["profile"])
-    monkeypatch.syspath_prepend(FOLDER)
-    kernels = importlib.import_module("writer").REHEARSED_KERNELS
+    kernels = module("writer").REHEARSED_KERNELS
     for cache, seconds in measured["token"].items():
         work = Work(counts=Counter(kernels=kernels[f"{cache} cache"]))
         assert host_seconds(work, machine) == pytest.approx(seconds, rel=0.15)

@@ -25,8 +25,8 @@ WRITING = (
     Mutant(
         "the positions of new tokens are one too high",
         "policies/decoding.py",
-        "self._extend(rows, ids[:, places], rows.starts[:, None] + places)",
-        "self._extend(rows, ids[:, places], rows.starts[:, None] + places + 1)",
+        "self._extend(rows, ids[:, places], rows.starts[:, None] + places, is",
+        "self._extend(rows, ids[:, places], rows.starts[:, None] + places + 1, is",
         f"{DECODING}::test_greedy_decoding_equals_transformers_generate[qwen3-vl]",
     ),
     Mutant(

@@ -217,8 +217,8 @@ class _Rows:
     ``active``: True for rows that have not ended. ``mask``: True for the tokens of prompts and completions, False for padding.
     ``states``: the hidden states before the next token, valid once the last ``unread`` tokens have been run through the model.
     ``supports``: (rows, position, ids that top-k and top-p kept). ``kept``: the same, with masks over the vocabulary in place of
-    ids, until the host synchronises with the device. ``warm``: whether a token has been run. ``graph``: the ids and positions
-    that the captured forward pass of a token reads, and the states that it writes.
+    ids, until the host synchronises with the device. ``graph``: the ids and positions that the
+    captured forward pass of a token reads, and the states that it writes.
     """
 
     numbers: Tensor
@@ -232,7 +232,6 @@ class _Rows:
     unread: int = 0
     supports: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
     kept: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
-    warm: bool = False
     graph: tuple[Tensor, Tensor, Tensor] | None = None
 
     def list_kept(self) -> None:
@@ -370,19 +369,19 @@ class CachedDecoding:
             static=static,
         )
 
-    def _extend(self, rows: _Rows, ids: Tensor, positions: Tensor) -> Tensor:
-        """The states of the next tokens, (rows, tokens, d)."""
+    def _extend(self, rows: _Rows, ids: Tensor, positions: Tensor, *, is_first: bool) -> Tensor:
+        """The states of the next tokens, (rows, tokens, d). The first token of a completion runs without a graph, so that libraries
+        have allocated what they keep before the capture."""
 
         def call() -> Tensor:
             return self.model.extend(self.model.module, ids, mask=rows.mask, positions=positions, cache=rows.cache)
 
-        # The first token runs without a graph, so that libraries have allocated what they keep before the capture.
-        if not (rows.static and self.captures and ids.device.type in CAPTURES) or not rows.warm:
-            rows.warm = True
+        capture = CAPTURES.get(ids.device.type) if rows.static and self.captures else None
+        if capture is None or is_first:
             return call()
         if rows.graph is None:
             try:
-                self._graph, states = CAPTURES[ids.device.type](call, self._graph, ids.device)
+                self._graph, states = capture(call, self._graph, ids.device)
             except RuntimeError as error:
                 self.captures = False
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -407,7 +406,8 @@ class CachedDecoding:
             return forced, torch.zeros(forced.shape, device=forced.device)
         if rows.unread:
             places = torch.arange(place - rows.unread, place, device=ids.device)
-            rows.states, rows.unread = self._extend(rows, ids[:, places], rows.starts[:, None] + places)[:, -1], 0
+            states = self._extend(rows, ids[:, places], rows.starts[:, None] + places, is_first=place == 1)
+            rows.states, rows.unread = states[:, -1], 0
         temperature = 1.0 if uniform is None else sampling.temperature
         allowed = allowed_ids(grammar, vocabulary)
         logits = warp_logits(self.model.logits(self.model.module, rows.states), allowed, temperature=temperature)
