@@ -69,6 +69,8 @@ from retouch_plan.repeats import FewTokens, Repeats
 _log = logging.getLogger(__name__)
 WORDS = 48
 """Number of words in an instruction."""
+EDITS = 3
+"""Number of instructions that a teacher follows one after the other."""
 _STRUCTURE = 64
 """Largest number of tokens of a completion besides image codes and thought."""
 _ACTIVATIONS = {"vae": "autoencoder", **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), "text encoders")}
@@ -90,7 +92,8 @@ def made_up_task(recipe: Recipe) -> Task:
     image = new_image("RGB", size[::-1], (120, 90, 60))
     imitates = any(phase.imitates for phase in phases)
     compared = any(part.needs_target for path, section in differentiated_rewards(recipe) for *_, part in section.parts(path))
-    meta: dict[str, Any] = {"completion": " ".join(["word"] * WORDS)} if imitates else {}
+    words = " ".join(["word"] * WORDS)
+    meta: dict[str, Any] = {"completion": words} if imitates else {}
     model = recipe.policy.model
     if recipe.data.contents().tokens and isinstance(model, PretrainedLanguageModel):
         described = model.describe(model.find_weights()[0])
@@ -101,9 +104,19 @@ def made_up_task(recipe: Recipe) -> Task:
         codes = [[0] * width] * height
         thought = " ".join(["word"] * (longest - height * (width + 1) - _STRUCTURE))
         meta |= {Codes.SOURCE: codes, Codes.TARGET: codes, Codes.THOUGHT: thought}
+    # Its teacher is the one that calls the model most often.
+    tags: dict[str, str] = {}
+    for phase in phases:
+        teachers: dict[str, Any] = getattr(phase.objective, "teachers", {})
+        if teachers:
+            name = max(teachers, key=lambda name: (bool(teachers[name].instructions), teachers[name].guidance_scale or 0))
+            by = getattr(phase.objective, "by", None)
+            tags |= {by: name} if by else {}
+            meta |= {teacher.instructions: [words] * EDITS for teacher in teachers.values() if teacher.instructions}
     return Task(
         id="task-0",
-        instruction=" ".join(["word"] * WORDS),
+        instruction=words,
+        tags=tags,
         images=(image,) * count,
         mask=new_image("L", size[::-1], 255) if takes is not None and takes.mask else None,
         reference=image if recipe.policy.train.reads_reference else None,

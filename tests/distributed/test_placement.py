@@ -285,6 +285,17 @@ def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_p
     assert found["exact"]["metrics"] == found["plain"]["metrics"]
 
 
+def test_segments_of_the_allocator_can_grow_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (own := "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        set_numerics(parse(SMALL))
+        assert os.environ[name] == ""
+        monkeypatch.delenv(name)
+    monkeypatch.delenv(own, raising=False)
+    set_numerics(parse(SMALL))
+    assert os.environ[own] == "expandable_segments:True"
+
+
 def test_tf32_follows_the_recipe_and_is_off_in_the_image_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     before = torch.backends.cuda.matmul.allow_tf32

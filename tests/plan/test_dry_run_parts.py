@@ -37,6 +37,12 @@ def test_tasks_have_a_target_if_a_reward_with_gradient_compares_with_it():
     assert made_up_task(load("quickstart")).target is None
 
 
+def test_tasks_have_what_a_teacher_reads_and_the_costliest_teacher():
+    several = 'objective.teachers={"plain": {"run": "r"}, "by-edit": {"instructions": "steps"}, "guided": {"guidance_scale": 4}}'
+    task = made_up_task(load("playground/opd", [several, "objective.by=teacher"]))
+    assert (len(task.meta["steps"]), task.tags) == (3, {"teacher": "by-edit"})
+
+
 def test_a_second_process_gives_the_same_results(caplog, monkeypatch):
     monkeypatch.setattr(spawn, "_python_exe", os.fsencode(python()))
     assert both(math.sqrt, 4.0, 9.0) == each_in_turn(math.sqrt, 4.0, 9.0) == (2.0, 3.0)

@@ -223,10 +223,14 @@ def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
 
 
 def set_numerics(recipe: Recipe) -> None:
-    """Choose the GPU algorithms of this process from ``tf32`` and ``deterministic``. Call it before anything runs on the GPU.
+    """Choose the GPU algorithms of this process from ``tf32`` and ``deterministic``, and an allocator whose segments can grow.
+    Call it before anything runs on the GPU.
 
-    Source: PyTorch's notes on reproducibility and on numerical accuracy.
+    Source: PyTorch's notes on reproducibility, on numerical accuracy and on the CUDA allocator.
     """
+    # Rows of many lengths and sizes fragment segments of a fixed size. Both names of the variable are the user's choice.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.backends.cuda.matmul.allow_tf32 = recipe.tf32
     torch.backends.cudnn.allow_tf32 = recipe.tf32
     if recipe.deterministic:
