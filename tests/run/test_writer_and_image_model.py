@@ -48,10 +48,9 @@ def differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory):
-    """A run in which the writer trains in steps 1 and 3, and the image model in steps 2 and 4."""
-    made = recipe(
-        tmp_path_factory.mktemp("joint"), 'text_to_image.turns={"writer_steps":1,"image_steps":1}', "policy.ema.decay=0.5"
-    )
+    """A run in which the writer trains in steps 1 and 3, and the image model in steps 2 and 4, with averages of every second."""
+    turns = 'text_to_image.turns={"writer_steps":1,"image_steps":1}'
+    made = recipe(tmp_path_factory.mktemp("joint"), turns, 'policy.ema={"decay":0.5,"every":2}')
     assert run(made, fresh=False) == 0
     return made
 
@@ -60,6 +59,10 @@ def test_in_turn_only_the_one_whose_turn_it_is_changes(joint):
     at = {step: stored(joint.folder, step) for step in (1, 2, 3, 4)}
     assert [differ(at[step]["writer"], at[step + 1]["writer"]) for step in (1, 2, 3)] == [False, True, False]
     assert [differ(at[step]["text_to_image"], at[step + 1]["text_to_image"]) for step in (1, 2, 3)] == [True, False, True]
+    # An average follows the steps of its own model: every second of these, not of the run.
+    averages = {step: stored(joint.folder, step, "copies") for step in at}
+    assert [differ(averages[step]["writer"], averages[step + 1]["writer"]) for step in (1, 2, 3)] == [False, True, False]
+    assert [differ(averages[step]["text_to_image"], averages[step + 1]["text_to_image"]) for step in (1, 2, 3)] == [False, False, True]
     lines = list(RunFolder(joint.folder).read_metrics())
     assert [("policy/loss" in line, "text_to_image/loss" in line) for line in lines] == [(True, False), (False, True)] * 2
     assert all(line["text_to_image/ratio_max_first"] <= 1e-6 for line in lines if "text_to_image/loss" in line)

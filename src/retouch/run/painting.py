@@ -60,7 +60,8 @@ class Painting:
         )
         return rows, type(parts[0][1]).concat([made for _, made in parts])
 
-    def train(self, step: int, painted: ScoredRollout) -> Metrics:
-        """Take the image model's optimizer steps of a training step. Returns the metrics, named ``text_to_image/...``."""
-        metrics = update(self.run, self.phase, step, painted)
+    def train(self, step: int, painted: ScoredRollout, before: int | None = None) -> Metrics:
+        """Take the image model's optimizer steps of a training step. Returns the metrics, named ``text_to_image/...``.
+        ``before``: see ``update``."""
+        metrics = update(self.run, self.phase, step, painted, before)
         return {name.replace("policy/", "text_to_image/", 1): value for name, value in metrics.items()}

@@ -143,13 +143,17 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRo
     """Train the phase's steps from ``start`` on; yields (step, collected samples, metrics) after each step."""
     steps = range(max(start, phase.steps.start), phase.steps.stop)
     every = (collect(run, phase, step) for step in steps) if phase.source is None else phase.source(run, phase, steps.start)
+    trains = run.painting.trains if run.painting is not None else lambda step: (True, False)
+    # A model that trains in turn has taken fewer optimizer steps than the run: its averages follow its own.
+    own = [sum(trains(step)[model] for step in range(phase.steps.start, steps.start)) for model in (0, 1)]
     for step, collected in zip(steps, every, strict=True):
         metrics = dict(collected.metrics)
-        writer, image_model = (True, False) if run.painting is None else run.painting.trains(step)
+        writer, image_model = trains(step)
         if writer:
-            metrics |= update(run, phase, step, collected)
+            metrics |= update(run, phase, step, collected, own[0])
         if image_model and run.painting is not None and collected.painted is not None:
-            metrics |= run.painting.train(step, collected.painted)
+            metrics |= run.painting.train(step, collected.painted, own[1])
+        own = [own[0] + writer, own[1] + image_model]
         yield step, collected, metrics
 
 
@@ -299,10 +303,13 @@ def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
     return gathered
 
 
-def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metrics:
-    """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each."""
+def update(run: Run, phase: Phase, step: int, collected: ScoredRollout, before: int | None = None) -> Metrics:
+    """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each.
+
+    ``before``: in how many earlier steps of the phase the policy has trained; None: in all.
+    """
     rows = len(collected.batch) // phase.minibatches
-    taken = (step - phase.steps.start) * phase.epochs * phase.minibatches
+    taken = (step - phase.steps.start if before is None else before) * phase.epochs * phase.minibatches
     metrics: Metrics = {}
     for epoch in range(phase.epochs):
         for part in range(phase.minibatches):
