@@ -111,8 +111,8 @@ class Batch:
 
     ``tasks``: the p tasks of these rows. ``group_ids``: their numbers (p,) in the global order of the step; tasks that replace
     others (``rollout.refill``) have higher ones. Row i belongs to ``tasks[group[i]]`` and is sample ``slot[i]`` of its group. Every
-    random draw for a row is keyed by (seed, step, group_ids[group[i]], slot[i]), so it does not depend on how rows are distributed
-    over ranks or chunks.
+    random draw for a row is keyed by (seed, step, group_ids[group[i]], slot[i]), those of an action by its number too, and a draw
+    that a group shares has no slot. So none depends on how rows are distributed over ranks or chunks.
     """
 
     seed: int

@@ -60,9 +60,9 @@ def test_in_turn_only_the_one_whose_turn_it_is_changes(joint):
     assert [differ(at[step]["writer"], at[step + 1]["writer"]) for step in (1, 2, 3)] == [False, True, False]
     assert [differ(at[step]["text_to_image"], at[step + 1]["text_to_image"]) for step in (1, 2, 3)] == [True, False, True]
     # An average follows the steps of its own model: every second of these, not of the run.
-    averages = {step: stored(joint.folder, step, "copies") for step in at}
-    assert [differ(averages[step]["writer"], averages[step + 1]["writer"]) for step in (1, 2, 3)] == [False, True, False]
-    assert [differ(averages[step]["text_to_image"], averages[step + 1]["text_to_image"]) for step in (1, 2, 3)] == [False, False, True]
+    kept = {step: stored(joint.folder, step, "copies") for step in at}
+    assert [differ(kept[step]["writer"], kept[step + 1]["writer"]) for step in (1, 2, 3)] == [False, True, False]
+    assert [differ(kept[step]["text_to_image"], kept[step + 1]["text_to_image"]) for step in (1, 2, 3)] == [False, False, True]
     lines = list(RunFolder(joint.folder).read_metrics())
     assert [("policy/loss" in line, "text_to_image/loss" in line) for line in lines] == [(True, False), (False, True)] * 2
     assert all(line["text_to_image/ratio_max_first"] <= 1e-6 for line in lines if "text_to_image/loss" in line)

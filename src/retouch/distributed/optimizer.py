@@ -434,8 +434,9 @@ class ReplicatedStepper:
 class JointStepper:
     """The steppers of the policy and of a second module, which is replicated on every rank, as one (implements ``Stepper``).
 
-    ``backward``, ``step`` and ``module`` are those of the policy: the training loop calls the second stepper itself. ``state`` has
-    the tensors of both, those of the second under ``prefix``, and there also ``weights``, which nothing else stores.
+    ``backward``, ``step`` and ``module`` are those of the policy: an image model's own training loop calls the second stepper, and
+    ``HeadStepper`` calls that of a value head. ``state`` has the tensors of both, those of the second under ``prefix``, and there
+    also ``weights``, which nothing else stores.
     """
 
     def __init__(self, policy: Stepper, second: ReplicatedStepper, *, prefix: str, weights: Mapping[str, Tensor]) -> None:
@@ -497,7 +498,8 @@ class HeadStepper(JointStepper):
         self.policy.backward(loss)
 
     def step(self, learning_rate: float) -> float:
-        """Like ``ReplicatedStepper.step``. The returned norm is the norm of the policy's gradient only."""
+        """Like ``ReplicatedStepper.step``. The returned norm is the norm of the policy's gradient only. If that norm is not finite,
+        the head has already moved: the run stops without a checkpoint of this step."""
         gradients = [parameter.grad for parameter in self.second.parameters.values() if parameter.grad is not None]
         if gradients:  # a phase without a value loss gives the head no gradient
             for gradient in gradients:

@@ -176,6 +176,11 @@ class Objective(Section):
         return False
 
     @property
+    def clip_bounds(self) -> tuple[float, ...]:
+        """The bounds of |ratio - 1|. The trial step in 16 bits allows a small share of the least one before the first update."""
+        return ()
+
+    @property
     def one_ratio_per_row(self) -> bool:
         """Whether all actions of a row share one ratio, so that they cannot have different advantages."""
         return False

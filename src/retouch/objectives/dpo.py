@@ -5,7 +5,7 @@ A pair is the best and the worst image of a group that the policy sampled, or a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -145,7 +145,10 @@ class DPO(ForwardPreference):
                 [row for row, of in enumerate(minibatch.batch.group) if of == number]
                 for number in sorted(set(minibatch.batch.group))
             ]:
-                best, worst = _extremes(minibatch, members)
+                # The rows with the largest and the smallest advantage among those with weight; the same row twice if all are equal.
+                counted = [row for row in members if minibatch.weights[row].sum() > 0] or [members[0]]
+                advantages = minibatch.advantages[counted, 0]
+                best, worst = counted[int(advantages.argmax())], counted[int(advantages.argmin())]
                 weight = weights[members].sum() / self.samples * float(best != worst)
                 # How much more the error of the best image has fallen, relative to the reference, than that of the worst image.
                 low, high = sorted((best, worst))
@@ -300,11 +303,3 @@ def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[sli
     rows = max(2, (first.stop - first.start) // 2 * 2)
     for start in range(0, len(trajectory), rows):
         yield slice(start, min(start + rows, len(trajectory)))
-
-
-def _extremes(minibatch: Minibatch, members: Sequence[int]) -> tuple[int, int]:
-    """The rows with the largest and the smallest advantage among the rows with weight; the same row twice if all are equal."""
-    counted = [row for row in members if minibatch.weights[row].sum() > 0] or [members[0]]
-    advantages = minibatch.advantages[counted, 0]
-    best, worst = int(advantages.argmax()), int(advantages.argmin())
-    return (counted[best], counted[worst]) if bool(advantages[best] != advantages[worst]) else (counted[0], counted[0])

@@ -75,7 +75,7 @@ class SampledPoints(ForwardProcess):
 
 
 def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
-    """Mean squared difference of two velocities over a latent's elements."""
+    """Mean squared difference of two velocities over a latent's elements: ``velocity_mse`` in a file that does not import torch."""
     return (velocity - target).square().flatten(1).mean(dim=1)
 
 

@@ -196,13 +196,15 @@ class PolicyGradient(Objective):
 
             # Metrics are means over actions: their weights sum to 1 over all ranks, unless the advantage weighs rows.
             share, change = weights / minibatch.weight_sum, now.log_ratio.detach()
-            sums = {"policy/loss": value.detach(), "policy/approx_kl": (share * surrogates.approx_kl(change, mask=mask)).sum()}
+            # RatioNorm's ratio is not that of the densities, so its square is no KL.
+            moved = now.log_probs.detach() - trajectory.log_probs[part.rows, part.actions] if needs.log_ratio == "norm" else change
+            sums = {"policy/loss": value.detach(), "policy/approx_kl": (share * surrogates.approx_kl(moved, mask=mask)).sum()}
             if clipped is not None:
                 sums["policy/clip_fraction"] = (share * clipped).sum()
             if now.kl is not None:
                 sums["policy/kl"] = (share * torch.where(mask, now.kl.detach(), 0.0)).sum()
             if now.entropy is not None:
-                sums["policy/entropy"] = (share * now.entropy.detach()).sum()
+                sums["policy/entropy"] = (share * torch.where(mask, now.entropy.detach(), 0.0)).sum()
             maxima = {"policy/ratio_max": (torch.where(mask, change, 0.0).exp() - 1).abs().max()}
             if value_loss is not None:
                 value, sums["value/loss"] = value + value_loss, value_loss.detach()
@@ -225,6 +227,10 @@ class PolicyGradient(Objective):
     @property
     def has_ratio(self) -> bool:
         return self.surrogate != "reinforce"
+
+    @property
+    def clip_bounds(self) -> tuple[float, ...]:
+        return tuple(bound for bound in (self.clip_low, self.clip_high) if bound)
 
     @property
     def one_ratio_per_row(self) -> bool:

@@ -1,8 +1,8 @@
 """The denoising policy: a flow-matching model samples by denoising, and its transitions are evaluated one by one.
 
 Sigma runs from 1 to 0, velocity = noise - data. Action ``j`` of a trajectory is the transition from ``latents[:, j]`` to
-``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain are deterministic Euler steps. Noise is keyed by
-(seed, step, group, slot) and drawn on the CPU.
+``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain are deterministic Euler steps. Noise is drawn on the
+CPU, keyed by (seed, step, group, slot), that of a transition by its number too, and without the slot if the group shares it.
 """
 
 import math
@@ -314,7 +314,7 @@ class DenoisingPolicy:
                 log_probs.append(made.log_prob)
                 means.append(made.mean)
             else:
-                x = x + (sigma_next - sigma).view(-1, *[1] * (x.dim() - 1)) * velocity
+                x = x + append_dims(sigma_next - sigma, x) * velocity
 
         if not len(actions):
             images = DenoisingTrajectory.of_images(x, sigmas=sigmas, conditioning=conditioning, group=group)
@@ -536,6 +536,7 @@ class DenoisingPolicy:
         velocity = self.model.velocity(self.module, x, sigma, trajectory.conditioning.take(group))
         if not self.sampling.transition.stochastic:
             return velocity_mse(velocity, taught).view(shape)
+        # Only the means are used: ``next`` is any state, so that no noise is drawn.
         step = partial(self.sampling.transition.step, sigma_max=trajectory.sigmas[1], reduction=self.sampling.reduction, next=x)
         made, target = step(x, velocity, sigma, sigma_next), step(x, taught, sigma, sigma_next)
         return gaussian_kl(made.mean, target.mean, made.step_std, reduction=self.sampling.reduction).view(shape)

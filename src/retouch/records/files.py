@@ -22,7 +22,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -65,14 +65,10 @@ def strict_json(text: str | bytes | bytearray) -> Any:
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _finite(digits: str) -> float:
-    value = float(digits)
+    value = float(digits)  # also NaN and Infinity
     if not math.isfinite(value):
-        raise ValueError(f"{digits:.40} is too large for a JSON number")
+        raise ValueError(f"{digits:.40} is not a finite JSON number")
     return value
 
 
@@ -90,7 +86,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer, object_pairs_hook=_no_repeats)
+DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, parse_int=_integer, object_pairs_hook=_no_repeats)
 
 
 Shape: TypeAlias = TypeAdapter[Any]

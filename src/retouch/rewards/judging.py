@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ class ScoredBatch:
     @classmethod
     def concat(cls, parts: "Sequence[ScoredBatch]") -> "ScoredBatch":
         """Concatenate the rows of the parts, in order."""
+        assert all(part.there is None for part in parts), "rows of turns are not concatenated"
         return cls(
             {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores},
             torch.cat([part.rewards for part in parts]),
@@ -55,6 +56,10 @@ class ScoredBatch:
 
 
 BatchScorer: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch]]"
+
+# The samples' rows in the journal (None without one), the scores from it, the indices of the samples that are scored now, the
+# futures of their scores by reward, and when this began.
+_Started: TypeAlias = tuple[list[JournalRow] | None, Scores, list[int], dict[str, Future[Scores]], float]
 
 
 class RewardScorer:
@@ -140,7 +145,7 @@ class RewardScorer:
             if close_all([closing], seconds=0.1):
                 closed.result()
 
-    def _start(self, samples: Sequence[Sample], rows: Callable[[], list[JournalRow]] | None) -> "_Started":
+    def _start(self, samples: Sequence[Sample], rows: Callable[[], list[JournalRow]] | None) -> _Started:
         columns = self.reward.columns
         if self.journal is None or rows is None:
             found, new = None, list(range(len(samples)))
@@ -156,9 +161,9 @@ class RewardScorer:
                 asked[name] = part.submit(given_to(part, drawn))
             else:
                 asked[name] = self._scoring[name].submit(call_reward, part, drawn, name)
-        return _Started(found, scores, new, asked, time.monotonic())
+        return found, scores, new, asked, time.monotonic()
 
-    def _finish(self, samples: Sequence[Sample], future: "Future[_Started]") -> ScoredBatch:
+    def _finish(self, samples: Sequence[Sample], future: Future[_Started]) -> ScoredBatch:
         rows, scores, new, asked, began = future.result()
         if new:
             fresh = checked(self.reward, [samples[index] for index in new], collect_scores(asked))
@@ -175,21 +180,6 @@ class RewardScorer:
         faults = torch.tensor([sample.image is None for sample in samples], dtype=torch.bool)
         rewards = self.combination(scores).masked_fill(faults, self.combination.low)
         return ScoredBatch(scores, rewards, int(faults.sum()), self.last_fault)
-
-
-class _Started(NamedTuple):
-    """A batch whose scoring has started.
-
-    ``rows``: the journal rows of the samples, None without a journal. ``scores``: the scores from the journal, NaN for samples that
-    are not in it. ``new``: the indices of the samples that are scored now. ``asked``: the futures of their scores, by reward.
-    ``began``: the time of ``time.monotonic`` at the start.
-    """
-
-    rows: list[JournalRow] | None
-    scores: Scores
-    new: list[int]
-    asked: "dict[str, Future[Scores]]"
-    began: float
 
 
 class CompositeReward:

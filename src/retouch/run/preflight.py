@@ -20,7 +20,7 @@ from retouch.core.surrogates import sequence_log_ratio
 from retouch.distributed.optimizer import JointStepper, local_shard
 from retouch.models.parts import bits_hash
 from retouch.models.quantized import compute_dtype, gradient_limit, input_gradient_error
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.base import Objective
 from retouch.run.checkpoint import restore_rng, rng_state
 from retouch.run.step import Phase, Run, ScoredRollout, accumulate, make_minibatch
 from retouch.types import Kind, Minibatch, Needs, Task
@@ -225,14 +225,11 @@ def _max_ratio_deviation(run: Run, minibatch: Minibatch, *, per_row: bool) -> fl
     return run.ranks.max(largest).item()
 
 
-def _ratio_limit(run: Run, objective: object, minibatch: Minibatch) -> float:
+def _ratio_limit(run: Run, objective: Objective, minibatch: Minibatch) -> float:
     if all(parameter.dtype == torch.float32 for parameter in run.policy.module.parameters() if parameter.is_floating_point()):
         transitions = bool((minibatch.trajectory.kind == Kind.TRANSITION).all())
         return TRANSITION_LIMIT if transitions and run.policy.sampling.reduction == "mean" else TOKEN_LIMIT
-    if isinstance(objective, PolicyGradient):
-        bounds = [bound for bound in (objective.clip_low, objective.clip_high) if bound]
-        return min([HALF_PRECISION_LIMIT, *(CLIP_SHARE * bound for bound in bounds)])
-    return HALF_PRECISION_LIMIT
+    return min([HALF_PRECISION_LIMIT, *(CLIP_SHARE * bound for bound in objective.clip_bounds)])
 
 
 def _advice(run: Run, deviation: float, limit: float) -> str:
