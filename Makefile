@@ -9,15 +9,21 @@ JOBS ?= 2
 
 install: $(STAMP)
 
-# torch is installed first and by its exact version: a version range could select a build with a CUDA runtime instead of a CPU build.
-$(STAMP): pyproject.toml constraints.txt
+# What training needs. torch is installed first and by its exact version: a version range could select a build with a CUDA runtime
+# instead of a CPU build.
+$(VENV)/.core: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# What the tests and the wings need as well.
+$(STAMP): $(VENV)/.core
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-quickstart: install
+quickstart: $(VENV)/.core
 	$(BIN)/retouch train recipes/quickstart.jsonnet
 
 lint: install
