@@ -41,7 +41,7 @@ from retouch_plan.checks import (
     check_watch,
     phase_steps,
 )
-from retouch_plan.findings import Finding, failed, note, ok
+from retouch_plan.findings import Finding, failed, ok
 from retouch_plan.machines import MACHINES
 from retouch_plan.system import (
     PlannedDevice,
@@ -91,15 +91,6 @@ def recipe_file(tmp_path, *changes):
     file = tmp_path / "small.json"
     file.write_text(json.dumps(apply(SMALL, [f"out={tmp_path / 'runs'}", *changes])))
     return str(file)
-
-
-def test_findings_are_aligned():
-    lines = [str(each) for each in (ok("torch", "2.13"), note("data", "one\ntwo"), failed("run folder", "full", fix="rm"))]
-    assert lines == [
-        "ok      torch         2.13",
-        "note    data          one\n                      two",
-        "FAILED  run folder    full",
-    ]
 
 
 # The installation

@@ -7,9 +7,7 @@ import pytest
 
 import changed_recipes
 import retouch
-from retouch.config.packaged import find
 from retouch.recipe.derived_facts import differences
-from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 
 BASE: dict[str, Any] = {
@@ -50,15 +48,6 @@ def test_point_2_5_alpha_is_twice_the_rank_unless_it_is_given():
     with pytest.raises(ValueError, match=r"^Lora: rank: should be greater than or equal to 1, not 0$"):
         retouch.Lora(rank=0)
     assert raised(policy__train={"kind": "lora", "rank": 0}) == ["policy.train.rank: should be greater than or equal to 1, not 0"]
-
-
-@pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/nft", "playground/supervised"])
-def test_documents_of_recipes_without_a_writer_contain_no_renderer(name):
-    recipe = parse(evaluate(find(f"recipes/{name}.jsonnet")))
-    document = recipe.document()
-    assert "renderer" not in document
-    assert "kind" not in document["rollout"]
-    assert parse(document) == recipe
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from retouch.objectives.reward_gradient import DRaFT
 from retouch.rewards.base import BudgetSpent
 from retouch.rewards.pixels import TargetReward
 from retouch.run.step import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
-from retouch.types import Batch, Loss, Needs, Slice
+from retouch.types import Loss, Needs, Slice
 from token_policy import TokenPolicy
 from warm_python import python
 
@@ -384,12 +384,6 @@ def test_nan_gradient_raises_and_changes_no_weight():
         list(train(tiny_loop.run(policy), tiny_loop.phase(Broken()), start=0))
     assert unchanged(policy, before)
     assert all(parameter.grad is None for parameter in tiny.trained(policy).values())
-
-
-def test_slice_of_a_batch_keeps_the_tasks_and_groups_of_its_rows():
-    tasks = tiny.tasks(3)
-    part = Batch(0, 0, tasks, (4, 5, 9), (0, 0, 1, 2, 2), (0, 1, 0, 0, 1)).take(slice(2, 4))
-    assert (part.tasks, part.group_ids, part.group, part.slot) == (tasks[1:], (5, 9), (0, 1), (0, 0))
 
 
 def test_tasks_with_the_same_instruction_form_separate_groups():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.combination import Formula, Name, WeightedSum, bounds, combination, effect, names, read_formula, resolve, value
+from retouch.rewards.combination import WeightedSum, bounds, combination, effect, names, read_formula, resolve, value
 from retouch.types import Column
 
 NAN = math.nan
@@ -190,12 +190,3 @@ def test_only_a_reward_that_falls_with_a_lower_is_better_column_is_accepted(comb
     else:
         with pytest.raises(ValueError, match=r"rises with 'distance', of which lower is better; .*write \(2 - distance\)"):
             combination(combine, columns)
-
-
-def test_unbounded_columns_have_unbounded_ranges():
-    columns = {"x": Column(-math.inf, math.inf), "a": Column(0, 1)}
-    found = combination("0.5*x*a + a", columns)
-    assert isinstance(found, Formula)
-    assert (found.low, found.high) == (-math.inf, math.inf)
-    assert effect(Name("x"), "x", {"x": (-math.inf, math.inf)}) == 1
-    assert value(read_formula("0 * x"), {"x": torch.tensor([0.25])}).item() == 0

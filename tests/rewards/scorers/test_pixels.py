@@ -227,12 +227,3 @@ def test_a_small_side_compares_the_layout_and_not_the_detail():
     for side in (48, 100):
         assert photo_score(source, coarse, side=side) == photo_score(source, coarse)
     assert photo_score(photo(0, 40, 56), photo(0, 40, 56), side=6)["preservation"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("colour", "red", "blue"), [((255, 0, 0), 1, 0), ((9, 9, 9), 1 / 3, 1 / 3), ((0, 0, 0), 1 / 3, 1 / 3), ((0, 1, 3), 0, 0.75)]
-)
-def test_share_of_an_image_of_one_colour_matches_the_closed_form(colour, red, blue):
-    plain = [Sample(Task("t", ""), Image.new("RGB", (3, 2), colour))]
-    assert ShareReward(channel="red")(plain)["share"].item() == pytest.approx(red)
-    assert ShareReward(channel="blue")(plain)["share"].item() == pytest.approx(blue)
