@@ -140,6 +140,7 @@ class Matrix:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.pipe = -1
+        self.sound: dict[str, bool] = {}  # whether a test passes without a mutant
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.pipe >= 0 and (report.failed or report.when == "call"):
@@ -166,12 +167,19 @@ class Matrix:
             for place in chosen[first::of]:
                 tests = select_tests(lines[place[0]][place[2]], seconds, self.arguments.budget, random.Random(repr(place)))
                 row = self.run_mutant(place, [items[test] for test in tests], live, seconds)
+                # A test that fails here without any mutant kills nothing: each is tried once, when it fails for the first time.
+                self.sound |= dict.fromkeys(set(row["ran"]) - set(row["killed"]), True)
+                if doubtful := [test for test in row["killed"] if test not in self.sound]:
+                    failed = self.run_mutant(None, [items[test] for test in doubtful], live, seconds)["killed"]
+                    self.sound |= {test: test not in failed for test in doubtful}
+                row["killed"] = [test for test in row["killed"] if self.sound[test]]
                 out.write(json.dumps(row) + "\n")
                 out.flush()
         return True
 
-    def run_mutant(self, place: tuple[str, int, int, str], items: list[pytest.Item], live: dict, seconds: dict) -> dict:
-        file, number, line, what = place
+    def run_mutant(self, place: tuple[str, int, int, str] | None, items: list[pytest.Item], live: dict, seconds: dict) -> dict:
+        """Run the tests in a fork with one mutant; None runs them without."""
+        file, number, line, what = place or ("", 0, 0, "nothing")
         read, write = os.pipe()
         folder = tempfile.mkdtemp(prefix="mutant-")
         limit = 20 + 4 * sum(seconds.get(item.nodeid, 0.5) for item in items)
@@ -210,7 +218,7 @@ class Matrix:
 
     def _in_child(self, file: str, number: int, items: list[pytest.Item], live: dict, folder: Path) -> None:
         try:
-            if apply(file, number, live):
+            if not file or apply(file, number, live):
                 os.write(self.pipe, b"A x\n")
                 items[0].session.items[:] = items
                 items[0].config._tmp_path_factory._basetemp = folder
@@ -290,8 +298,7 @@ def function_of(test: str) -> str:
 
 def report(rows: list[dict], removed: set[str]) -> None:
     rows = [row for row in rows if row["applied"]]
-    passed = {test for row in rows for test in set(row["ran"]) - set(row["killed"])}
-    killed = [{function_of(test) for test in row["killed"] if test in passed} for row in rows]
+    killed = [set(map(function_of, row["killed"])) for row in rows]
     print(f"{len(rows)} mutants, {sum(map(bool, killed))} killed: {sum(map(bool, killed)) / len(rows):.3f}")
     if removed:
         still = sum(bool(tests - removed) for tests in killed)
