@@ -3,7 +3,7 @@
     pip install pytest-cov
     pytest -m "not slow" --cov=src --cov-context=test --cov-report=       # which test runs which line: .coverage
     python measurements/structure/kill_matrix.py run --mutants 1000 --seed 1 --coverage .coverage --out killed.jsonl
-    python measurements/structure/kill_matrix.py report killed.jsonl [--but REMOVED]
+    python measurements/structure/kill_matrix.py report killed.jsonl --coverage .coverage
 
 A mutant changes one expression or statement inside a function: a comparison, an operator, a number, a condition, a returned
 value, or a statement that is left out. Texts are not changed, and neither is code of a module's own level, which a loaded module
@@ -11,14 +11,18 @@ would not run again.
 
 `run` collects the suite once and forks for each mutant. The child gives the loaded functions their mutated code and runs the tests
 that ran the line, the quickest first, at most 4 of the cases of a parametrised test, within `--budget` seconds of their usual
-time. Tests of other processes do not see the mutant, and are not chosen. `report` prints the share that was killed, and with
-`--but`, a file of test functions (`tests/x.py::test_y`), the share of the same mutants that the others kill.
+time. Tests of other processes do not see the mutant, and are not chosen.
+
+`report` prints the share that was killed, and what would be lost without some tests: as many lines of tests as possible are left
+out, so that each line of the source is still run by 1, 2, 3, 5 or 8 of the test functions that ran it, and each mutant of a random
+half is still killed. The mutants of the other half show the loss.
 """
 
 import argparse
 import ast
 import contextlib
 import gc
+import heapq
 import importlib
 import json
 import os
@@ -154,7 +158,10 @@ class Matrix:
         load_everything()
         items = {item.nodeid: item for item in session.items}
         seconds = json.loads(Path(self.arguments.seconds).read_text()) if self.arguments.seconds else {}
-        lines = covered(self.arguments.coverage, set(items))
+        lines = {
+            file: {line: found for line, tests in of_file.items() if (found := [test for test in tests if test in items])}
+            for file, of_file in covered(self.arguments.coverage).items()
+        }
         gc.unfreeze()  # the suite has frozen what was loaded while it was collected
         live = defaultdict(list)
         for thing in gc.get_objects():
@@ -249,7 +256,7 @@ def apply(file: str, number: int, live: dict) -> bool:
     return found
 
 
-def covered(path: str, known: set[str]) -> dict[str, dict[int, list[str]]]:
+def covered(path: str) -> dict[str, dict[int, list[str]]]:
     """The tests that ran each line of each file of `src`: file -> line -> ids."""
     from coverage import CoverageData
 
@@ -258,9 +265,8 @@ def covered(path: str, known: set[str]) -> dict[str, dict[int, list[str]]]:
     lines: dict[str, dict[int, list[str]]] = {}
     for file in sorted(data.measured_files()):
         name = file[file.index("/src/") + 1 :]
-        of_file = {
-            line: sorted({c.split("|")[0] for c in contexts} & known) for line, contexts in data.contexts_by_lineno(file).items()
-        }
+        contexts = data.contexts_by_lineno(file)
+        of_file = {line: sorted({each.split("|")[0] for each in found} - {""}) for line, found in contexts.items()}
         lines[name] = {line: tests for line, tests in of_file.items() if tests}
     return lines
 
@@ -296,13 +302,62 @@ def function_of(test: str) -> str:
     return re.sub(r"\[.*", "", test, flags=re.DOTALL)
 
 
-def report(rows: list[dict], removed: set[str]) -> None:
-    rows = [row for row in rows if row["applied"]]
-    killed = [set(map(function_of, row["killed"])) for row in rows]
-    print(f"{len(rows)} mutants, {sum(map(bool, killed))} killed: {sum(map(bool, killed)) / len(rows):.3f}")
-    if removed:
-        still = sum(bool(tests - removed) for tests in killed)
-        print(f"by the tests that are not removed: {still}: {still / len(rows):.3f}")
+def report(rows: list[dict], lines: dict[str, dict[int, list[str]]], sizes: dict[str, int]) -> None:
+    killed = [{function_of(test) for test in row["killed"]} for row in rows if row["applied"]]
+    one = sum(len(tests) == 1 for tests in killed)
+    print(f"{len(killed)} mutants, {sum(map(bool, killed))} killed ({share(killed):.3f}), {one} by one test function only")
+    random.Random(0).shuffle(killed)
+    known, held_out = killed[: len(killed) // 2], killed[len(killed) // 2 :]
+    ran = {
+        (file, line): {function_of(test) for test in tests} & sizes.keys() for file in lines for line, tests in lines[file].items()
+    }
+    print(f"| each line is run by | test functions left out | their lines | killed of the held-out half ({share(held_out):.3f}) |")
+    print("| --- | --- | --- | --- |")
+    for times in (1, 2, 3, 5, 8):
+        gone = set().union(*ran.values()) - covering(ran, sizes, times)
+        for tests in known:
+            if tests and not tests - gone:
+                gone.discard(min(tests, key=lambda test: sizes.get(test, 0)))
+        left = [tests - gone for tests in held_out]
+        print(f"| {times} | {len(gone)} | {sum(sizes[test] for test in gone)} | {share(left):.3f} |")
+
+
+def share(killed: list[set[str]]) -> float:
+    return sum(map(bool, killed)) / len(killed)
+
+
+def covering(ran: dict[tuple[str, int], set[str]], sizes: dict[str, int], times: int) -> set[str]:
+    """Test functions, few lines of them, by which each line is run ``times`` times, or as often as by all: greedily, the one with
+    the most needed lines for each of its own lines first."""
+    need = {line: min(times, len(tests)) for line, tests in ran.items()}
+    of: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for line, tests in ran.items():
+        for test in tests:
+            of[test].append(line)
+    queue = [(-len(found) / sizes[test], test) for test, found in of.items()]
+    heapq.heapify(queue)
+    kept: set[str] = set()
+    while queue:
+        _, test = heapq.heappop(queue)
+        gain = sum(need[line] > 0 for line in of[test]) / sizes[test]
+        if queue and -gain > queue[0][0]:  # others have become better
+            heapq.heappush(queue, (-gain, test))
+        elif gain:
+            kept.add(test)
+            for line in of[test]:
+                need[line] -= need[line] > 0
+    return kept
+
+
+def sizes_of_tests() -> dict[str, int]:
+    """The lines of each test function, with its decorators and the two empty lines before it."""
+    found = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                found[f"{file.relative_to(ROOT)}::{node.name}"] = (node.end_lineno or first) - first + 3
+    return found
 
 
 def main() -> None:
@@ -318,13 +373,13 @@ def main() -> None:
     run.add_argument("--out", required=True)
     shown = actions.add_parser("report")
     shown.add_argument("files", nargs="+")
-    shown.add_argument("--but", help="a file of test functions")
+    shown.add_argument("--coverage", default=".coverage")
     arguments = parser.parse_args()
     if arguments.action == "run":
         pytest.main(["-q", "-m", "not slow", "-s", "-p", "no:cacheprovider", str(ROOT / "tests")], plugins=[Matrix(arguments)])
     else:
         rows = [json.loads(line) for file in arguments.files for line in Path(file).read_text().splitlines()]
-        report(rows, set(Path(arguments.but).read_text().split()) if arguments.but else set())
+        report(rows, covered(arguments.coverage), sizes_of_tests())
 
 
 if __name__ == "__main__":

@@ -65,20 +65,22 @@ def test_every_change_makes_another_function_and_texts_defaults_and_the_modules_
     assert len(seen) == len(places)
 
 
-def test_the_killed_share_can_be_counted_without_some_tests(kill_matrix, capsys):
-    rows = [
-        {"applied": True, "killed": ["a::x[1]", "a::x[2]"]},
-        {"applied": True, "killed": ["a::x[1]", "a::y"]},
-        {"applied": True, "killed": []},
-        {"applied": False, "killed": []},
-    ]
-    kill_matrix.report(rows, {"a::x"})
-    assert capsys.readouterr().out == "3 mutants, 2 killed: 0.667\nby the tests that are not removed: 1: 0.333\n"
+def test_tests_are_left_out_whose_lines_others_run_and_whose_mutants_others_kill(kill_matrix, capsys):
+    lines = {"f.py": {1: ["t::long", "t::short"], 2: ["t::long", "t::short"], 3: ["t::long"]}}
+    sizes = {"t::long": 20, "t::short": 4}
+    rows = [{"applied": True, "killed": ["t::long[1]", "t::short"]}, {"applied": True, "killed": []}] * 4
+    kill_matrix.report([*rows, {"applied": False, "killed": []}], lines, sizes)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "8 mutants, 4 killed (0.500), 0 by one test function only"
+    assert told[3].startswith("| 1 | 0 | 0 |")
+    lines["f.py"].pop(3)
+    kill_matrix.report(rows, lines, sizes)
+    told = capsys.readouterr().out.splitlines()
+    assert told[3].startswith("| 1 | 1 | 20 |")
+    assert told[4].startswith("| 2 | 0 | 0 |")
 
 
 def test_the_quickest_tests_are_chosen_and_few_of_many_cases(kill_matrix):
     seconds = {"a::slow": 5.0, "a::quick": 0.1} | {f"a::cases[{k}]": 0.2 for k in range(9)}
     chosen = kill_matrix.select_tests([*seconds], seconds, 3.0, random.Random(0))
     assert (len(chosen), {kill_matrix.function_of(test) for test in chosen}) == (5, {"a::quick", "a::cases"})
-    with pytest.raises(IndexError):
-        kill_matrix.mutate(ast.parse(SOURCE), 99)
