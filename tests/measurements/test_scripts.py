@@ -51,6 +51,7 @@ NOT_RUN_HERE = {
     "robustness/kills.py": "tests/run/test_resume.py runs it",
     "serving/bad_proxy.py": "is started by serving/chaos.py and robustness/soak.py",
     "serving/plain_server.py": "is started by serving/throughput.py",
+    "structure/kill_matrix.py": "collects the whole suite; test_kill_matrix.py tests its parts",
     "structure/shape_probe.py": "is started by structure/shape.py",
 }
 

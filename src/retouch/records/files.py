@@ -68,7 +68,7 @@ def strict_json(text: str | bytes | bytearray) -> Any:
 def _finite(digits: str) -> float:
     value = float(digits)  # also NaN and Infinity
     if not math.isfinite(value):
-        raise ValueError(f"{digits:.40} is not a finite JSON number")
+        raise ValueError(f"{digits:.40} is {'too large' if digits[-1].isdigit() else 'not a JSON number'}")
     return value
 
 

@@ -77,7 +77,7 @@ def test_an_audit_runs_on_the_users_ladders(folder):
             {**GOOD, "rungs": [{"image": "best.png", "truth": 1}, {"image": "bad.png", "truth": 1}]},
             "at least two images with different values of truth",
         ),
-        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}]}', "NaN is not a finite JSON number"),
+        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}]}', "NaN is not a JSON number"),
         ({**GOOD, "rungs": [{**rung, "name": "one"} for rung in GOOD["rungs"]]}, "two have the name 'one'"),
         ({**GOOD, "sources": "x"}, "sources: unknown key; did you mean source"),
         ({**GOOD, "source": "gone.png"}, "gone.png: no such file in"),
