@@ -1,4 +1,5 @@
-"""All kinds of rewards, one line each: single rewards, and ``several`` and ``calibrated`` rewards, which contain other rewards.
+"""The kinds of rewards: those of the core (``parts.py``), ``several`` and ``calibrated`` rewards, which contain other rewards, and
+those that the wings name in ``pyproject.toml`` (``reward.NAME``).
 
 The class of a kind is imported when a recipe names the kind. A package of your own adds a kind with an entry point ``reward.NAME``
 in the group ``retouch.plugins``; its class derives from ``retouch.rewards.base.RewardSection``.
