@@ -36,7 +36,7 @@ class TrainedWriter:
             shard(model.module, ranks, weights_on_cpu=kind == "fsdp2-weights")
         self.copies = ShardedCopies(model.module, ranks) if kind.startswith("fsdp2") else WeightCopies(model.module)
         self.copies.snapshot("reference")
-        self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)
+        self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, sharded=True)
         self.policy.copies = self.copies
         steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
         # Offloaded weights are stepped by the fused kernel, which on a GPU steps all weights.

@@ -198,7 +198,7 @@ def _changed_parts(parts: PolicyParts) -> list[str]:
         named = _named_weights(policy.model_copy(update={"model": policy.model.model_copy(update={"path": path[len(LIVE) :]})}))
     except ValueError:  # there is nothing to compare with
         return []
-    trained = {name.removeprefix("policy."): each for name, each in parts.weights().items() if not name.startswith("renderer")}
+    trained = {name.removeprefix("policy."): each for name, each in parts.base_hashes().items() if not name.startswith("renderer")}
     return [name for name in sorted(named.keys() & trained.keys()) if named[name] != trained[name]]
 
 

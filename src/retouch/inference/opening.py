@@ -136,7 +136,7 @@ def _restored(parts: PolicyParts, folder: RunFolder | None, *, trained: bool) ->
     if state is None:
         return 0
     assert folder is not None, "the state is from there"
-    require_same_weights(folder, parts.weights())
+    require_same_weights(folder, parts.base_hashes())
     restore_weights(parts.copies, state, parts.painted)
     return state.step
 

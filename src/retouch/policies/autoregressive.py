@@ -85,7 +85,7 @@ class AutoregressivePolicy:
     ``engine``: generates the completions of rollouts, built from that section; None means decoding with the model and a cache.
     ``microbatch``: rows per forward pass with gradient. ``logits_at_once``: number of tokens whose logits are in memory at once.
     ``mask_truncated``: completions that were truncated at ``max_new_tokens`` are not trained on. ``copies`` may contain
-    ``reference`` and ``average`` weights. ``any_rank``: tells whether a flag is true on at least one rank. ``in_step``: all ranks
+    ``reference`` and ``average`` weights. ``any_rank``: tells whether a flag is true on at least one rank. ``sharded``: all ranks
     must call the model equally often, because its weights are sharded. ``head``: the value head, which predicts the return before
     each token.
     """
@@ -101,7 +101,7 @@ class AutoregressivePolicy:
         mask_truncated: bool = False,
         engine: Engine | None = None,
         any_rank: Callable[[bool], bool] = bool,
-        in_step: bool = False,
+        sharded: bool = False,
         head: TokenValues | None = None,
     ) -> None:
         self.model = model
@@ -111,7 +111,7 @@ class AutoregressivePolicy:
         self.copies = copies
         self.logits_at_once = logits_at_once
         self.mask_truncated = mask_truncated
-        self.decoder = CachedDecoding(model, any_rank=any_rank if in_step else bool)
+        self.decoder = CachedDecoding(model, any_rank=any_rank if sharded else bool)
         self.engine: Engine = self.decoder if engine is None else engine
         # Without an engine the policy decodes itself, and perhaps only this rank calls ``rollout``.
         self.limits = CachedEngine() if engine is None or sampling.engine is None else sampling.engine

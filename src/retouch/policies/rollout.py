@@ -124,7 +124,7 @@ class EngineContext:
 
     ``weights``: the trained parameters, by name. ``save``: writes them to a folder: a LoRA in PEFT's format, or all weights in
     transformers' layout if ``full_weights``. ``folder``: the folder of the run. ``first``: whether this is rank 0. ``any_rank``:
-    tells whether a flag is true on at least one rank; all ranks must call it. ``in_step``: all ranks must call the model equally
+    tells whether a flag is true on at least one rank; all ranks must call it. ``sharded``: all ranks must call the model equally
     often, because its weights are sharded.
     """
 
@@ -134,7 +134,7 @@ class EngineContext:
     full_weights: bool = False
     first: bool = True
     any_rank: Callable[[bool], bool] = bool
-    in_step: bool = False
+    sharded: bool = False
 
 
 class EngineSection(Section):
@@ -228,7 +228,7 @@ class CachedEngine(EngineSection):
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
         from retouch.policies.decoding import CachedDecoding
 
-        any_rank = context.any_rank if context.in_step else bool
+        any_rank = context.any_rank if context.sharded else bool
         return CachedDecoding(model, check_every=self.check_every, static=self.static, any_rank=any_rank)
 
 

@@ -279,11 +279,11 @@ class PolicyParts:
     painted: WeightCopies | None = None
     """The weights of ``image_model`` that train with the writer (``text_to_image``), and their copies; None if it is frozen."""
     hashes: Mapping[str, str] | None = None
-    """The result of ``weights``, if it was computed before the weights were sharded."""
+    """The result of ``base_hashes``, if it was computed before the weights were sharded."""
 
-    def weights(self) -> Mapping[str, str]:
+    def base_hashes(self) -> Mapping[str, str]:
         """A hash of the frozen weights of each part (``retouch.models.parts.frozen_hashes``)."""
-        return _weights(self.model, self.image_model) if self.hashes is None else self.hashes
+        return _base_hashes(self.model, self.image_model) if self.hashes is None else self.hashes
 
     def stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """The trained weights and their copies, by their names in a checkpoint; those of an image model too."""
@@ -343,12 +343,12 @@ class PolicyParts:
             mask_truncated=policy.mask_truncated,
             engine=engine,
             any_rank=self.ranks.any,
-            in_step=self._in_step,
+            sharded=self._sharded,
             head=head,
         )
 
     @property
-    def _in_step(self) -> bool:
+    def _sharded(self) -> bool:
         """Whether all ranks must call the trained model the same number of times."""
         return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
 
@@ -359,7 +359,7 @@ class PolicyParts:
         assert self.recipe.renderer is not None, "the recipe's checks ensure it"
         published = partial(self.copies.using, "reference") if "reference" in self.copies.copies else None
         section = self.recipe.renderer.with_num_steps(num_steps)
-        renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
+        renderer = section.build(self.image_model, self.model, published=published, sharded=self._sharded)
         if not self.placement.offload:
             return renderer
         assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
@@ -523,7 +523,7 @@ class Assembly(PolicyParts):
                 full_weights=full_weights,
                 first=self.ranks.is_main,
                 any_rank=self.ranks.any,
-                in_step=self._in_step,
+                sharded=self._sharded,
             )
             if isinstance(section, ChainEngineSection):
                 assert isinstance(model, DenoisingModel), "the recipe's checks ensure it"
@@ -628,7 +628,7 @@ def assemble(
         require_same_data(resumed, sets, ranks)
     parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets, trains=trains)
     if resumed is not None:
-        require_same_weights(resumed, parts.weights(), ranks)
+        require_same_weights(resumed, parts.base_hashes(), ranks)
     for name, folder in taught.items():
         restore_copy(parts.copies, name, RunFolder(Path(folder)).checkpoints)
     return parts
@@ -722,7 +722,7 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
 
         if any(is_quantized(weight) for weight in model.module.parameters()):
             raise ValueError("sharding: fsdp2 cannot shard quantised weights, which are small; use null or zero2")
-        hashes = _weights(model, image_model)
+        hashes = _base_hashes(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)
     names = _stale_copies(recipe) | averaged
@@ -747,7 +747,7 @@ def _snapshot(copies: WeightCopies, names: Iterable[str], *, base: bool) -> None
             copies.snapshot(name)
 
 
-def _weights(model: Any, image_model: Any) -> dict[str, str]:
+def _base_hashes(model: Any, image_model: Any) -> dict[str, str]:
     if image_model is model:
         return frozen_hashes(model)
     return frozen_hashes({"policy": model, "renderer": image_model})

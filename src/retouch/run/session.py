@@ -178,7 +178,7 @@ class TrainingSession:
             if self.done < self.parts.steps:
                 self._preflight(stepper)
             if self.parts.ranks.is_main and (self.done == 0 or not self.folder.identity.exists()):
-                record_identity(self.folder, self.parts.weights(), self.parts.sets)
+                record_identity(self.folder, self.parts.base_hashes(), self.parts.sets)
             # Opened after the preflight, so that a run that cannot learn does not appear in a tracker.
             from retouch.records.trackers import CompositeTracker, open_trackers
 

@@ -136,7 +136,7 @@ class VllmEngine(ServerSection, EngineSection):
                 "`resized_images`; see retouch_serve.engines.vllm.Servable, or use cached"
             )
         log.info("rollout.engine: tested against vLLM %s on a CPU, and not on a GPU", ", ".join(TESTED))
-        if context.full_weights and context.in_step:
+        if context.full_weights and context.sharded:
             raise ValueError(
                 "rollout.engine.kind: vllm gets all weights from rank 0, and with this sharding no rank has them; use sharding "
                 "zero2 or none, or policy.train.kind lora"
@@ -247,7 +247,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
             model = model.model
         if not isinstance(model, Promptable):
             raise ValueError(f"rollout.engine.kind: sglang samples for {', '.join(FAMILIES)}, and not for {type(model).__name__}")
-        if context.in_step:
+        if context.sharded:
             raise ValueError("rollout.engine.kind: sglang gets the weights from rank 0, and fsdp2 shards them; use zero2 or none")
         log.warning("rollout.engine: %s", UNTESTED)
         options = self.publishing(context)

@@ -329,7 +329,7 @@ def _problems(section, *, model=None, train=None):
 
 def test_sharded_weights_and_unsupported_models_raise(tmp_path, monkeypatch):
     section = SglangEngine(url="http://127.0.0.1:1")
-    context = EngineContext(weights={}, save=lambda to: None, folder=tmp_path, in_step=True)
+    context = EngineContext(weights={}, save=lambda to: None, folder=tmp_path, sharded=True)
     with pytest.raises(ValueError, match="use zero2 or none"):
         section.build(tiny.sd3_model(), context)
     monkeypatch.delattr(PipelineModel, "NEGATIVE")

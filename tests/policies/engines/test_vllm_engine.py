@@ -535,7 +535,7 @@ def test_missing_development_endpoints_fail_in_the_doctor_and_in_the_rollout(tmp
 
 def test_sharded_weights_are_refused(tmp_path):
     writer = tiny_writers.writer("qwen2.5", train="full")
-    context = EngineContext(weights={}, save=lambda folder: None, folder=tmp_path, full_weights=True, in_step=True)
+    context = EngineContext(weights={}, save=lambda folder: None, folder=tmp_path, full_weights=True, sharded=True)
     with pytest.raises(ValueError, match="use sharding zero2 or none"):
         VllmEngine(url="http://127.0.0.1:9").build(writer, context)
 
