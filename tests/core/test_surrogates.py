@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
@@ -281,6 +281,8 @@ def test_sampling_distribution_equals_the_warpers_of_transformers(seed, temperat
     if top_k is not None:
         theirs = TopKLogitsWarper(top_k)(None, theirs)
     if top_p is not None:
+        # Where the probabilities sum to top_p within the rounding of fp32, rounding decides whether an id stays.
+        assume(top_p == 1 or ((theirs.double().softmax(-1).sort().values.cumsum(-1) - (1 - top_p)).abs() > 1e-6).all())
         theirs = TopPLogitsWarper(top_p)(None, theirs)
     ours = warp_logits(raw, torch.ones(1, 13, dtype=torch.bool), temperature=temperature)
     stays = top_k_top_p_mask(ours, top_k=top_k, top_p=top_p)
