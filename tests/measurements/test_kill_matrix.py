@@ -75,9 +75,7 @@ def test_tests_are_left_out_whose_lines_others_run_and_whose_mutants_others_kill
     assert told[3].startswith("| 1 | 0 | 0 |")
     lines["f.py"].pop(3)
     kill_matrix.report(rows, lines, sizes)
-    told = capsys.readouterr().out.splitlines()
-    assert told[3].startswith("| 1 | 1 | 20 |")
-    assert told[4].startswith("| 2 | 0 | 0 |")
+    assert [line[:14] for line in capsys.readouterr().out.splitlines()[3:5]] == ["| 1 | 1 | 20 |", "| 2 | 0 | 0 | "]
 
 
 def test_the_quickest_tests_are_chosen_and_few_of_many_cases(kill_matrix):
