@@ -290,7 +290,7 @@ MUTANTS = (
     Mutant(
         "the count of optimizer steps restarts at 0 in every training step",
         "run/step.py",
-        "taken = (step - phase.steps.start if before is None else before) * phase.epochs * phase.minibatches",
+        "taken = sum(map(phase.trains, range(phase.steps.start, step))) * phase.epochs * phase.minibatches",
         "taken = 0",
         "tests/training/test_loop.py::test_resumed_phase_continues_its_step_and_optimizer_step_counts",
     ),

@@ -109,7 +109,7 @@ RENDERING = (
     Mutant(
         "the writer trains when it is the image model's turn",
         "run/step.py",
-        "        if writer:",
+        "        if phase.trains(step):",
         "        if True:",
         f"{TEXT_TO_IMAGE}::test_in_turn_only_the_one_whose_turn_it_is_changes",
     ),

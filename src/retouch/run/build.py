@@ -450,8 +450,10 @@ class Assembly(PolicyParts):
             ranks=self.ranks,
             reward_range=bounds,
         )
-        if self.painted is not None and isinstance(stepper, JointStepper) and not resolved.imitates:
+        together = self.recipe.text_to_image
+        if together is not None and self.painted is not None and isinstance(stepper, JointStepper) and not resolved.imitates:
             run = replace(run, painting=self._painting(run, phase, stepper.second))
+            phase = replace(phase, trains=lambda step: together.trains(step)[0])
         return run, phase
 
     def _painting(self, run: Run, phase: Phase, stepper: ReplicatedStepper) -> Painting:
@@ -480,11 +482,11 @@ class Assembly(PolicyParts):
                 objective=objective,
                 learning_rate=self.recipe.optimizer.learning_rate(peak=section.learning_rate, steps=phase.steps),
                 max_length=section.rollout.longest if objective.loss_weights == "dr_grpo" else None,
+                trains=lambda step: section.trains(step)[1],
             ),
             read=partial(renderer.written_task, model),
             edits=renderer.uses_sources,
             decode=LatentRenderer(model),
-            trains=section.trains,
         )
 
     def trial_steps(self, *, stepper: Stepper, judge: BatchScorer, done: int) -> Iterator[Check]:

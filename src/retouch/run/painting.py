@@ -13,11 +13,10 @@ from retouch.types import Batch, Completion, Task, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Painting:
-    """The image model of a run. ``run``: its policy and its stepper. ``phase``: its objective and learning rate.
+    """The image model of a run. ``run``: its policy and its stepper. ``phase``: its objective, learning rate and steps to train.
 
     ``read``: the task that the image model reads for a completion; None if it has no usable prompt. ``edits``: whether the image
-    model reads source images. ``decode``: makes the images of its trajectories. ``trains``: whether the writer and the image model
-    train in a step.
+    model reads source images. ``decode``: makes the images of its trajectories.
     """
 
     run: Run
@@ -25,7 +24,6 @@ class Painting:
     read: Callable[[Task, Completion], Task | None]
     edits: bool
     decode: Renderer
-    trains: Callable[[int], tuple[bool, bool]]
 
     def paint(self, batch: Batch, outputs: Sequence[Completion]) -> tuple[Batch, Trajectory, list[Image | None]]:
         """Make an image of each completion, with exploration. Returns the image model's rows, each with the task that it has read.
@@ -60,8 +58,7 @@ class Painting:
         )
         return rows, type(parts[0][1]).concat([made for _, made in parts])
 
-    def train(self, step: int, painted: ScoredRollout, before: int | None = None) -> Metrics:
-        """Take the image model's optimizer steps of a training step. Returns the metrics, named ``text_to_image/...``.
-        ``before``: see ``update``."""
-        metrics = update(self.run, self.phase, step, painted, before)
+    def train(self, step: int, painted: ScoredRollout) -> Metrics:
+        """Take the image model's optimizer steps of a training step. Returns the metrics, named ``text_to_image/...``."""
+        metrics = update(self.run, self.phase, step, painted)
         return {name.replace("policy/", "text_to_image/", 1): value for name, value in metrics.items()}

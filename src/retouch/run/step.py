@@ -64,7 +64,7 @@ class Phase:
     ``group``: the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no
     reward). ``reward_range``: the smallest and the largest possible reward. ``max_length``: the largest number of actions of a
     row, for loss weights "dr_grpo". ``source``: yields the training data of each step, from a given step on (``collecting.py``);
-    None: collect one step after the other.
+    None: collect one step after the other. ``trains``: whether the policy trains in a step.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Phase:
     minibatches: int
     learning_rate: Callable[[int], float]
     source: "Callable[[Run, Phase, int], Iterator[ScoredRollout]] | None" = None
+    trains: Callable[[int], bool] = lambda step: True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +144,12 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRo
     """Train the phase's steps from ``start`` on; yields (step, collected samples, metrics) after each step."""
     steps = range(max(start, phase.steps.start), phase.steps.stop)
     every = (collect(run, phase, step) for step in steps) if phase.source is None else phase.source(run, phase, steps.start)
-    trains = run.painting.trains if run.painting is not None else lambda step: (True, False)
-    # A model that trains in turn has taken fewer optimizer steps than the run: its averages follow its own.
-    own = [sum(trains(step)[model] for step in range(phase.steps.start, steps.start)) for model in (0, 1)]
     for step, collected in zip(steps, every, strict=True):
         metrics = dict(collected.metrics)
-        writer, image_model = trains(step)
-        if writer:
-            metrics |= update(run, phase, step, collected, own[0])
-        if image_model and run.painting is not None and collected.painted is not None:
-            metrics |= run.painting.train(step, collected.painted, own[1])
-        own = [own[0] + writer, own[1] + image_model]
+        if phase.trains(step):
+            metrics |= update(run, phase, step, collected)
+        if run.painting is not None and run.painting.phase.trains(step) and collected.painted is not None:
+            metrics |= run.painting.train(step, collected.painted)
         yield step, collected, metrics
 
 
@@ -303,13 +299,11 @@ def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
     return gathered
 
 
-def update(run: Run, phase: Phase, step: int, collected: ScoredRollout, before: int | None = None) -> Metrics:
-    """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each.
-
-    ``before``: in how many earlier steps of the phase the policy has trained; None: in all.
-    """
+def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metrics:
+    """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each."""
     rows = len(collected.batch) // phase.minibatches
-    taken = (step - phase.steps.start if before is None else before) * phase.epochs * phase.minibatches
+    # A model that trains in turn has taken fewer optimizer steps than the run: its averages follow its own.
+    taken = sum(map(phase.trains, range(phase.steps.start, step))) * phase.epochs * phase.minibatches
     metrics: Metrics = {}
     for epoch in range(phase.epochs):
         for part in range(phase.minibatches):
