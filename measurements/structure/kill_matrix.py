@@ -367,7 +367,7 @@ def main() -> None:
     run.add_argument("--mutants", type=int, default=1000)
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--coverage", default=".coverage")
-    run.add_argument("--seconds", help="JSON: usual seconds of each test")
+    run.add_argument("--seconds", help="JSON: usual seconds of each test, such as those of --durations=0 -vv; default: 0.5 each")
     run.add_argument("--budget", type=float, default=6.0, help="seconds of tests for a mutant")
     run.add_argument("--part", default="0/1", help="0/2 and 1/2: two halves of the mutants, for two processes")
     run.add_argument("--out", required=True)

@@ -5,12 +5,12 @@
 //
 // On-policy distillation (Flow-OPD, arXiv 2605.08063): the policy samples without guidance, and in each state that it reaches it
 // learns the velocity of the same model with guidance 4.5 and without the adapter. The OCR reward is only measured: the prompts are
-// those of sd3/one-gpu, and `--set data.path=LIST.txt` takes yours. A phase of ocr-grpo may follow: `phases` in docs/config.md.
+// those of sd3/one-gpu, and `--set data.path=LIST.txt` takes yours. A phase with a policy gradient
+// may follow: `phases` in docs/recipes.md.
 //
 // A healthy run.
 // - `policy/loss` falls at once, and later slowly. It is a mean over the latent, so it does not depend on the size of the image.
-// - `eval` is without guidance, too: its score rises from that of the model without guidance to that of the teacher, which
-//   `--set steps=1 --set rollout.guidance_scale=4.5` measures.
+// - `eval` is without guidance, too. Its score should rise from that of the model without guidance towards that of the teacher.
 // This recipe has not been run on a GPU; playground/opd.jsonnet learns with the same objective.
 local sampling = import '../lib/sampling.libsonnet';
 
