@@ -236,9 +236,14 @@ class TaughtPolicy(Policy, Protocol):
         """The conditioning or the prompts of the tasks at the teacher's scale of guidance."""
         ...
 
-    def divergence(self, trajectory: Trajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool) -> Float[Tensor, "r t"]:
-        """The divergence of each action from the teacher of its task, with gradient in the current weights; 0 or more. ``forward``:
-        KL(teacher, policy) in place of KL(policy, teacher); Gaussian steps of equal variance have the same for both."""
+    def teach(self, trajectory: Trajectory, lessons: Sequence[Lesson]) -> Any:
+        """What the teachers would do in the states of all rows, for ``divergence``; without gradient."""
+        ...
+
+    def divergence(self, trajectory: Trajectory, part: Slice, taught: Any, *, forward: bool) -> Float[Tensor, "r t"]:
+        """The divergence of each action from the teacher of its task, with gradient in the current weights; 0 or more. ``taught``:
+        the result of ``teach``. ``forward``: KL(teacher, policy) in place of KL(policy, teacher); Gaussian steps of equal variance
+        have the same for both."""
         ...
 
 

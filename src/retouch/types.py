@@ -163,10 +163,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Lesson:
-    """What a teacher sees of a batch, for ``TaughtPolicy.divergence``.
+    """What a teacher sees of a batch, for ``TaughtPolicy.teach``.
 
-    ``weights``: the name of its weight copy. ``inputs``: the conditioning or the prompts of its tasks. ``places``: (p,), for each
-    task of the batch its row in ``inputs``, or -1 if another teacher teaches it. ``guidance_scale``: None for the policy's own.
+    ``weights``: the name of its weight copy or model. ``inputs``: the conditioning or the prompts of its tasks. ``places``: (p,),
+    for each task of the batch its row in ``inputs``, or -1 if another teacher teaches it. ``guidance_scale``: None: the policy's.
     """
 
     weights: str

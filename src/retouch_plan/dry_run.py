@@ -109,7 +109,8 @@ def made_up_task(recipe: Recipe) -> Task:
     for phase in phases:
         teachers: dict[str, Any] = getattr(phase.objective, "teachers", {})
         if teachers:
-            name = max(teachers, key=lambda name: (bool(teachers[name].instructions), teachers[name].guidance_scale or 0))
+            cost = {name: (bool(each.model), bool(each.instructions), each.guidance_scale or 0) for name, each in teachers.items()}
+            name = max(cost, key=lambda name: cost[name])
             by = getattr(phase.objective, "by", None)
             tags |= {by: name} if by else {}
             meta |= {teacher.instructions: [words] * EDITS for teacher in teachers.values() if teacher.instructions}
@@ -437,6 +438,8 @@ class _Step:
         """Label trained weights, their copies and their gradients, and the weights of a denoising model."""
         if isinstance(parts.model, DenoisingModel):  # its weights may have been moved after loading
             self.meter.relabel(list(parts.model.module.parameters()), "weights: transformer")
+        for model in parts.copies.models.values():
+            self.meter.relabel(list(model.parameters()), "weights: teacher")
         for copies in filter(None, (parts.copies, parts.painted)):
             trained = list(copies.parameters.values())
             self.meter.relabel(trained, "trained weights")
@@ -501,7 +504,7 @@ class _Step:
 
     def _count_velocities(self, model: Any) -> None:
         own = model.velocity
-        repeated = self.repeats.calls(own, lambda module, x, sigma, conditioning: tuple(x.shape))
+        repeated = self.repeats.calls(own, lambda module, x, sigma, conditioning: (id(module), tuple(x.shape)))
 
         def velocity(*args: Any, **kwargs: Any) -> Tensor:
             if self.meter.stage_name.endswith("rollout"):

@@ -89,11 +89,12 @@ def choose_depths(stacks: Counts, *, swap_blocks: int = 0) -> Depths | None:
 
 
 def stacks_of(recipe: Recipe) -> Counts:
-    """Return the stacks of blocks of the model that is trained, and of the image model that receives a writer's prompts. A model
-    without a folder of configurations is built whole."""
+    """Return the stacks of blocks of the model that is trained, of models that teach it, and of the image model that receives a
+    writer's prompts. A model without a folder of configurations is built whole."""
     renderer = recipe.renderer
     parts: list[Path] = []
-    for model in (recipe.policy.model, None if renderer is None else renderer.image_model):
+    teachers = [recipe.policy.model.model_copy(update={"path": path}) for path in _teachers(recipe)]
+    for model in (recipe.policy.model, None if renderer is None else renderer.image_model, *teachers):
         folder = model.find_weights()[0] if isinstance(model, DiffusersModel | PretrainedLanguageModel) else None
         if folder is None:
             continue
@@ -270,7 +271,28 @@ def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
     changed: dict[str, Any] = {"policy": policy.model_copy(update={"model": change(policy.model, "policy.model")})}
     if renderer is not None and renderer.image_model is not None:
         changed["renderer"] = renderer.model_copy(update={"model": change(renderer.image_model, "renderer.model")})
+    paths = {}
+    for number, path in enumerate(_teachers(recipe)):
+        paths[path] = change(policy.model.model_copy(update={"path": path}), f"objective.teachers.{number}").path
+    if paths:
+        changed["objective"] = _taught(recipe.objective, paths)
+        changed["phases"] = recipe.phases and [
+            each.model_copy(update={"objective": each.objective and _taught(each.objective, paths)}) for each in recipe.phases
+        ]
     return recipe.model_copy(update=changed)
+
+
+def _teachers(recipe: Recipe) -> list[str]:
+    """The paths of the models that teach."""
+    return [*dict.fromkeys(path for phase in recipe.resolved_phases() for path in phase.objective.models.values())]
+
+
+def _taught(objective: Any, paths: Mapping[str, str]) -> Any:
+    """The objective with other paths of the models that teach."""
+    teachers = {
+        name: each.model_copy(update={"model": paths.get(each.model)}) for name, each in getattr(objective, "teachers", {}).items()
+    }
+    return objective.model_copy(update={"teachers": teachers} if teachers else {})
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
@@ -382,6 +404,8 @@ def write_folder(folder: Path, described: PartConfigs) -> Path:
         (folder / name).mkdir(exist_ok=True)
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         (folder / name / file).write_text(json.dumps(_with_class(part)), encoding="utf-8")
+    if "transformer" in described:
+        save_file({}, folder / "transformer" / "model.safetensors")
     (folder / "processor").mkdir(exist_ok=True)
     (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(_processor(described)), encoding="utf-8")
     return folder

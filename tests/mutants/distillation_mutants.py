@@ -9,8 +9,8 @@ DISTILLATION = (
     Mutant(
         "the teacher has the current weights",
         "policies/denoising.py",
-        "with torch.no_grad(), self.copies.using(lesson.weights):\n                    taught[rows] = model.velocity",
-        "with torch.no_grad():\n                    taught[rows] = model.velocity",
+        "with self.copies.module_with(lesson.weights, self.model.module) as module:",
+        "with nullcontext(self.model.module) as module:",
         _CHAIN,
     ),
     Mutant(
@@ -30,9 +30,30 @@ DISTILLATION = (
     Mutant(
         "the teacher has the guidance of the policy",
         "policies/denoising.py",
-        "model, inputs = self._guided(lesson.guidance_scale), lesson",
-        "model, inputs = self.model, lesson",
+        "model = self._guided(lesson.guidance_scale)\n",
+        "model = self.model\n",
         f"{_TESTS}::test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher[cps]",
+    ),
+    Mutant(
+        "a larger teacher is the policy itself",
+        "policies/weights.py",
+        "            yield model\n",
+        "            yield own\n",
+        f"{_TESTS}::test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bits",
+    ),
+    Mutant(
+        "an action learns the velocity of another step",
+        "policies/denoising.py",
+        "part.actions.start + rows % len(index)] = velocity",
+        "part.actions.start] = velocity",
+        _CHAIN,
+    ),
+    Mutant(
+        "another autoencoder is not noticed",
+        "models/offloading.py",
+        'for file in sorted(folder.glob("*/config.json")):\n        part',
+        'for file in sorted(folder.glob("transformer/config.json")):\n        part',
+        f"{_TESTS}::test_a_model_that_cannot_teach_the_policy_is_refused",
     ),
     Mutant(
         "a row without a teacher of its own learns from the first one",

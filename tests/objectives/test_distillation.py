@@ -1,16 +1,19 @@
 """On-policy distillation: losses and gradients against hand-written ones, for chains and tokens; a teacher from another run."""
 
+import json
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 
 import tiny_emu3
 import tiny_models
 import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
+from retouch.distributed.ranks import Ranks
 from retouch.models.pipeline import Guided
 from retouch.objectives.base import ObjectiveContext
 from retouch.objectives.distillation import OPD, Teacher
@@ -19,8 +22,10 @@ from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.base import CodesDecoder
 from retouch.run import checkpoint
+from retouch.run.build import assemble
 from retouch.run.session import run
 from retouch.types import Batch, Task
+from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 
 STEPS = {"one": ["make it blue"], "two": ["make it red", "turn it over"]}
@@ -192,6 +197,12 @@ def test_each_task_learns_from_the_teacher_that_its_tag_names():
     [
         (OPD(teachers={"a": Teacher()}), {}, "objective.teachers.a: it is the policy before training"),
         (OPD(teachers={"a": Teacher(run="r"), "b": Teacher(run="s")}), {}, "objective.by: there are 2 teachers; name the tag"),
+        (
+            OPD(teachers={"a": Teacher(run="r", model="m")}),
+            {},
+            "objective.teachers.a.model: run names other weights of the policy's",
+        ),
+        (OPD(teachers={"a": Teacher(model="m")}), {"is_autoregressive": True}, "objective.teachers.a.model: a policy that writes"),
         (OPD(teachers={"a": Teacher(guidance_scale=2.0)}), {"is_autoregressive": True}, "objective.teachers.a.guidance_scale: tok"),
         (OPD(teachers={"a": Teacher(instructions="x")}), {"sharded": True}, "objective.teachers: with sharding fsdp2 all ranks"),
         (OPD(teachers={"a": Teacher(run="r")}), {"engine": True}, "rollout.engine: an engine returns no state"),
@@ -201,6 +212,95 @@ def test_settings_that_cannot_teach_are_refused(objective, changes, problem):
     (found,) = objective.problems(replace(CONTEXT, **changes))
     assert found.startswith(problem)
     assert not [*OPD(teachers={"a": Teacher(run="r")}).problems(replace(CONTEXT, sharded=True))]
+
+
+def larger(folder, **changed):
+    """Write a pipeline like the built-in one whose denoiser has twice the blocks and other settings ``changed``; no encoders."""
+    packaged = playground_weights("editor")
+    for part in ("vae", "text_encoder"):
+        (folder / part).mkdir(parents=True)
+        shutil.copy(packaged / part / "config.json", folder / part)
+    torch.manual_seed(5)
+    config = QwenImageTransformer2DModel.load_config(packaged / "transformer")
+    config = {**config, "num_layers": 2 * config["num_layers"], **changed}
+    QwenImageTransformer2DModel.from_config(config).save_pretrained(folder / "transformer")
+    return folder
+
+
+def taught_by(folder, out, name, **changed):
+    """A recipe of two steps whose teacher is the pipeline in ``folder``."""
+    common = {
+        **SMALL,
+        "out": str(out),
+        "device": "cpu",
+        "checkpoints": {"every": 1, "keep": 9},
+        "eval": {"tasks": 1},
+        "group_size": 1,
+    }
+    teacher = {"model": str(folder), "guidance_scale": 2.0}
+    learning = {
+        "rollout": {"num_steps": 3, "transition": {"kind": "ode"}},
+        "objective": {"kind": "opd", "teachers": {"large": teacher}},
+    }
+    return parse({**common, **learning, "name": name, **changed})
+
+
+def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bits(tmp_path):
+    """The first loss is the mean squared distance of the velocities of two models of different sizes, the larger one guided."""
+    student = taught_by(larger(tmp_path / "large"), tmp_path, "student", learning_rate=0.02, steps=4)
+    parts = assemble(student, Ranks())
+    (module,) = parts.copies.models.values()
+    assert len(module.transformer_blocks) == 2 * len(parts.model.module.transformer_blocks)
+    loop, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: None)
+    batch = phase.batch(0)
+    trajectory = loop.policy.rollout(batch)
+    (loss, *_) = phase.objective.losses(loop.policy, tiny.minibatch(batch, trajectory, [0.0] * len(batch)))
+    model, x, sigmas = Guided(parts.model, 2.0), trajectory.latents[:, :-1], trajectory.sigmas[:-1]
+    seen, total = model.encode(batch.tasks), 0.0
+    with torch.no_grad():
+        for row, group in enumerate(batch.group):
+            inputs = torch.full((3,), group)
+            theirs = model.velocity(module, x[row], sigmas, seen.take(inputs))
+            own = parts.model.velocity(parts.model.module, x[row], sigmas, trajectory.conditioning.take(inputs))
+            total += (own - theirs).square().mean().item() / len(batch)
+    torch.testing.assert_close(loss.value.item(), total, rtol=1e-4, atol=0)
+
+    assert run(student, fresh=False) == 0
+    losses = [record["policy/loss"] for record in RunFolder(student.folder).read_metrics()]
+    assert losses[-1] < 0.9 * losses[0]
+    last = student.folder / "checkpoints" / "step-000004"
+    whole = {name: tensor.clone() for name, tensor in checkpoint.load(last).tensors["weights"].items()}
+    shutil.rmtree(last)
+    assert run(student, fresh=False) == 0
+    for name, tensor in checkpoint.load(last).tensors["weights"].items():
+        assert torch.equal(tensor, whole[name])
+    shutil.rmtree(last)
+    torch.manual_seed(6)
+    type(module).from_config(module.config).save_pretrained(tmp_path / "large" / "transformer")
+    with pytest.raises(ValueError, match=r"the base weights are not those of the run in .*: teacher-\w+ differs"):
+        run(student, fresh=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        (
+            {"patch_size": 4},
+            r"objective.teachers: the transformer of .* has not the inputs and .* model: patch_size is 4 and not 2",
+        ),
+        ({"vae": "z_dim"}, r"objective.teachers: the vae of .* has not the inputs and outputs of the policy's model: z_dim is 7"),
+        ({"transformer": None}, r"objective.teachers: .* is incomplete: transformer has no safetensors file. Download the model"),
+    ],
+)
+def test_a_model_that_cannot_teach_the_policy_is_refused(tmp_path, changed, problem):
+    folder = larger(tmp_path / "large", **{key: value for key, value in changed.items() if isinstance(value, int)})
+    if "vae" in changed:
+        config = json.loads((folder / "vae" / "config.json").read_text())
+        (folder / "vae" / "config.json").write_text(json.dumps({**config, changed["vae"]: 7}))
+    if "transformer" in changed:
+        next((folder / "transformer").glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=problem):
+        assemble(taught_by(folder, tmp_path, "student"), Ranks())
 
 
 def test_a_student_comes_closer_to_a_teacher_from_another_run_and_resumes_to_the_same_bits(tmp_path):

@@ -41,6 +41,8 @@ def test_tasks_have_what_a_teacher_reads_and_the_costliest_teacher():
     several = 'objective.teachers={"plain": {"run": "r"}, "by-edit": {"instructions": "steps"}, "guided": {"guidance_scale": 4}}'
     task = made_up_task(load("playground/opd", [several, "objective.by=teacher"]))
     assert (len(task.meta["steps"]), task.tags) == (3, {"teacher": "by-edit"})
+    larger = 'objective.teachers={"by-edit": {"instructions": "steps"}, "large": {"model": "owner/large"}}'
+    assert made_up_task(load("playground/opd", [larger, "objective.by=teacher"])).tags == {"teacher": "large"}
 
 
 def test_a_second_process_gives_the_same_results(caplog, monkeypatch):

@@ -30,12 +30,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
-from retouch.models.base import ImageModel
-from retouch.models.parts import bits_hash, evaluating, repeated_blocks, to_device
+from retouch.models.base import Bits, ImageModel
+from retouch.models.lora import part_of_pipeline
+from retouch.models.parts import LOCAL, bits_hash, evaluating, repeated_blocks, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
-from retouch.models.quantized import plain_tensors, quantize
+from retouch.models.pretrained import DENOISER, fetch_weights
+from retouch.models.quantized import compute_dtype, plain_tensors, quantize
 from retouch.protocols import DenoisingModel
 from retouch.records import files
+from retouch.records.files import read_json
 from retouch.types import Conditioning, Task
 
 BUFFER_BYTES = 2**30
@@ -51,6 +54,15 @@ _KEPT_SHARE = 0.9
 _ABANDONED_SECONDS = 24 * 3600
 _VERSION = 2
 _VOLATILE = ("_name_or_path", "transformers_version", "architectures")
+_INNER = frozenset(
+    {
+        *("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "dual_attention_layers"),
+        *("num_attention_heads", "n_heads", "n_kv_heads", "attention_head_dim", "dim", "caption_projection_dim", "mlp_ratio"),
+        *("axes_dims_rope", "axes_dims", "pos_embed_max_size", "sample_size", "qk_norm", "eps", "norm_eps"),
+    }
+)
+"""Settings of a denoiser that leave its inputs and outputs as they are: depth, widths and norms."""
+_UNIMPORTANT = frozenset({*_VOLATILE, "_diffusers_version", "torch_dtype", "dtype"})
 _log = logging.getLogger("retouch")
 
 
@@ -201,6 +213,31 @@ def place_blocks(module: nn.Module, *, count: int, device: torch.device) -> None
     module.to(device)
     for table, name, block in tables:
         table[name] = block
+
+
+def load_teacher(model: Any, path: str, *, policy_folder: Path | None, device: torch.device, bits: Bits | None) -> nn.Module:
+    """Load the denoiser of another pipeline, frozen and in CPU memory, for ``on_device``; it computes with the model's other parts.
+
+    The configurations of all parts must be equal, except in ``_INNER`` settings of the denoiser. ``policy_folder``: the model's
+    pipeline, or None. ``device``: where the denoiser is quantised to ``bits``. Raises ValueError.
+    """
+    key = "objective.teachers"
+    if policy_folder is None:
+        raise ValueError(f"{key}: the policy's model is no folder of a pipeline to compare it with; set policy.model.path to one")
+    kind, denoiser = type(model.module), part_of_pipeline(model.module)
+    folder = fetch_weights(path, DENOISER, key=key)
+    for file in sorted(folder.glob("*/config.json")):
+        part = file.parent.name
+        own, theirs = (read_json(each) if each.is_file() else {} for each in (policy_folder / part / file.name, file))
+        names = {name for name in own.keys() & theirs.keys() if own[name] != theirs[name] and name not in _UNIMPORTANT}
+        if found := sorted(names - (_INNER if part == denoiser else set())):
+            differing = ", ".join(f"{name} is {theirs[name]!r} and not {own[name]!r}" for name in found)
+            raise ValueError(f"{key}: the {part} of {path} has not the inputs and outputs of the policy's model: {differing}")
+    made: nn.Module = kind.from_pretrained(folder / denoiser, torch_dtype=compute_dtype(model.module), **LOCAL).to(_CPU)
+    if bits is not None:
+        quantize(made, bits, device=device, home=_CPU)
+    page_lock([made], device)
+    return made.requires_grad_(False).eval()
 
 
 def parts_of(model: Any, *, key: str = "devices.offload") -> list[nn.Module]:

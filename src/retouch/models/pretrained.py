@@ -2,7 +2,7 @@
 and JSON only), and checks that they are complete: an interrupted download is the usual reason if they are not."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ PIPELINE = ("model_index.json", *(f"{part}/*" for part in _PARTS))
 """The files of a diffusers pipeline."""
 TOKENIZER = ("*.json", "*.txt", "*.jinja")
 """The files of a tokenizer or a processor alone: weights may be missing."""
+DENOISER = ("transformer/*", "*/config.json")
+"""The files of a pipeline's denoiser, and what they are compared by: its other parts' configurations."""
 MODEL = ("*.safetensors", *TOKENIZER)
 """The files of a model in transformers' layout."""
 
@@ -53,8 +55,8 @@ def snapshot(path: str, files: Sequence[str], **options: Any) -> Path:
 def find_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "policy.model.path") -> Path | None:
     """The folder ``path``, or the complete cached copy of the Hub id ``path``; None if the weights are not on this machine.
 
-    ``files``: ``PIPELINE``, ``MODEL`` or ``TOKENIZER``. Does not use the network. Raises ValueError, which names the recipe's
-    ``key``, if ``path`` is neither a folder nor a Hub id.
+    ``files``: ``PIPELINE``, ``DENOISER``, ``MODEL`` or ``TOKENIZER``. Does not use the network. Raises ValueError, which names the
+    recipe's ``key``, if ``path`` is neither a folder nor a Hub id.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -65,7 +67,7 @@ def find_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "poli
     except FileNotFoundError:
         return None
     # An interrupted download is continued.
-    return None if files != TOKENIZER and find_problems(cached) else cached
+    return None if files != TOKENIZER and find_problems(cached, files) else cached
 
 
 def fetch_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "policy.model.path") -> Path:
@@ -86,7 +88,7 @@ def fetch_weights(path: str, files: Sequence[str] = PIPELINE, *, key: str = "pol
                 "or download them elsewhere and set the local folder"
             ) from error
     if files != TOKENIZER:
-        require_complete(folder, path=path, key=key)
+        require_complete(folder, path=path, key=key, files=files)
     return folder
 
 
@@ -106,25 +108,29 @@ class IncompleteWeights(ValueError):
     """Files of a model's folder are missing or damaged. ``command`` downloads them again."""
 
     def __init__(self, text: str, command: str) -> None:
-        super().__init__(f"{text}. Download the model again: `{command}`")
+        super().__init__(text, command)  # both, so that another process can send it
         self.command = command
 
+    def __str__(self) -> str:
+        return f"{self.args[0]}. Download the model again: `{self.command}`"
 
-def require_complete(folder: Path, *, path: str, key: str) -> None:
+
+def require_complete(folder: Path, *, path: str, key: str, files: Sequence[str] = PIPELINE) -> None:
     """Raise IncompleteWeights, which names every file, if files of a diffusers or transformers folder are missing or damaged.
 
     Only file sizes, the headers of safetensors files and JSON files are read. ``path``: the folder or the Hub id that the recipe's
     ``key`` names. Parts of a pipeline that a family can do without (the third text encoder of Stable Diffusion 3) may be missing.
     """
-    if problems := find_problems(folder):
+    if problems := find_problems(folder, files):
         command = f"hf download ID --local-dir {path}" if Path(path).is_dir() else f"hf download {path}"
         raise IncompleteWeights(f"{key}: {folder} is incomplete: {'; '.join(problems)}", command)
 
 
-def find_problems(folder: Path) -> list[str]:
-    """Name each file that is missing or damaged, and say what is wrong with it."""
+def find_problems(folder: Path, files: Sequence[str] = PIPELINE) -> list[str]:
+    """Name each file that is missing or damaged, and say what is wrong with it. ``files``: as for ``find_weights``."""
     found: list[str] = []
-    for part, entry in _json(folder / "model_index.json").items():
+    index: Mapping[str, object] = {"transformer": [""]} if files == DENOISER else _json(folder / "model_index.json")
+    for part, entry in index.items():
         if part not in (*_WEIGHTS, *_SETTINGS) or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         if not (folder / part).is_dir():
@@ -181,5 +187,4 @@ def _problem(file: Path) -> str | None:
 
 def _files(folder: Path, pattern: str) -> list[Path]:
     """The files of the folder, and of its parts if it is a pipeline."""
-    parts = _PARTS if (folder / "model_index.json").is_file() else ()
-    return [file for place in (folder, *(folder / part for part in parts)) for file in sorted(place.glob(pattern))]
+    return [file for place in (folder, *(folder / part for part in _PARTS)) for file in sorted(place.glob(pattern))]

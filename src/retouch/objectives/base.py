@@ -87,10 +87,12 @@ class Objective(Section):
     """The sections of the rewards that the objective differentiates, by their keys."""
     stored_copies: ClassVar[Mapping[str, str]] = {}
     """The folder of the run from which each copy of the weights is read, by the copy's name (in ``weight_copies`` too)."""
+    models: ClassVar[Mapping[str, str]] = {}
+    """The path of each model besides the policy's that the loss needs, by its name in ``WeightCopies.models``."""
     uses_advantages: ClassVar[bool] = True
     """Whether the loss depends on advantages. Without them, a group may have one row."""
     learns_from_teachers: ClassVar[bool] = False
-    """Whether the objective calls ``TaughtPolicy.divergence``, for which chains keep the states of all steps that train."""
+    """Whether the objective calls ``TaughtPolicy.teach``, for which chains keep the states of all steps that train."""
 
     has_value_loss: ClassVar[bool] = False
     """Whether ``build`` adds a value loss if a value head trains (advantage ``gae``)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Teacher(Section):
-    """A teacher: the policy's own model with other weights, guidance or instructions.
+    """A teacher: another model, or the policy's own one with other weights, guidance or instructions.
 
     Example::
 
@@ -31,6 +32,10 @@ class Teacher(Section):
     run: str | None = None
     """The folder of a run with the same model and ``policy.train``, whose newest weights teach (their average, if it kept one);
     null means the weights before this run, or before this phase if the phase before it imitates."""
+    model: str | None = Field(default=None, exclude_if=operator.not_)
+    """Folder or Hugging Face id of another pipeline of the policy's family, such as a larger one: its denoiser teaches, with the
+    policy's text encoders and autoencoder, which must be the same. It is stored as ``policy.base`` says for the policy's frozen
+    weights, and is in CPU memory while it does not teach."""
     guidance_scale: Annotated[float, Field(ge=1.0)] | None = None
     """The teacher's scale of classifier-free guidance; null means that of the rollout."""
     instructions: str | None = None
@@ -79,16 +84,20 @@ class OPD(Objective):
 
     @property
     def weight_copies(self) -> frozenset[str]:
-        return frozenset(self._copy(name) for name in self.teachers)
+        return frozenset(self._copy(name) for name, teacher in self.teachers.items() if teacher.model is None)
 
     @property
     def stored_copies(self) -> Mapping[str, str]:  # type: ignore[override]
         return {self._copy(name): teacher.run for name, teacher in self.teachers.items() if teacher.run is not None}
 
+    @property
+    def models(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {self._copy(name): teacher.model for name, teacher in self.teachers.items() if teacher.model is not None}
+
     def _copy(self, name: str) -> str:
-        """The copy of the teacher's weights. It is named after the run: in another phase, a teacher of this name may be another."""
-        run = self.teachers[name].run
-        return "reference" if run is None else f"teacher-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
+        """The name of the teacher's weights. It follows from their path: in another phase, another teacher may have this name."""
+        path = self.teachers[name].run or self.teachers[name].model
+        return "reference" if path is None else f"teacher-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
 
     def losses(self, policy: TaughtPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         import torch
@@ -111,8 +120,9 @@ class OPD(Objective):
                 places[tasks] = torch.arange(len(tasks), device=places.device)
                 inputs = policy.teacher_inputs(asked, guidance_scale=scale)
                 lessons.append(Lesson(weights=weights, inputs=inputs, places=places, guidance_scale=scale))
+        taught = policy.teach(minibatch.trajectory, lessons)
         for part in policy.microbatches(minibatch.trajectory):
-            divergence = policy.divergence(minibatch.trajectory, part, lessons, forward=self.kl == "forward")
+            divergence = policy.divergence(minibatch.trajectory, part, taught, forward=self.kl == "forward")
             value = (minibatch.weights[part.rows, part.actions] * divergence).sum()
             yield Loss(value, {"policy/loss": value.detach()})
 
@@ -121,9 +131,13 @@ class OPD(Objective):
         if len(self.teachers) > 1 and self.by is None:
             yield f"{context.objective}.by: there are {len(self.teachers)} teachers; name the tag of the tasks that chooses one"
         for name, teacher in self.teachers.items():
-            if teacher.run is None and teacher.guidance_scale is None and teacher.instructions is None:
+            if not (teacher.run or teacher.model or teacher.guidance_scale or teacher.instructions):
                 same = "it is the policy before training with the same inputs, so there is nothing to learn"
-                yield f"{key}.{name}: {same}; set run, guidance_scale or instructions"
+                yield f"{key}.{name}: {same}; set run, model, guidance_scale or instructions"
+            if teacher.run is not None and teacher.model is not None:
+                yield f"{key}.{name}.model: run names other weights of the policy's own model; give one of the two"
+            if teacher.model is not None and context.is_autoregressive:
+                yield f"{key}.{name}.model: a policy that writes tokens is taught by its own model only; use run"
             if teacher.guidance_scale is not None and context.is_autoregressive:
                 yield f"{key}.{name}.guidance_scale: tokens are sampled without guidance; remove it"
         if context.sharded and (self.by is not None or any(teacher.instructions for teacher in self.teachers.values())):

@@ -278,8 +278,12 @@ class AutoregressivePolicy:
         """The prompts of the tasks; tokens have no guidance."""
         return self.model.encode(tasks)
 
+    def teach(self, trajectory: AutoregressiveTrajectory, lessons: Sequence[Lesson]) -> Sequence[Lesson]:
+        """The lessons: the teachers' log-probabilities of all tokens are too large, so ``divergence`` computes them in parts."""
+        return lessons
+
     def divergence(
-        self, trajectory: AutoregressiveTrajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool
+        self, trajectory: AutoregressiveTrajectory, part: Slice, taught: Sequence[Lesson], *, forward: bool
     ) -> Float[Tensor, "r t"]:
         """The KL of each token over all ids that may follow, with gradient; 0 where no token was sampled.
 
@@ -288,8 +292,8 @@ class AutoregressivePolicy:
         columns = _used_columns(trajectory, part)
         sampled, vocabulary = trajectory.mask[part.rows, columns], trajectory.vocabulary[part.rows, columns]
         row, temperature = sampled.nonzero()[:, 0], self.sampling.temperature
-        taught = None
-        for lesson in lessons:
+        targets = None
+        for lesson in taught:
             places = lesson.places[trajectory.group[part.rows]]
             chosen = (places >= 0).nonzero()[:, 0]
             if len(chosen):
@@ -299,16 +303,16 @@ class AutoregressivePolicy:
                     states = self._sampled_states(module, theirs, where)
                     wanted = vocabulary[chosen][sampled[chosen]]
                     log_probs = allowed_log_probs(self.model, module, states, vocabulary=wanted, temperature=temperature)
-                if taught is None:
-                    taught = log_probs.new_full((len(row), log_probs.shape[1]), torch.nan)
-                taught[torch.isin(row, chosen)] = log_probs
-        assert taught is not None, "each task has a teacher"
+                if targets is None:
+                    targets = log_probs.new_full((len(row), log_probs.shape[1]), torch.nan)
+                targets[torch.isin(row, chosen)] = log_probs
+        assert targets is not None, "each task has a teacher"
         states = self._sampled_states(self.module, trajectory, part)
         kl = token_kl(
             self.model,
             self.module,
             states,
-            taught,
+            targets,
             vocabulary=vocabulary[sampled],
             temperature=temperature,
             chunk=self.logits_at_once,

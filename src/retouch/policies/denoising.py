@@ -498,25 +498,47 @@ class DenoisingPolicy:
     def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:
         """The image of each row by the deterministic chain of evaluations, under the teacher's weights and guidance."""
         teacher = copy(self)
-        teacher.model = self._guided(guidance_scale)
-        with self.copies.using(weights):
+        with self.copies.module_with(weights, self.model.module) as module:
+            teacher.model = self._guided(guidance_scale, module)
             made = teacher._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
-        return [*teacher.model.decode(made.outputs, made.conditioning.take(made.group))]
+        return [*self.model.decode(made.outputs, made.conditioning.take(made.group))]
 
     @torch.no_grad()
     def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Conditioning:
         """The conditioning of the tasks, with the negative branch that this scale of guidance needs."""
         return self._guided(guidance_scale).encode(tasks)
 
-    def _guided(self, scale: float | None) -> DenoisingModel:
-        """The model at another scale of guidance; None keeps that of the policy."""
-        if scale is None:
-            return self.model
+    def _guided(self, scale: float | None, module: nn.Module | None = None) -> DenoisingModel:
+        """The model at another scale of guidance; None keeps that of the policy. ``module``: another denoiser."""
+        guided = self.model.guidance_scale if isinstance(self.model, Guided) else 1.0
         plain = self.model.model if isinstance(self.model, Guided) else self.model
+        if module is not None and module is not plain.module:
+            plain = copy(plain)
+            plain.module = module
+        scale = guided if scale is None else scale
         return Guided(plain, scale) if scale > 1 else plain
 
+    @torch.no_grad()
+    def teach(self, trajectory: DenoisingTrajectory, lessons: Sequence[Lesson]) -> Float[Tensor, "b t ..."]:
+        """The velocity of each row's teacher in each state of its chain; NaN for a row without a teacher.
+
+        All of them are computed before the policy's first one, so that a teacher in CPU memory comes to the device only once.
+        """
+        taught = torch.full_like(trajectory.latents[:, : trajectory.mask.shape[1]], torch.nan)
+        for lesson in lessons:
+            model = self._guided(lesson.guidance_scale)
+            with self.copies.module_with(lesson.weights, self.model.module) as module:
+                for part in self.microbatches(trajectory):
+                    index, x, sigma, _, group = self._states(trajectory, part)
+                    places = lesson.places[group]
+                    rows = (places >= 0).nonzero()[:, 0]
+                    if len(rows):
+                        velocity = model.velocity(module, x[rows], sigma[rows], lesson.inputs.take(places[rows]))
+                        taught[part.rows.start + rows // len(index), part.actions.start + rows % len(index)] = velocity
+        return taught
+
     def divergence(
-        self, trajectory: DenoisingTrajectory, part: Slice, lessons: Sequence[Lesson], *, forward: bool
+        self, trajectory: DenoisingTrajectory, part: Slice, taught: Float[Tensor, "b n ..."], *, forward: bool
     ) -> Float[Tensor, "r t"]:
         """The divergence of each step of the chains from the teacher's step in the same state, with gradient: the KL of the two
         Gaussians, reduced as log-probabilities are, or the mean squared distance of the velocities if steps are deterministic.
@@ -525,20 +547,13 @@ class DenoisingPolicy:
         """
         shape = trajectory.log_probs[part.rows, part.actions].shape
         _, x, sigma, sigma_next, group = self._states(trajectory, part)
-        taught = torch.full_like(x, torch.nan)  # of a row without a teacher
-        for lesson in lessons:
-            places = lesson.places[group]
-            rows = (places >= 0).nonzero()[:, 0]
-            if len(rows):
-                model, inputs = self._guided(lesson.guidance_scale), lesson.inputs.take(places[rows])
-                with torch.no_grad(), self.copies.using(lesson.weights):
-                    taught[rows] = model.velocity(self.model.module, x[rows], sigma[rows], inputs)
+        theirs = taught[part.rows, part.actions].flatten(0, 1)
         velocity = self.model.velocity(self.module, x, sigma, trajectory.conditioning.take(group))
         if not self.sampling.transition.stochastic:
-            return velocity_mse(velocity, taught).view(shape)
+            return velocity_mse(velocity, theirs).view(shape)
         # Only the means are used: ``next`` is any state, so that no noise is drawn.
         step = partial(self.sampling.transition.step, sigma_max=trajectory.sigmas[1], reduction=self.sampling.reduction, next=x)
-        made, target = step(x, velocity, sigma, sigma_next), step(x, taught, sigma, sigma_next)
+        made, target = step(x, velocity, sigma, sigma_next), step(x, theirs, sigma, sigma_next)
         return gaussian_kl(made.mean, target.mean, made.step_std, reduction=self.sampling.reduction).view(shape)
 
     def initial_noise(self, trajectory: DenoisingTrajectory, rows: slice) -> Float[Tensor, "r ..."]:

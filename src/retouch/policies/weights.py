@@ -1,4 +1,5 @@
-"""Named copies of a module's trainable weights ("reference", "old", "average"), which can be swapped in for a block of code."""
+"""Named copies of a module's trainable weights ("reference", "old", "average"), which can be swapped in for a block of code; and
+whole models that compute in its place."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,7 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from retouch.models.parts import page_locked, to_device
+from retouch.models.offloading import on_device
+from retouch.models.parts import compute_device, page_locked, to_device
 
 _STALE = "sampling-"
 
@@ -22,12 +24,14 @@ class WeightCopies:
     A copy contains only the trainable parameters: the LoRA matrices, or all weights.
     ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
     weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are overwritten only by ``update_ema``.
+    ``models``: frozen models of the same class by name, which may be larger. They may be in CPU memory, and are in no checkpoint.
     """
 
     def __init__(self, module: nn.Module, *, devices: Mapping[str, torch.device] | None = None) -> None:
         self.devices = dict(devices or {})
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.copies: dict[str, dict[str, Tensor]] = {}
+        self.models: dict[str, nn.Module] = {}
 
     def snapshot(self, copy: str) -> None:
         """Copy the current weights to ``copy``; an existing copy is replaced.
@@ -73,6 +77,16 @@ class WeightCopies:
         finally:
             for name, parameter in self.parameters.items():
                 parameter.data = current[name]
+
+    @contextmanager
+    def module_with(self, name: str, own: nn.Module) -> Iterator[nn.Module]:
+        """The module that computes with a copy's weights or as one of ``models``, on the device of ``own``, the copies' module."""
+        if (model := self.models.get(name)) is None:
+            with self.using(name):
+                yield own
+            return
+        with on_device(compute_device(own), [model]):
+            yield model
 
     def state(self) -> Mapping[str, Tensor]:
         """The tensors of all copies, with the names ``<copy>/<parameter>``."""

@@ -28,9 +28,10 @@ from retouch.data.tasks import (
 )
 from retouch.distributed.optimizer import HeadStepper, JointStepper, ReplicatedStepper, Stepper, gathered_state
 from retouch.distributed.ranks import Placement, Ranks, plan_placement
-from retouch.models.offloading import SwappedBlocks, on_device, page_lock, parts_of
+from retouch.models.offloading import SwappedBlocks, load_teacher, on_device, page_lock, parts_of
 from retouch.models.parts import compute_device, frozen_hashes
 from retouch.models.pipeline import Guided
+from retouch.models.pretrained import DENOISER, fetch_weights
 from retouch.models.quantized import is_quantized
 from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
@@ -241,6 +242,11 @@ def _stored_copies(recipe: Recipe) -> dict[str, str]:
     return {name: folder for phase in recipe.resolved_phases() for name, folder in phase.objective.stored_copies.items()}
 
 
+def _further_models(recipe: Recipe) -> dict[str, str]:
+    """The paths of the models that teach, by their names in ``WeightCopies.models``."""
+    return {name: path for phase in recipe.resolved_phases() for name, path in phase.objective.models.items()}
+
+
 def _stale_copies(recipe: Recipe) -> set[str]:
     phases = recipe.resolved_phases()
     return {name for phase in phases if not phase.imitates for name in stale_copies(phase.rollout.staleness)}
@@ -283,7 +289,8 @@ class PolicyParts:
 
     def base_hashes(self) -> Mapping[str, str]:
         """A hash of the frozen weights of each part (``retouch.models.parts.frozen_hashes``)."""
-        return _base_hashes(self.model, self.image_model) if self.hashes is None else self.hashes
+        hashes = _base_hashes(self.model, self.image_model) if self.hashes is None else self.hashes
+        return {**hashes, **frozen_hashes(self.copies.models)}
 
     def stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """The trained weights and their copies, by their names in a checkpoint; those of an image model too."""
@@ -606,6 +613,8 @@ def assemble(
     for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
         model.fetch_weights()
     recipe.policy.train.require_files()
+    for path in _further_models(recipe).values() if trains else ():
+        fetch_weights(path, DENOISER, key="objective.teachers")
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
@@ -653,7 +662,7 @@ def connect(
     phases = recipe.resolved_phases()
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     read = [(phase, steps if trains else range(0)) for phase, steps in plan]
-    acting = assemble_policy(recipe, ranks, partial(encode_prompts, recipe, read, sets, ranks))
+    acting = assemble_policy(recipe, ranks, partial(encode_prompts, recipe, read, sets, ranks), trains=trains)
     sets = [each.with_model(acting.image_model) for each in sets]
     head = None
     if recipe.advantage.value_head is not None:
@@ -684,10 +693,13 @@ def encode_prompts(
             encode([task])
 
 
-def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingModel], None] | None = None) -> PolicyParts:
+def assemble_policy(
+    recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingModel], None] | None = None, *, trains: bool = False
+) -> PolicyParts:
     """Build the models of a run, without data and judge. Weights that the policy and the image model share are loaded once.
 
     ``prepare``: called with a denoising model whose prompt embeddings are cached, before its transformer is on the device.
+    ``trains``: also load the models that teach.
     """
     placement, policy, renderer = plan_placement(recipe, ranks), recipe.policy, recipe.renderer
     swapped = 0 if recipe.devices is None else recipe.devices.swap_blocks
@@ -706,6 +718,11 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
         )
     if image_model.module is not model.module:
         image_model.module.requires_grad_(False)
+    how: dict[str, Any] = {"device": placement.policy, "bits": policy.base and policy.base.quantize}
+    teachers = {
+        name: load_teacher(model, path, policy_folder=policy.model.find_weights()[0], **how)
+        for name, path in (_further_models(recipe).items() if trains else ())
+    }
     policy.make_trainable(model.module, seed=recipe.seed)
     painted, averaged = None, {"average"} if policy.ema is not None else set()
     if (text_to_image := recipe.text_to_image) is not None:
@@ -734,6 +751,7 @@ def assemble_policy(recipe: Recipe, ranks: Ranks, prepare: Callable[[DenoisingMo
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
         names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
     _snapshot(copies, names, base=policy.train.reference_is_base)
+    copies.models.update(teachers)
     made = PolicyParts(
         recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies, painted=painted
     )
