@@ -65,6 +65,11 @@ class Task:
         # deepcopy takes these copies, because it would encode and decode an image.
         return deepcopy(self, {id(image): image.copy() for image in images if image is not None})
 
+    def of_image(self, image: Image) -> Task:
+        """The task with another first source image. Stored tokens of its source image are left out, because they are of another."""
+        meta = {key: value for key, value in self.meta.items() if key != Codes.SOURCE}
+        return replace(self, images=(image, *self.images[1:]), meta=meta)
+
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
 """The parts of a data set."""

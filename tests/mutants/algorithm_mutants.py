@@ -22,9 +22,16 @@ ALGORITHMS = (
     Mutant(
         "turns: every turn edits the source image of the task",
         "run/turns.py",
-        "sources = [first if image is None else (image,)",
-        "sources = [first",
+        "sources = [source if image is None else image",
+        "sources = [source",
         f"{_TURNS}each_turn_edits_the_image_of_the_turn_before_and_is_compared_with_the_same_turn_of_its_task",
+    ),
+    Mutant(
+        "turns: a task keeps the tokens of the image before its edit",
+        "types.py",
+        "if key != Codes.SOURCE}",
+        "}",
+        f"{_TURNS}the_turn_after_one_without_an_image_edits_the_same_source_and_the_whole_has_the_image_of_its_last_turn",
     ),
     Mutant(
         "turns: a turn that a task does not have trains",

@@ -16,7 +16,7 @@ DISTILLATION = (
     Mutant(
         "the teacher edits the source again, not the image of the edit before",
         "objectives/distillation.py",
-        "asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))",
+        "asked[row] = asked[row].of_image(image)",
         "pass",
         _CHAIN,
     ),

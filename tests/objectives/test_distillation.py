@@ -220,6 +220,9 @@ def larger(folder, **changed):
     for part in ("vae", "text_encoder"):
         (folder / part).mkdir(parents=True)
         shutil.copy(packaged / part / "config.json", folder / part)
+    encoder = json.loads((folder / "text_encoder" / "config.json").read_text())
+    encoder["text_config"]["dtype"] = "bfloat16"  # as another version writes it
+    (folder / "text_encoder" / "config.json").write_text(json.dumps(encoder))
     torch.manual_seed(5)
     config = QwenImageTransformer2DModel.load_config(packaged / "transformer")
     config = {**config, "num_layers": 2 * config["num_layers"], **changed}

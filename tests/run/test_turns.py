@@ -22,7 +22,7 @@ from retouch.run.evaluation import build_evaluator
 from retouch.run.session import run
 from retouch.run.step import collect, update
 from retouch.run.turns import last_images, play, require_turns
-from retouch.types import Batch, Task
+from retouch.types import Batch, Codes, Task
 from retouch_worlds.playground.scenes import Scene, apply
 from retouch_worlds.playground.texts import edits_of
 
@@ -41,6 +41,19 @@ GRPO = [
 BRIEF = ["tasks_per_step=2", "group_size=2", "minibatches=1", "rollout.num_steps=2"]
 """A complete run, of which only the form is checked."""
 NAN = math.nan
+SHORT = [
+    *("device=cpu", "steps=2", "tasks_per_step=2", "group_size=4", "trackers=[]", "samples.every=0", "seed=8", "policy.ema=null"),
+    *(
+        "eval.tasks=2",
+        "eval.complexity=null",
+        "eval.headline=null",
+        "eval.best_of_k=0",
+        "checkpoints.every=1",
+        "checkpoints.keep=9",
+    ),
+    *('data={"kind":"playground","turns":true,"count":9,"complexity":[1,3]}', 'rollout.turns={"most":3}', "rollout.temperature=2"),
+]
+WRITERS = {"image tokens": "playground/image-tokens-unfinished", "prompts": "qwen-image-edit/writer-grpo-frozen-playground"}
 LOADING = threading.Lock()  # transformers loads one model at a time
 
 
@@ -144,10 +157,16 @@ def test_the_turn_after_one_without_an_image_edits_the_same_source_and_the_whole
     assert last_images(played) == [images[4], images[3]]
     with pytest.raises(ValueError, match=r"task t/0 has 0 turns, and 1 to 2 are needed; add a column `later`"):
         require_turns(turns, most=2)
+    stored = Task("t", "edit", (images[0], images[1]), meta={Codes.SOURCE: [[1]], "column": 2}).of_image(images[2])
+    assert (stored.images, stored.meta) == ((images[2], images[1]), {"column": 2}), "stored tokens are those of the former image"
 
 
-def test_a_run_trains_and_resumes_to_the_same_bits(tmp_path):
-    made = recipe(tmp_path, "steps=2", *BRIEF, "data.complexity=[1,3]", "seed=8")
+@pytest.mark.parametrize("actions", ["denoising", *WRITERS])
+def test_a_run_trains_and_resumes_to_the_same_bits(tmp_path, actions):
+    if actions == "denoising":
+        made = recipe(tmp_path, "steps=2", *BRIEF, "data.complexity=[1,3]", "seed=8")
+    else:
+        made = load(f"recipes/{WRITERS[actions]}.jsonnet", [*SHORT, f"out={tmp_path}"])
 
     def stored(step):
         return checkpoint.load(made.folder / "checkpoints" / f"step-{step:06d}").tensors
@@ -248,7 +267,7 @@ def test_own_rows_with_a_wrong_number_of_turns_are_refused_before_a_model_is_loa
         (["data.complexity=[1,4]"], "rollout.turns: the tasks of data have 1 to 4 turns, not 1 to 3; change `most`"),
         (["eval.guided_k=2"], "eval.guided_k: only a denoising policy can be guided by the reward, and not in turns; set it to 0"),
         (["rollout.turns=null", "eval.turns=true", "data.turns=false"], "eval.turns: the held-out tasks of playground have no"),
-        (["policy.model.kind=playground-text-to-image"], "does not edit source images in a denoising chain; remove it"),
+        (["policy.model.kind=playground-text-to-image"], "edits no source images; remove it"),
         (["policy.prompt_embeddings=cached"], "prompt_embeddings: the images of later turns are not known before the run"),
         (["rollout.staleness=1", *GRPO], "rollout.staleness: with turns, a step is sampled in that step"),
         ([*GRPO, 'rollout.window={"mode":"branch","size":1}'], "rollout.window: from the second turn on, the samples of"),

@@ -228,8 +228,9 @@ def load_teacher(model: Any, path: str, *, policy_folder: Path | None, device: t
     folder = fetch_weights(path, DENOISER, key=key)
     for file in sorted(folder.glob("*/config.json")):
         part = file.parent.name
-        own, theirs = (read_json(each) if each.is_file() else {} for each in (policy_folder / part / file.name, file))
-        names = {name for name in own.keys() & theirs.keys() if own[name] != theirs[name] and name not in _UNIMPORTANT}
+        files_of = (policy_folder / part / file.name, file)
+        own, theirs = (dict(_settings(read_json(each))) if each.is_file() else {} for each in files_of)
+        names = {name for name in own.keys() & theirs.keys() if own[name] != theirs[name]}  # versions write and leave out defaults
         if found := sorted(names - (_INNER if part == denoiser else set())):
             differing = ", ".join(f"{name} is {theirs[name]!r} and not {own[name]!r}" for name in found)
             raise ValueError(f"{key}: the {part} of {path} has not the inputs and outputs of the policy's model: {differing}")
@@ -238,6 +239,15 @@ def load_teacher(model: Any, path: str, *, policy_folder: Path | None, device: t
         quantize(made, bits, device=device, home=_CPU)
     page_lock([made], device)
     return made.requires_grad_(False).eval()
+
+
+def _settings(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a configuration and of those inside it, such as ("text_config.hidden_size", 4096)."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{path}{name}.")
+        elif name not in _UNIMPORTANT:
+            yield f"{path}{name}", value
 
 
 def parts_of(model: Any, *, key: str = "devices.offload") -> list[nn.Module]:

@@ -178,5 +178,5 @@ def _after_turns(
         )
         for row, image in zip(rows, edit(between), strict=True):
             if image is not None:
-                asked[row] = replace(asked[row], images=(image, *asked[row].images[1:]))
+                asked[row] = asked[row].of_image(image)
     return asked

@@ -44,6 +44,27 @@ class Refill(Section):
     """Largest number of rounds of replacement in a step. Each round samples and scores as many groups as have equal rewards."""
 
 
+MOST_TURNS = 4
+
+
+class EditingTurns(Section):
+    """Editing in several turns: an episode is a chain of edits, each on the image that the sample itself has made in the turn
+    before. Every turn is a row of the policy, and learns from its return: its own reward, the discounted rewards of the later
+    turns, and that of the whole episode. Samples of a task are compared turn by turn."""
+
+    most: Annotated[int, Field(ge=2, le=MOST_TURNS)]
+    """The largest number of turns of a task. Fewer are allowed; a step costs as much as if all tasks had this number."""
+    discount: Share = 1.0
+    """Weight of the reward of the next turn in a return; that of the turn after it has the square of it, and so on."""
+    end: NonNegative = 1.0
+    """Weight of the reward of the last image, scored against the whole task. It is discounted like a reward of the last turn."""
+
+    def bounds(self, low: float, high: float) -> tuple[float, float]:
+        """The smallest and the largest return, of rewards from ``low`` to ``high``."""
+        weights = [sum(self.discount**k for k in range(n)) + self.discount ** (n - 1) * self.end for n in range(1, self.most + 1)]
+        return min(low * weight for weight in weights), max(high * weight for weight in weights)
+
+
 class SharedRollout(Section):
     """The keys of a rollout that all policies share."""
 
@@ -58,6 +79,8 @@ class SharedRollout(Section):
     it. For transitions it is computed like the objective's ratio, from log-probabilities reduced with ``reduction``."""
     refill: Refill | None = Field(default=None, exclude_if=operator.not_)
     """Replace groups whose rewards are all equal; null keeps them, though they do not contribute to the gradient."""
+    turns: EditingTurns | None = Field(default=None, exclude_if=operator.not_)
+    """Edit in several turns; null makes one image from the whole instruction."""
 
 
 Diagnosis: TypeAlias = tuple[Literal["ok", "note", "FAILED"], str, str]
@@ -474,27 +497,6 @@ class SlidingWindow(Window):
             yield f"{key}.stride: {self.stride} would skip steps of a window of {self.size}; use {self.size} or less"
 
 
-MOST_TURNS = 4
-
-
-class EditingTurns(Section):
-    """Editing in several turns: an episode is a chain of edits, each on the image that the sample itself has made in the turn
-    before. Every turn is a row of the policy, and learns from its return: its own reward, the discounted rewards of the later
-    turns, and that of the whole episode. Samples of a task are compared turn by turn."""
-
-    most: Annotated[int, Field(ge=2, le=MOST_TURNS)]
-    """The largest number of turns of a task. Fewer are allowed; a step costs as much as if all tasks had this number."""
-    discount: Share = 1.0
-    """Weight of the reward of the next turn in a return; that of the turn after it has the square of it, and so on."""
-    end: NonNegative = 1.0
-    """Weight of the reward of the last image, scored against the whole task. It is discounted like a reward of the last turn."""
-
-    def bounds(self, low: float, high: float) -> tuple[float, float]:
-        """The smallest and the largest return, of rewards from ``low`` to ``high``."""
-        weights = [sum(self.discount**k for k in range(n)) + self.discount ** (n - 1) * self.end for n in range(1, self.most + 1)]
-        return min(low * weight for weight in weights), max(high * weight for weight in weights)
-
-
 CHAIN_ENGINES = Kinds("chain_engine", {}, with_wings=True)
 
 
@@ -521,8 +523,6 @@ class DenoisingRollout(SharedRollout):
     ``microbatch`` is small, but then the ratios are not 1 before the first update."""
     engine: Annotated[ChainEngineSection, CHAIN_ENGINES] | None = Field(default=None, exclude_if=operator.not_)
     """The engine that samples the chains; null means the policy's own model."""
-    turns: EditingTurns | None = Field(default=None, exclude_if=operator.not_)
-    """Edit in several turns; null makes one image from the whole instruction."""
 
     is_autoregressive: ClassVar[bool] = False
 

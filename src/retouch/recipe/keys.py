@@ -133,8 +133,7 @@ class ResolvedPhase:
     @property
     def most_turns(self) -> int:
         """The largest number of turns in which its samples are edited; 1 without ``rollout.turns``."""
-        turns = self.rollout.turns if isinstance(self.rollout, DenoisingRollout) and not self.imitates else None
-        return 1 if turns is None else turns.most
+        return 1 if self.imitates or self.rollout.turns is None else self.rollout.turns.most
 
     def total_steps(self, tasks: int) -> int:
         """Training steps of the phase, for a data set of ``tasks`` tasks."""

@@ -605,8 +605,7 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
             if phase.group_size != 2:
                 yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
         elif phase.imitates:
-            unused = {"refill": phase.rollout.refill is not None, "staleness": phase.rollout.staleness > 0}
-            unused["turns"] = getattr(phase.rollout, "turns", None) is not None
+            unused = {name: bool(getattr(phase.rollout, name)) for name in ("refill", "staleness", "turns")}
             for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
                 yield f"{at['rollout']}.{key}: {phase.objective.label} samples nothing; remove it"
             if phase.data.contents().target is False:
@@ -683,8 +682,10 @@ def _turns(recipe: RecipeKeys) -> Iterator[str]:
     """Check that the turns of an episode can be made and scored one after the other, and that their returns can be compared."""
     phases = [(index, phase) for index, phase in enumerate(recipe.resolved_phases()) if phase.most_turns > 1]
     key, takes, advantage = "rollout.turns" if phases else "eval.turns", recipe.image_model.takes, recipe.advantage
-    if recipe.policy.is_autoregressive or (takes is not None and takes.images[1] == 0):
-        yield f"{key}: {recipe.policy.model.kind} does not edit source images in a denoising chain; remove it"
+    if takes is not None and takes.images[1] == 0:
+        yield f"{key}: {recipe.image_model.kind} edits no source images; remove it"
+    if recipe.text_to_image is not None:
+        yield f"{key}: a writer and its image model train together on one image for a task; remove it, or text_to_image"
     if getattr(recipe.policy, "prompt_embeddings", "live") == "cached":
         yield "policy.prompt_embeddings: the images of later turns are not known before the run; use live"
     if recipe.evaluates_in_turns and recipe.eval_data().contents().turns == (0, 0):

@@ -445,8 +445,7 @@ class Assembly(PolicyParts):
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
         bounds = self.judge.combination.low, self.judge.combination.high
-        if isinstance(resolved.rollout, DenoisingRollout) and resolved.rollout.turns is not None and not resolved.imitates:
-            section = resolved.rollout.turns
+        if (section := resolved.rollout.turns) is not None and not resolved.imitates:
             bounds = section.bounds(*bounds)
             run = replace(run, episodes=partial(begin_episodes, section=section, minibatches=self.recipe.minibatches))
         phase = build_phase(

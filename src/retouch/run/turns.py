@@ -45,19 +45,19 @@ def play(act: Callable[[Batch], Any], renderer: Renderer, batch: Batch, *, most:
     """
     own = [batch.tasks[k] for k in batch.group]
     require_turns(own, most=most)
-    sources = [task.images[:1] for task in own]
+    sources = [task.images[0] if task.images else None for task in own]
     for turn in range(most):
         asked = [task.turns[min(turn, len(task.turns) - 1)] for task in own]
         rows = replace(
             batch,
-            tasks=tuple(replace(each, images=(*first, *each.images[1:])) for each, first in zip(asked, sources, strict=True)),
+            tasks=tuple(task if source is None else task.of_image(source) for task, source in zip(asked, sources, strict=True)),
             group_ids=tuple(batch.group_ids[k] * most + turn for k in batch.group),
             group=tuple(range(len(batch))),
         )
         made = act(rows)
         images = renderer(rows.tasks, made)
         yield PlayedTurn(rows, made, images, [row for row, task in enumerate(own) if turn < len(task.turns)])
-        sources = [first if image is None else (image,) for image, first in zip(images, sources, strict=True)]
+        sources = [source if image is None else image for image, source in zip(images, sources, strict=True)]
 
 
 def last_images(turns: Sequence[PlayedTurn]) -> list[Image | None]:
