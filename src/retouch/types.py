@@ -70,6 +70,10 @@ class Task:
         meta = {key: value for key, value in self.meta.items() if key != Codes.SOURCE}
         return replace(self, images=(image, *self.images[1:]), meta=meta)
 
+    def with_target(self, image: Image) -> Task:
+        """The task with another target image; stored tokens of the former one are left out."""
+        return replace(self, target=image, meta={key: value for key, value in self.meta.items() if key != Codes.TARGET})
+
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
 """The parts of a data set."""

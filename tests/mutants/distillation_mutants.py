@@ -35,6 +35,20 @@ DISTILLATION = (
         f"{_TESTS}::test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher[cps]",
     ),
     Mutant(
+        "the targets of the tasks are imitated, not the images of the teacher",
+        "objectives/imitation.py",
+        "task.with_target(task.images[0] if image is None else image)",
+        "task",
+        f"{_TESTS}::test_the_images_of_a_teacher_are_imitated_and_a_task_without_one_learns_nothing",
+    ),
+    Mutant(
+        "a task without an image of its teacher learns its source",
+        "objectives/imitation.py",
+        "trajectory.mask & made[:, None]",
+        "trajectory.mask",
+        f"{_TESTS}::test_the_images_of_a_teacher_are_imitated_and_a_task_without_one_learns_nothing",
+    ),
+    Mutant(
         "a larger teacher is the policy itself",
         "policies/weights.py",
         "            yield model\n",

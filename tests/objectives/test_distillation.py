@@ -17,6 +17,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.models.pipeline import Guided
 from retouch.objectives.base import ObjectiveContext
 from retouch.objectives.distillation import OPD, Teacher
+from retouch.objectives.imitation import CrossEntropy, Supervised
 from retouch.protocols import TaughtPolicy
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
@@ -170,6 +171,52 @@ def test_image_tokens_are_taught_edit_by_edit():
     assert not torch.equal(inputs.ids, other.ids)
 
 
+@pytest.mark.parametrize("actions", ["denoising", "tokens"])
+def test_the_images_of_a_teacher_are_imitated_and_a_task_without_one_learns_nothing(actions, monkeypatch):
+    """The teacher has the reference's weights; of several instructions, it follows each on the image before."""
+    if actions == "denoising":
+        policy, batch = tiny.policy("edit"), tiny.batch(tasks=tasks)
+        objective = Supervised(teacher=Teacher(instructions="steps"))
+    else:
+        editor = tiny_emu3.editor()
+        length = len(editor.words.header(*editor.grid)) + editor.grid[0] * (editor.grid[1] + 1) + 3
+        policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": length})
+        images = [tiny_models.image(k, 16, 24) for k in range(2)]
+        asked = [Task(f"t{k}", "a", (images[k],), meta={"steps": STEPS[name]}) for k, name in enumerate(STEPS)]
+        batch, objective = tiny_writing.batch(tuple(asked)), CrossEntropy(teacher=Teacher(instructions="steps"))
+    tiny.perturb(policy)
+
+    def edit(task, number, text, image, slot):
+        rows = Batch(batch.seed, batch.step, (replace(task, instruction=text, images=(image,)),), (number,), (0,), (slot,))
+        (made,) = policy.teacher_images(rows, weights="reference", guidance_scale=None)
+        return made
+
+    first, second = batch.tasks
+    between = edit(second, 1, "make it red", second.images[0], -1)
+    last = -1 - 2**16
+    wanted = [edit(first, 0, "make it blue", first.images[0], last), edit(second, 1, "turn it over", between, last)]
+    taught = tuple(replace(task, target=image) for task, image in zip(batch.tasks, wanted, strict=True))
+    by_hand, found = policy.demonstrate(replace(batch, tasks=taught)), objective.demonstrate(policy, batch)
+    name = "outputs" if actions == "denoising" else "ids"
+    assert torch.equal(getattr(found, name), getattr(by_hand, name))
+    assert torch.equal(found.mask, by_hand.mask)
+    monkeypatch.setattr(policy, "teacher_images", lambda rows, **how: [None] * len(rows.tasks))
+    assert not objective.demonstrate(policy, batch).mask.any()
+
+
+def test_data_without_targets_can_be_imitated_with_a_teacher_only():
+    policy = {**SMALL["policy"], "model": {"kind": "playground-text-to-image"}}
+    data = {"kind": "prompts", "path": "recipes/words.txt", "held_out": 4}
+    base = {**SMALL, "policy": policy, "data": data, "reward": {"kind": "share", "combine": {"share": 1}}}
+    with pytest.raises(ValueError, match=r"data: .*have no targets, and supervised needs them"):
+        parse({**base, "objective": {"kind": "supervised"}})
+    made = parse({**base, "objective": {"kind": "supervised", "teacher": {"guidance_scale": 4}}})
+    assert made.objective.weight_copies == {"reference"}
+    problem = r"objective.teacher: it is the policy before training with the same inputs, so there is nothing to learn; set run"
+    with pytest.raises(ValueError, match=problem):
+        parse({**base, "objective": {"kind": "supervised", "teacher": {}}})
+
+
 def test_each_task_learns_from_the_teacher_that_its_tag_names():
     """A batch of two tasks with two teachers has the mean of the losses of each task with its teacher alone."""
     teachers = {"one": Teacher(guidance_scale=3.0), "two": Teacher(instructions="steps")}
@@ -204,7 +251,7 @@ def test_each_task_learns_from_the_teacher_that_its_tag_names():
         ),
         (OPD(teachers={"a": Teacher(model="m")}), {"is_autoregressive": True}, "objective.teachers.a.model: a policy that writes"),
         (OPD(teachers={"a": Teacher(guidance_scale=2.0)}), {"is_autoregressive": True}, "objective.teachers.a.guidance_scale: tok"),
-        (OPD(teachers={"a": Teacher(instructions="x")}), {"sharded": True}, "objective.teachers: with sharding fsdp2 all ranks"),
+        (OPD(teachers={"a": Teacher(instructions="x")}), {"sharded": True}, "objective.teachers.a.instructions: with sharding"),
         (OPD(teachers={"a": Teacher(run="r")}), {"engine": True}, "rollout.engine: an engine returns no state"),
     ],
 )

@@ -65,7 +65,8 @@ def test_every_key_is_documented():
     [
         ({**FOLDER, "data__pathh": "x"}, "data.pathh: unknown key; did you mean data.path?"),
         ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
-        ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
+        ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale or "
+         "objective.teacher.guidance_scale"),
         ({"advantage": {"kind": "group", "max_missing": 1}},
          "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing or reward.of.of.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),

@@ -153,6 +153,11 @@ class Objective(Section):
         return self
 
     @property
+    def needs_targets(self) -> bool:
+        """Whether every task must have what the objective imitates."""
+        return self.imitates
+
+    @property
     def weight_copies(self) -> frozenset[str]:
         """The copies of the weights to keep: "reference" (from the start of the phase), "old" (follows the current weights)."""
         return frozenset()

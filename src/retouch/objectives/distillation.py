@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -43,6 +42,12 @@ class Teacher(Section):
     list of texts. It follows a list one after the other, each on the image before, so a model that makes single edits well teaches
     itself to make several at once."""
 
+    @property
+    def weights(self) -> str:
+        """The name of its weights. It follows from their path: in another phase, another teacher may have the name of this one."""
+        path = self.run or self.model
+        return "reference" if path is None else f"teacher-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+
     def texts(self, task: Task) -> list[str]:
         """What the teacher reads for a task. Raises ValueError if it is missing or no text."""
         assert self.instructions is not None
@@ -54,7 +59,45 @@ class Teacher(Section):
         return [str(text) for text in texts]
 
 
-class OPD(Objective):
+class Taught(Objective):
+    """Base class of objectives that learn from teachers."""
+
+    @property
+    def taught_by(self) -> Mapping[str, Teacher]:
+        """The teachers by their keys in the objective's section."""
+        raise NotImplementedError(f"{type(self).__name__} names no teachers")
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset(teacher.weights for teacher in self.taught_by.values() if teacher.model is None)
+
+    @property
+    def stored_copies(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {teacher.weights: teacher.run for teacher in self.taught_by.values() if teacher.run is not None}
+
+    @property
+    def models(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {teacher.weights: teacher.model for teacher in self.taught_by.values() if teacher.model is not None}
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        yield from super().problems(context)
+        for name, teacher in self.taught_by.items():
+            key = f"{context.objective}.{name}"
+            if not (teacher.run or teacher.model or teacher.guidance_scale or teacher.instructions):
+                same = "it is the policy before training with the same inputs, so there is nothing to learn"
+                yield f"{key}: {same}; set run, model, guidance_scale or instructions"
+            if teacher.run is not None and teacher.model is not None:
+                yield f"{key}.model: run names other weights of the policy's own model; give one of the two"
+            if teacher.model is not None and context.is_autoregressive:
+                yield f"{key}.model: a policy that writes tokens is taught by its own model only; use run"
+            if teacher.guidance_scale is not None and context.is_autoregressive:
+                yield f"{key}.guidance_scale: tokens are sampled without guidance; remove it"
+            if context.sharded and teacher.instructions:
+                why = "with sharding fsdp2 all ranks must call the model equally often, and tasks have different numbers of them"
+                yield f"{key}.instructions: {why}; use sharding null or zero2"
+
+
+class OPD(Taught):
     """On-policy distillation. Loss of an action: the divergence of the policy from its teacher, in the state that the policy
     reached.
 
@@ -83,21 +126,8 @@ class OPD(Objective):
     learns_from_teachers: ClassVar[bool] = True
 
     @property
-    def weight_copies(self) -> frozenset[str]:
-        return frozenset(self._copy(name) for name, teacher in self.teachers.items() if teacher.model is None)
-
-    @property
-    def stored_copies(self) -> Mapping[str, str]:  # type: ignore[override]
-        return {self._copy(name): teacher.run for name, teacher in self.teachers.items() if teacher.run is not None}
-
-    @property
-    def models(self) -> Mapping[str, str]:  # type: ignore[override]
-        return {self._copy(name): teacher.model for name, teacher in self.teachers.items() if teacher.model is not None}
-
-    def _copy(self, name: str) -> str:
-        """The name of the teacher's weights. It follows from their path: in another phase, another teacher may have this name."""
-        path = self.teachers[name].run or self.teachers[name].model
-        return "reference" if path is None else f"teacher-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+    def taught_by(self) -> Mapping[str, Teacher]:
+        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     def losses(self, policy: TaughtPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         import torch
@@ -113,13 +143,11 @@ class OPD(Objective):
         for name, teacher in self.teachers.items():
             tasks = [number for number, theirs in enumerate(chosen) if theirs == name]
             if tasks:
-                texts = None if teacher.instructions is None else [teacher.texts(batch.tasks[number]) for number in tasks]
-                weights, scale = self._copy(name), teacher.guidance_scale
-                asked = _after_turns(batch, tasks, texts, partial(policy.teacher_images, weights=weights, guidance_scale=scale))
+                asked, scale = last_edits(policy, teacher, batch, tasks), teacher.guidance_scale
                 places = minibatch.weights.new_full((len(batch.tasks),), -1, dtype=torch.long)
                 places[tasks] = torch.arange(len(tasks), device=places.device)
                 inputs = policy.teacher_inputs(asked, guidance_scale=scale)
-                lessons.append(Lesson(weights=weights, inputs=inputs, places=places, guidance_scale=scale))
+                lessons.append(Lesson(weights=teacher.weights, inputs=inputs, places=places, guidance_scale=scale))
         taught = policy.teach(minibatch.trajectory, lessons)
         for part in policy.microbatches(minibatch.trajectory):
             divergence = policy.divergence(minibatch.trajectory, part, taught, forward=self.kl == "forward")
@@ -127,56 +155,46 @@ class OPD(Objective):
             yield Loss(value, {"policy/loss": value.detach()})
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
-        key = f"{context.objective}.teachers"
+        yield from super().problems(context)
         if len(self.teachers) > 1 and self.by is None:
             yield f"{context.objective}.by: there are {len(self.teachers)} teachers; name the tag of the tasks that chooses one"
-        for name, teacher in self.teachers.items():
-            if not (teacher.run or teacher.model or teacher.guidance_scale or teacher.instructions):
-                same = "it is the policy before training with the same inputs, so there is nothing to learn"
-                yield f"{key}.{name}: {same}; set run, model, guidance_scale or instructions"
-            if teacher.run is not None and teacher.model is not None:
-                yield f"{key}.{name}.model: run names other weights of the policy's own model; give one of the two"
-            if teacher.model is not None and context.is_autoregressive:
-                yield f"{key}.{name}.model: a policy that writes tokens is taught by its own model only; use run"
-            if teacher.guidance_scale is not None and context.is_autoregressive:
-                yield f"{key}.{name}.guidance_scale: tokens are sampled without guidance; remove it"
-        if context.sharded and (self.by is not None or any(teacher.instructions for teacher in self.teachers.values())):
+        if context.sharded and self.by is not None:
             why = "with sharding fsdp2 all ranks must call the model equally often, and the number of a teacher's tasks differs"
-            yield f"{key}: {why}; use sharding null or zero2"
+            yield f"{context.objective}.by: {why}; use sharding null or zero2"
         if context.engine and not context.stochastic:
             yield f"{context.rollout}.engine: an engine returns no state of a deterministic chain, which opd needs; remove it"
 
 
-def _after_turns(
-    batch: Batch,
-    tasks: Sequence[int],
-    instructions: Sequence[Sequence[str]] | None,
-    edit: Callable[[Batch], Sequence[Image | None]],
-) -> list[Task]:
-    """The tasks with these numbers as their teacher sees them.
-
-    Of several instructions, the teacher follows all but the last one by itself, each on the image before: ``edit`` makes the images
-    of a batch, and None leaves an image as it was. It then sees the image so far and the last instruction.
-    """
-    asked = [batch.tasks[number] for number in tasks]
-    if instructions is None:
+def last_edits(policy: TaughtPolicy, teacher: Teacher, batch: Batch, numbers: Sequence[int]) -> list[Task]:
+    """The tasks with these numbers as the teacher sees them. Of several instructions, it follows all but the last one by itself,
+    each on the image before; it then sees the image so far and the last instruction."""
+    asked = [batch.tasks[number] for number in numbers]
+    if teacher.instructions is None:
         return asked
+    instructions = [teacher.texts(task) for task in asked]
     for turn in range(max(map(len, instructions))):
         asked = [
             replace(task, instruction=texts[min(turn, len(texts) - 1)]) for task, texts in zip(asked, instructions, strict=True)
         ]
         rows = [row for row, texts in enumerate(instructions) if turn < len(texts) - 1]
-        if not rows:
-            break
-        between = Batch(
-            seed=batch.seed,
-            step=batch.step,
-            tasks=tuple(asked[row] for row in rows),
-            group_ids=tuple(batch.group_ids[tasks[row]] for row in rows),
-            group=tuple(range(len(rows))),
-            slot=(-1 - turn,) * len(rows),  # a slot that no sample of the group has
-        )
-        for row, image in zip(rows, edit(between), strict=True):
-            if image is not None:
-                asked[row] = asked[row].of_image(image)
+        if rows:
+            images = edited(policy, teacher, batch, [numbers[row] for row in rows], [asked[row] for row in rows], turn=turn)
+            for row, image in zip(rows, images, strict=True):
+                if image is not None:
+                    asked[row] = asked[row].of_image(image)
     return asked
+
+
+def edited(
+    policy: TaughtPolicy, teacher: Teacher, batch: Batch, numbers: Sequence[int], asked: Sequence[Task], *, turn: int
+) -> Sequence[Image | None]:
+    """The teacher's image of each of these tasks; ``numbers``: their numbers in the batch, whose noise differs by ``turn``."""
+    rows = Batch(
+        seed=batch.seed,
+        step=batch.step,
+        tasks=tuple(asked),
+        group_ids=tuple(batch.group_ids[number] for number in numbers),
+        group=tuple(range(len(asked))),
+        slot=(-1 - turn,) * len(asked),  # a slot that no sample of the group has
+    )
+    return policy.teacher_images(rows, weights=teacher.weights, guidance_scale=teacher.guidance_scale)

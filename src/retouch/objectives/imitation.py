@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from retouch.objectives.base import Objective, ObjectiveContext
+from pydantic import Field
+
+from retouch.objectives.base import ObjectiveContext
+from retouch.objectives.distillation import Taught, Teacher, edited, last_edits
 from retouch.objectives.nft import ForwardProcess, squared_distance
 from retouch.protocols import Policy, VelocityPolicy
-from retouch.types import Loss, Minibatch, Needs
+from retouch.types import Batch, Loss, Minibatch, Needs, Trajectory
 
 if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
+
+
+_LAST = 2**16
+"""The turn of a teacher's last image, behind any number of instructions: its noise is not that of an image in between."""
+
+
+class Imitation(Taught):
+    """Base class of objectives that imitate target images, or completions."""
+
+    teacher: Teacher | None = Field(default=None, exclude_if=operator.not_)
+    """Whose images are the targets, made anew in each step; null takes the targets of the tasks. With several ``instructions``, a
+    model that makes single edits well makes itself the targets of several at once."""
+
+    imitates: ClassVar[bool] = True
+
+    @property
+    def taught_by(self) -> Mapping[str, Teacher]:
+        return {} if self.teacher is None else {"teacher": self.teacher}
+
+    @property
+    def needs_targets(self) -> bool:
+        return self.teacher is None
+
+    def demonstrate(self, policy: Any, batch: Batch) -> Trajectory:
+        if self.teacher is None:
+            trajectory: Trajectory = policy.demonstrate(batch)
+            return trajectory
+        numbers = range(len(batch.tasks))
+        asked = last_edits(policy, self.teacher, batch, numbers)
+        images = edited(policy, self.teacher, batch, numbers, asked, turn=_LAST)
+        # A task whose teacher made no image learns nothing; its source image only stands where a target is needed.
+        found = zip(batch.tasks, images, strict=True)
+        tasks = tuple(task.with_target(task.images[0] if image is None else image) for task, image in found)
+        trajectory = policy.demonstrate(replace(batch, tasks=tasks))
+        made = trajectory.mask.new_tensor([images[number] is not None for number in batch.group])
+        return replace(trajectory, mask=trajectory.mask & made[:, None])
 
 
 class TokenPolicy(Policy, Protocol):
@@ -23,9 +64,10 @@ class TokenPolicy(Policy, Protocol):
         ...
 
 
-class CrossEntropy(Objective):
-    """Cross-entropy on the completions of the tasks (``completion`` in their meta), for policies that write tokens. Logits are
-    divided by the policy's temperature. A microbatch consists of rows of similar length, which affects only memory and time.
+class CrossEntropy(Imitation):
+    """Cross-entropy on the completions of the tasks (``completion`` in their meta) or on the tokens of target images, for policies
+    that write tokens. Logits are divided by the policy's temperature. A microbatch consists of rows of similar length, which
+    affects only memory and time.
 
     Example::
 
@@ -37,8 +79,6 @@ class CrossEntropy(Objective):
     normalise: Literal["sequence", "token"] = "token"
     """How the loss is averaged over tokens. ``sequence``: every completion has the same weight. ``token``: every token of all
     completions has the same weight."""
-
-    imitates: ClassVar[bool] = True
 
     def losses(self, policy: TokenPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         order = policy.order_by_length(minibatch.trajectory)
@@ -53,11 +93,12 @@ class CrossEntropy(Objective):
         return self.normalise
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        yield from super().problems(context)
         if not context.is_autoregressive:
             yield f"{context.objective}.kind: sft learns from completions of text; use supervised to learn from target images"
 
 
-class Supervised(ForwardProcess):
+class Supervised(Imitation, ForwardProcess):
     """Flow matching on the target images of the tasks: the mean squared error of the velocity at one drawn point per row (Lipman et
     al. 2023, arXiv 2210.02747).
 
@@ -71,7 +112,6 @@ class Supervised(ForwardProcess):
     sigma_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """How sigma is drawn between 0 (data) and 1 (noise)."""
 
-    imitates: ClassVar[bool] = True
     needs_velocities: ClassVar[bool] = True
     for_tokens: ClassVar[str] = "sft"
 

@@ -608,7 +608,7 @@ def _phases(recipe: RecipeKeys) -> Iterator[str]:
             unused = {name: bool(getattr(phase.rollout, name)) for name in ("refill", "staleness", "turns")}
             for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
                 yield f"{at['rollout']}.{key}: {phase.objective.label} samples nothing; remove it"
-            if phase.data.contents().target is False:
+            if phase.data.contents().target is False and phase.objective.needs_targets:
                 has = f"{phase.data.label} have no targets"
                 yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
         else:
