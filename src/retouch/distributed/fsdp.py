@@ -82,9 +82,7 @@ class FsdpStepper(ReplicatedStepper):
         if norm > self.max_grad_norm:
             for gradient in self._gradients():
                 local_shard(gradient).mul_(self.max_grad_norm / (norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._step_optimizer()
+        self._step_optimizer(learning_rate)
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
@@ -98,9 +96,6 @@ class FsdpStepper(ReplicatedStepper):
     def state(self) -> Mapping[str, Tensor]:
         sharded = {f"{name}/{key}": weight for name, weight in self.weights.items() for key in ("exp_avg", "exp_avg_sq")}
         return gathered_state(super().state(), self.ranks, like=sharded)
-
-    def _fill(self, tensor: Tensor, content: Tensor) -> None:
-        fill_shards(tensor, content)
 
     def _gradients(self) -> list[Tensor]:
         return [weight.grad for weight in self.weights.values() if weight.grad is not None]

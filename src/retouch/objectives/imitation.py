@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.objectives.nft import ForwardProcess, squared_distance
-from retouch.protocols import Policy, VelocityPolicy
+from retouch.protocols import VelocityPolicy
 from retouch.types import Loss, Minibatch, Needs
-
-if TYPE_CHECKING:
-    from jaxtyping import Int
-    from torch import Tensor
-
-
-class TokenPolicy(Policy, Protocol):
-    """A policy that writes tokens, with the methods that this objective uses."""
-
-    def order_by_length(self, trajectory: Any) -> Int[Tensor, " b"]:
-        """An order of the rows in which neighbours have similar lengths."""
-        ...
 
 
 class CrossEntropy(Objective):
@@ -40,8 +28,8 @@ class CrossEntropy(Objective):
 
     imitates: ClassVar[bool] = True
 
-    def losses(self, policy: TokenPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        order = policy.order_by_length(minibatch.trajectory)
+    def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
+        order = policy.order_by_length(minibatch.trajectory)  # of a policy that writes tokens
         trajectory, weights = minibatch.trajectory.take(order), minibatch.weights[order]
         for part in policy.microbatches(trajectory):
             evaluation = policy.evaluate(trajectory, part, Needs())

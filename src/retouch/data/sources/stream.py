@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -49,6 +49,8 @@ class StreamedData(DataSource):
     """Rows that are read while the run trains."""
 
     has_length = False
+    name: ClassVar[str] = "train_dataset"
+    """The name of the stream in messages."""
 
     size: Pixels | None = None
     """Height and width in pixels to which every image is resized; null uses the size of the model."""
@@ -124,11 +126,6 @@ class StreamedData(DataSource):
         content = combined_content([each for index, each in found.contents.items() if index >= len(away)])
         return DataSets(stream, chosen, allowed, found.problems, content=content)
 
-    @property
-    def name(self) -> str:
-        """The name of the stream in messages."""
-        return "train_dataset"
-
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         for problem in held_out_problems(self.held_out, at, eval_split):
             yield problem.replace("give 0.1", "give a number of rows")
@@ -151,7 +148,7 @@ class StreamData(StreamedData):
     """Split of the data set; files without splits are ``train``."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return f"{self.path}[{self.split}]"
 
     def keys_for_all(self, path: str) -> dict[str, Json]:

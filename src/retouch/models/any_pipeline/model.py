@@ -24,6 +24,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -243,11 +244,13 @@ def call_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     return found
 
 
+@dataclass(eq=False)
 class _Yield(ast.NodeTransformer):
     """Puts a ``yield`` in front of the calls that prepare the latents, and of the calls of ``scheduler.step``."""
 
-    def __init__(self, *, noise: str) -> None:
-        self.noise, self.noises, self.steps = noise, 0, 0
+    noise: str
+    noises: int = 0
+    steps: int = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A call, in a ``yield`` or as it is."""
@@ -258,11 +261,12 @@ class _Yield(ast.NodeTransformer):
         return ast.Yield(node) if name in (self.noise, "scheduler.step") else node
 
 
+@dataclass(eq=False, repr=False)
 class _Times:
     """The timesteps of a suspended call: as many as are asked for."""
 
-    def __init__(self, call: PipelineCall, own: Tensor) -> None:
-        self.call, self.own = call, own
+    call: PipelineCall
+    own: Tensor
 
     def __len__(self) -> int:
         return len(self.own)
