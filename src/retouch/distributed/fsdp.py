@@ -17,13 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from retouch.distributed.optimizer import (
-    NonFiniteGradient,
-    ReplicatedStepper,
-    fill_shards,
-    gathered_state,
-    local_shard,
-)
+from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, fill_shards, gathered_state, local_shard
 from retouch.distributed.ranks import Ranks
 from retouch.models.parts import called_separately, sharded_root
 from retouch.policies.weights import WeightCopies

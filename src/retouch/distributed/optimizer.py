@@ -307,12 +307,10 @@ class ReplicatedStepper:
         self.optimizer: torch.optim.Optimizer
         if moments is not None:
             self.optimizer = StoredMomentsAdamW(self.weights.values(), moments=moments, local=local_shard, **settings)
-        else:
-            accelerated = ranks.device.type != "cpu"
-            if accelerated or fused:
-                self.optimizer = adamw(self.weights.values(), fused=fused is not False, **settings)
-            else:  # on the CPU, torch updates one weight after the other, so sharded and replicated weights may be mixed
-                self.optimizer = torch.optim.AdamW(self.weights.values(), **settings)
+        elif fused or ranks.device.type != "cpu":
+            self.optimizer = adamw(self.weights.values(), fused=fused is not False, **settings)
+        else:  # on the CPU, torch updates one weight after the other, so sharded and replicated weights may be mixed
+            self.optimizer = torch.optim.AdamW(self.weights.values(), **settings)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""

@@ -158,21 +158,8 @@ def short(described: object) -> str:
 
 
 _BY_REPR = (
-    *(
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        range,
-        slice,
-        type(None),
-        type(Ellipsis),
-        decimal.Decimal,
-        fractions.Fraction,
-    ),
+    *(bool, int, float, complex, str, bytes, bytearray, range, slice, type(None), type(Ellipsis)),
+    *(decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, uuid.UUID, PurePath, re.Pattern),
 )
 """Types of values that have no other content than their ``repr``."""
