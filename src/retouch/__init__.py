@@ -66,12 +66,7 @@ _NAMES = {
         "inference.opening": ("open_writer",),
         "models.train": ("FullWeights", "IpAdapter", "Lora"),
         "objectives.advantages": (
-            "BatchAdvantage",
-            "BestAdvantage",
-            "ExponentialAdvantage",
-            "GAEAdvantage",
-            "GDPOAdvantage",
-            "GroupAdvantage",
+            *("BatchAdvantage", "BestAdvantage", "ExponentialAdvantage", "GAEAdvantage", "GDPOAdvantage", "GroupAdvantage"),
         ),
         "objectives.distillation": ("OPD", "Teacher"),
         "objectives.dpo": ("CRD", "DGPO", "DPO"),
