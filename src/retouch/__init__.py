@@ -66,7 +66,8 @@ _NAMES = {
         "inference.opening": ("open_writer",),
         "models.train": ("FullWeights", "IpAdapter", "Lora"),
         "objectives.advantages": (
-            *("BatchAdvantage", "BestAdvantage", "ExponentialAdvantage", "GAEAdvantage", "GDPOAdvantage", "GroupAdvantage"),
+            *("BatchAdvantage", "BestAdvantage", "ExponentialAdvantage"),
+            *("GAEAdvantage", "GDPOAdvantage", "GroupAdvantage"),
         ),
         "objectives.distillation": ("OPD", "Teacher"),
         "objectives.dpo": ("CRD", "DGPO", "DPO"),

@@ -140,7 +140,7 @@ class Kinds:
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
     kinds may share a class. ``tag``: the key that holds the kind. ``other_names``: a name that is not a kind, in lower case with
     underscores, to what a recipe has in its place; such a name is an error that states it. ``with_wings``: the set has the kinds
-    that the wings add under its name, or under this name.
+    that the wings add under its name, or under this name. Recipes may also import the classes that the wings name for the set.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with

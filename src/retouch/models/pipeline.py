@@ -317,7 +317,8 @@ class PipelineModel(ABC):
         if num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
         config, tokens = self.scheduler.config, math.prod(self.latents.grid(conditioning.shared["size"]))
-        start, mu = self.start(num_steps), self.shift(tokens, num_steps) if config.use_dynamic_shifting else None
+        start = self.start(num_steps)
+        mu = self.shift(tokens, num_steps) if config.use_dynamic_shifting else None
         if config.use_dynamic_shifting and mu is None:
             low, high, first, last = (config[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
             mu = float(first + (last - first) * (tokens - low) / (high - low))

@@ -123,6 +123,7 @@ class CompositeTracker:
     trackers: Sequence[Any]
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """Show these values at this step; a value of None (could not be measured) is left out."""
         for tracker in self.trackers:
             tracker.log(values, step)
 
@@ -138,6 +139,7 @@ class CompositeTracker:
                 tracker.log_picture(title, draw, step)
 
     def close(self) -> None:
+        """Send all buffered values. Do not call ``log`` afterwards."""
         for tracker in self.trackers:
             tracker.close()
 
