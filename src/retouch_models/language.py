@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
 from retouch.models.base import CONFIGS, TURNS, Area, PartConfigs, PretrainedLanguageModel, Size, TaskInputs, TokenKind
@@ -73,11 +73,11 @@ class Emu3Family(PretrainedLanguageModel):
     takes = TaskInputs(images=(1, 1))
 
     @property
-    def token_kinds(self) -> frozenset[TokenKind]:
+    def token_kinds(self) -> frozenset[TokenKind]:  # type: ignore[override]
         return frozenset({"text", "vision"} if self.think else {"vision"})
 
     @property
-    def image_grammar(self) -> bool:
+    def image_grammar(self) -> bool:  # type: ignore[override]
         return self.grammar
 
     def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
@@ -163,14 +163,8 @@ class JanusModel(PretrainedLanguageModel):
     """Folder ``writer`` of an export of full weights, which replaces the weights of the trained modules."""
 
     takes = TaskInputs(images=(0, 0))
-
-    @property
-    def token_kinds(self) -> frozenset[TokenKind]:
-        return frozenset({"vision"})
-
-    @property
-    def image_grammar(self) -> bool:
-        return True
+    token_kinds: ClassVar[frozenset[TokenKind]] = frozenset({"vision"})
+    image_grammar = True
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         from retouch_models.janus import load_janus

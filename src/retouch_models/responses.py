@@ -55,15 +55,15 @@ class ResponseRenderer(ImageModelRenderer):
     loads_on_cpu: ClassVar[bool] = True
 
     @property
-    def policy_encodes(self) -> bool:
+    def policy_encodes(self) -> bool:  # type: ignore[override]
         return self.encoder == "policy"
 
     @property
-    def responses_at_once(self) -> int:
+    def responses_at_once(self) -> int:  # type: ignore[override]
         return self.encoder_batch
 
     @property
-    def weight_copies(self) -> frozenset[str]:
+    def weight_copies(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({"reference"} if self.policy_encodes and self.guided else ())
 
     def problems(self, writer: LanguageModel) -> Iterator[str]:

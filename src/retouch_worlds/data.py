@@ -173,6 +173,7 @@ class PlaygroundData(GeneratedData):
     """Scenes and edits drawn from a seed."""
 
     demonstration_faults: ClassVar[tuple[str, ...]] = ("impossible", "unfinished")
+    generated_size: ClassVar[Pixels] = (SIZE, SIZE)
 
     kind: Literal["playground"] = "playground"
     complexity: Mixture
@@ -195,10 +196,6 @@ class PlaygroundData(GeneratedData):
         counts = [number for number, weight in self.complexity.items() if weight] if self.turns else [0]
         turns = min(counts), max(counts)
         return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False, turns=turns)
-
-    @property
-    def generated_size(self) -> Pixels | None:
-        return SIZE, SIZE
 
     def tasks(self, *, in_turn: bool = False) -> Sequence[Task]:
         tasks: Sequence[Task] = PlaygroundTasks(self, in_turn=in_turn)
@@ -413,6 +410,7 @@ class WordData(GeneratedData):
     and ``playground-signs`` scores the style."""
 
     demonstration_faults = ("wrong_letters",)
+    generated_size: ClassVar[Pixels] = (HEIGHT, WIDTH)
 
     kind: Literal["playground-words"] = "playground-words"
     wrong_letters: Share = 0.0
@@ -423,10 +421,6 @@ class WordData(GeneratedData):
 
     def contents(self) -> TaskContents:
         return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False, turns=(0, 0))
-
-    @property
-    def generated_size(self) -> Pixels | None:
-        return HEIGHT, WIDTH
 
     def tasks(self, *, in_turn: bool = False) -> "WordTasks":
         return WordTasks(self)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from retouch.data.base import DataContext
-from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
+from retouch.data.images import EncodedImage, fit, fit_mask, load_image, load_mask, read_header
 from retouch.data.sources.folder import FolderData
 from retouch.data.sources.hub import TableData, encoded_image
 from retouch.data.sources.stream import IterableData
@@ -160,25 +160,6 @@ def test_fitted_masks_have_no_new_values_and_the_requested_size(width, height, o
     fitted = fit_mask(mask, size=(out_width, out_height))
     assert fitted.size == fit(mask.convert("RGB"), size=(out_width, out_height)).size == (out_width, out_height)
     assert {value for _, value in fitted.getcolors()} <= {0, 255}
-
-
-@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 32), st.integers(1, 4_000_000))
-def test_area_sizes_are_multiples_within_the_area_and_not_enlarged(width, height, multiple, max_area):
-    max_area = max(max_area, multiple**2)
-    out = Area(max_area, multiple).size((width, height))
-    assert out[0] % multiple == out[1] % multiple == 0
-    assert min(out) >= multiple
-    assert out[0] * out[1] <= max_area
-    assert out[0] <= max(width, multiple)
-    assert out[1] <= max(height, multiple)
-
-
-def test_area_keeps_the_aspect_ratio_and_does_not_enlarge():
-    for size, scaled in (((2048, 2048), (1024, 1024)), ((4000, 1000), (2048, 512)), ((300, 200), (288, 192))):
-        assert Area(1024**2).size(size) == scaled
-    assert Exact(512, 256).size((3, 7)) == (512, 256)
-    with pytest.raises(ValueError, match="max_area 100 must be at least"):
-        Area(100, 16)
 
 
 def half(white, *, mode="L", size=(8, 4)):
@@ -383,7 +364,7 @@ def test_point_1_7_a_row_whose_mask_the_crop_removes_is_refused_at_the_start(cas
 def test_point_1_7_a_row_that_is_not_checked_at_the_start_is_refused_when_it_is_drawn():
     row = TableData.of(rows(REGIONS["at the left"][0])).rows(seed=0)[1]
     with pytest.raises(ValueError, match=r"train_dataset:2: the crop of .* removes the whole mask"):
-        load_task(row, resize=Exact(48, 48))
+        load_task(row, resize=(48, 48))
 
 
 def test_point_1_7_no_random_crop_removes_the_whole_mask(tmp_path):

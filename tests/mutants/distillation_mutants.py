@@ -37,7 +37,7 @@ DISTILLATION = (
     Mutant(
         "the targets of the tasks are imitated, not the images of the teacher",
         "objectives/imitation.py",
-        "task.with_target(task.images[0] if image is None else image)",
+        "task.with_target(image or found[0])",
         "task",
         f"{_TESTS}::test_the_images_of_a_teacher_are_imitated_and_a_task_without_one_learns_nothing",
     ),

@@ -200,8 +200,13 @@ def test_the_images_of_a_teacher_are_imitated_and_a_task_without_one_learns_noth
     name = "outputs" if actions == "denoising" else "ids"
     assert torch.equal(getattr(found, name), getattr(by_hand, name))
     assert torch.equal(found.mask, by_hand.mask)
+    monkeypatch.setattr(policy, "teacher_images", lambda rows, **how: [None, *wanted[1:]][-len(rows.tasks) :])
+    lacking = objective.demonstrate(policy, batch).mask
+    assert torch.equal(lacking[len(lacking) // 2 :], by_hand.mask[len(lacking) // 2 :])
+    assert not lacking[: len(lacking) // 2].any()
     monkeypatch.setattr(policy, "teacher_images", lambda rows, **how: [None] * len(rows.tasks))
-    assert not objective.demonstrate(policy, batch).mask.any()
+    with pytest.raises(ValueError, match=r"objective.teacher: it made no image of any of the tasks"):
+        objective.demonstrate(policy, batch)
 
 
 def test_data_without_targets_can_be_imitated_with_a_teacher_only():

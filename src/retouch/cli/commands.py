@@ -31,7 +31,6 @@ from retouch.config.packaged import GOALS, TWIN, find, header, is_recipe, near_n
 from retouch.data.guard import find_test_sets
 
 if TYPE_CHECKING:
-    from retouch.data.images import Resize
     from retouch.data.rows import Problem, Rows
 
 _LAUNCHABLE = ("train", "eval", "doctor")
@@ -393,7 +392,7 @@ def _data_check(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows, Resize | None]]":
+def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows, tuple[int, int] | None]]":
     """Yield the name, the paths, the rows and the resizing of the data set at a path, or of each data set of a recipe."""
     from retouch.data.kinds import DATA, read_path
 

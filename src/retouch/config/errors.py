@@ -112,14 +112,16 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
         case "missing":
             field = field_at(root, document, path)
             return f"{dotted(path)}: missing{': ' + field.description if field is not None and field.description else ''}"
-        case "union_tag_not_found":
+        case "union_tag_not_found" | "union_tag_invalid" as mistake:
+            tag = context["discriminator"].strip("'")
+            where = dotted((*path, "kind" if tag.endswith("()") else tag))
+            if mistake == "union_tag_invalid":
+                given, options = context["tag"], context["expected_tags"]
+                return f"{where}: {given!r} is not one of {options}{_meant(given, options)}"
             field = field_at(root, document, path)
             sections = alternatives(annotation_of(field)) if field is not None else ()
             kinds = ", ".join(repr(kind) for section in sections for kind in _kinds(section))
-            return f"{_tag_path(path, context)}: missing: one of {kinds}"
-        case "union_tag_invalid":
-            given, options = context["tag"], context["expected_tags"]
-            return f"{_tag_path(path, context)}: {given!r} is not one of {options}{_meant(given, options)}"
+            return f"{where}: missing: one of {kinds}"
         case "literal_error":
             return f"{dotted(path)}: {given!r} is not {context['expected']}{_meant(given, context['expected'])}"
         case "string_pattern_mismatch":
@@ -136,11 +138,6 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
                 entries = [each.strip() for each in given.split(",")]
                 return f"{dotted(path)}: {expected(error)}; write {json.dumps(entries, ensure_ascii=False)}"
     return f"{dotted(path)}: {expected(error)}"
-
-
-def _tag_path(path: Path, context: Mapping[str, Any]) -> str:
-    given = context["discriminator"].strip("'")
-    return dotted((*path, "kind" if given.endswith("()") else given))
 
 
 def _meant(given: object, expected: str) -> str:
@@ -286,12 +283,10 @@ def is_text_list(annotation: Any) -> bool:
     """Whether a field contains a list of texts of any length."""
     if get_origin(annotation) is tuple:
         entry, *rest = get_args(annotation)
-        return rest == [...] and (_is_text(entry) or (get_origin(entry) is Annotated and _is_text(get_args(entry)[0])))
+        entry = get_args(entry)[0] if get_origin(entry) is Annotated else entry
+        of_texts = get_origin(entry) is Literal and all(isinstance(each, str) for each in get_args(entry))
+        return rest == [...] and (entry is str or of_texts)
     return any(is_text_list(argument) for argument in get_args(annotation))
-
-
-def _is_text(annotation: Any) -> bool:
-    return annotation is str or (get_origin(annotation) is Literal and all(isinstance(each, str) for each in get_args(annotation)))
 
 
 def is_map(annotation: Any) -> bool:

@@ -119,8 +119,10 @@ def address_of(url: str) -> Address:
     return Address(parts.scheme, host.rstrip("."), None if any_port else port or _PORTS[parts.scheme])
 
 
-def bound_addresses(variable: str) -> tuple[Address, ...]:
-    """The addresses that the key in this environment variable may be sent to. Raises ValueError for an invalid binding."""
+def is_bound(variable: str, url: str) -> bool:
+    """Whether the value of this variable may go to this address. Raises ValueError for an address that cannot be read, and for an
+    invalid binding."""
+    wanted = address_of(url)
     own: tuple[Address, ...] = ()
     for number, word in enumerate(_words(), start=1):
         binding = _BINDING.fullmatch(word)
@@ -130,13 +132,7 @@ def bound_addresses(variable: str) -> tuple[Address, ...]:
         own += (address,) if binding["variable"] == variable else ()
     own += _from_file().get(variable, ())
     known = _LOCAL if variable in OWN_SERVERS else () if own else KNOWN.get(variable, ())
-    return own + tuple(map(address_of, known))
-
-
-def is_bound(variable: str, url: str) -> bool:
-    """Whether the value of this variable may go to this address. Raises ValueError for an address that cannot be read."""
-    address = address_of(url)
-    return any(bound.covers(address) for bound in bound_addresses(variable))
+    return any(bound.covers(wanted) for bound in (*own, *map(address_of, known)))
 
 
 def require_bound(variable: str, url: str) -> None:
@@ -236,19 +232,19 @@ class RedactingFormatter(logging.Formatter):
         return redacted(super().format(record))
 
 
+@dataclass(eq=False, repr=False)
 class RedactingStream:
     """A text stream that writes to ``inner`` without the secrets of this process."""
 
-    def __init__(self, inner: TextIO) -> None:
-        self._inner = inner
+    inner: TextIO
 
     def write(self, text: str) -> int:
         """Write the redacted text; returns the number of characters that were given."""
-        self._inner.write(redacted(text))
+        self.inner.write(redacted(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
 
 def redact_output() -> None:

@@ -11,7 +11,7 @@ when a recipe selects it. The alternatives come from three sources, in this orde
 
 import functools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
@@ -138,10 +138,9 @@ class Kinds:
     """One open set of alternatives.
 
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
-    kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but that
-    recipes may import by name. ``other_names``: a name that is not a kind, in lower case with underscores, to what a recipe has in
-    its place; such a name is an error that states it. ``with_wings``: the set has the kinds that the wings add under its name, or
-    under this name.
+    kinds may share a class. ``tag``: the key that holds the kind. ``other_names``: a name that is not a kind, in lower case with
+    underscores, to what a recipe has in its place; such a name is an error that states it. ``with_wings``: the set has the kinds
+    that the wings add under its name, or under this name. Recipes may also import the classes that the wings name for the set.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
@@ -154,7 +153,6 @@ class Kinds:
         table: Mapping[str, str],
         *,
         tag: str = "kind",
-        named: Collection[str] = (),
         other_names: Mapping[str, str] | None = None,
         with_wings: bool | str = False,
     ) -> None:
@@ -163,7 +161,6 @@ class Kinds:
         self.other_names = dict(other_names or {})
         self._core = dict(table)
         self._wings = name if with_wings is True else with_wings
-        self._named = named
 
     @functools.cached_property
     def _table(self) -> dict[str, str]:
@@ -171,7 +168,7 @@ class Kinds:
 
     @property
     def _own(self) -> set[str]:
-        return {*self._table.values(), *self._named, *wings.of_set(f"named.{self.name}").values()}
+        return {*self._table.values(), *wings.of_set(f"named.{self.name}").values()}
 
     @property
     def paths(self) -> Mapping[str, str]:

@@ -20,7 +20,6 @@ from pydantic_core import PydanticCustomError
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
 from retouch.data.checks import AcceptedRows, OnBadRow, accept_rows, combined_content
 from retouch.data.guard import refuse_test_sets
-from retouch.data.images import Exact, Resize
 from retouch.data.rows import Problem, RowRequirements, Rows
 from retouch.data.tasks import Drawable, Subset, Tasks, UncheckedTasks, limit, split_by_source
 from retouch.types import Json, SplitName, Task, TaskContents
@@ -111,6 +110,8 @@ class DataSource(Section):
     """Whether the number of training tasks is known before the run. A run over a stream cannot be given in passes."""
     image_size: ClassVar[Pixels | None] = None
     """(height, width) in px to which this section resizes images; None uses the size of the model."""
+    generated_size: ClassVar[Pixels | None] = None
+    """(height, width) in px of the source images that this section generates; None if they are stored, or if it has none."""
 
     allow_test_sets: bool = False
     """Allow training on data that are a known test set; the run records this."""
@@ -168,11 +169,6 @@ class DataSource(Section):
     def label(self) -> str:
         """The name of this source in messages: its kind, or the class of an imported source."""
         return str(getattr(self, "kind", type(self).__name__))
-
-    @property
-    def generated_size(self) -> Pixels | None:
-        """(height, width) in px of the source images that this section generates; None if they are stored, or if it has none."""
-        return None
 
     def paths(self, *keys: str) -> list[str]:
         """The paths in the given ``keys``, by default in all ``path_keys``. A key that this class does not have is left out."""
@@ -324,6 +320,6 @@ def require_training_rows(held_out: float | str, context: DataContext) -> None:
         )
 
 
-def resize_to(size: tuple[int, int] | None) -> Resize | None:
-    """The rule that resizes images to ``size``, (height, width) in px; None if images keep their sizes."""
-    return None if size is None else Exact(width=size[1], height=size[0])
+def resize_to(size: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The (width, height) of images of ``size``, (height, width) in px; None if images keep their sizes."""
+    return None if size is None else (size[1], size[0])

@@ -29,7 +29,6 @@ from retouch.config.consent import user_folder
 from retouch.data.images import (
     MAX_PIXELS,
     EncodedImage,
-    Resize,
     kept_by_fit,
     load_image,
     load_mask,
@@ -115,13 +114,13 @@ def accept_rows(
     required: RowRequirements | None = None,
     check: CheckedShare = "all",
     seed: int = 0,
-    resize: Resize | None = None,
+    resize: tuple[int, int] | None = None,
 ) -> AcceptedRows:
     """The usable rows of a data set.
 
     ``required``: what every row must have. ``check``: the rows whose images are decoded: "all", the "first" ones, or this number of
-    rows, drawn with ``seed``; all other rows are only read. ``resize``: how their images are resized; a row whose mask this would
-    crop away is bad, and rows that lose much of their images are logged.
+    rows, drawn with ``seed``; all other rows are only read. ``resize``: the (width, height) of the resized images; a row whose mask
+    this would crop away is bad, and rows that lose much of their images are logged.
 
     ``on_bad_row``: "refuse" raises ValueError if any row is bad; the message has the number of bad rows, and the first few of them
     by file and line. "skip" leaves bad rows out and logs them. Both raise ValueError if no row is left.
@@ -163,12 +162,14 @@ def accept_rows(
     return AcceptedRows(tuple(good), tuple(sources), keys, tuple(problems), {index: reports[index].content for index in good})
 
 
-def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS, resize: Resize | None = None) -> Iterator[tuple[int, list[Problem]]]:
+def find_problems(
+    rows: Rows, *, max_pixels: int = MAX_PIXELS, resize: tuple[int, int] | None = None
+) -> Iterator[tuple[int, list[Problem]]]:
     """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
     return _findings(examined(rows, max_pixels=max_pixels), resize)
 
 
-def _findings(reports: Sequence[RowReport], resize: Resize | None) -> Iterator[tuple[int, list[Problem]]]:
+def _findings(reports: Sequence[RowReport], resize: tuple[int, int] | None) -> Iterator[tuple[int, list[Problem]]]:
     seen: dict[str, tuple[str, int]] = {}
     for index, report in enumerate(reports):
         found, place = list(report.problems), (report.file, report.line)
@@ -176,13 +177,12 @@ def _findings(reports: Sequence[RowReport], resize: Resize | None) -> Iterator[t
             found.insert(0, Problem(*place, f"the id {report.id!r} is taken by {first[0]}:{first[1]}"))
         if resize is not None and report.region is not None:
             width, height, *off = report.region
-            size = resize.size((width, height))
             what = "mask" if report.mask else "region that the target changes"
-            kept = math.prod(kept_by_fit((width, height), size=size))
-            if reason := removed_by_fit(what, (off[0], off[1]), (width, height), size=size):
+            kept = math.prod(kept_by_fit((width, height), size=resize))
+            if reason := removed_by_fit(what, (off[0], off[1]), (width, height), size=resize):
                 found.append(Problem(*place, reason, "error" if report.mask else "note"))
             elif kept < _KEPT:
-                shapes = f"{width}x{height} to the middle, in the shape of {size[0]}x{size[1]}"
+                shapes = f"{width}x{height} to the middle, in the shape of {resize[0]}x{resize[1]}"
                 found.append(Problem(*place, f"the crop of {shapes}, keeps {kept:.0%} of the image", "note"))
         yield index, found
 

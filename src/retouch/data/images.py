@@ -5,7 +5,6 @@ colours and are not converted.
 """
 
 import io
-import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps, UnidentifiedImageError
 
@@ -45,44 +44,6 @@ class Header:
     size: tuple[int, int]
     rotated: bool
     profile: Literal["none", "converted", "unusable"] = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """Resizes every image to ``width`` by ``height``."""
-
-    width: int
-    height: int
-
-    def size(self, source: tuple[int, int]) -> tuple[int, int]:
-        """The new (width, height), which does not depend on the size of the source."""
-        return self.width, self.height
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """Shrinks images to at most ``max_area`` pixels and keeps their aspect ratio as far as ``multiple`` allows."""
-
-    max_area: int
-    multiple: int = 16
-
-    def __post_init__(self) -> None:
-        if self.multiple < 1 or self.max_area < self.multiple**2:
-            raise ValueError(
-                f"max_area {self.max_area} must be at least multiple * multiple = {self.multiple**2}, and both above 0"
-            )
-
-    def size(self, source: tuple[int, int]) -> tuple[int, int]:
-        """The new (width, height): both are positive multiples of ``multiple``, and width * height <= max_area."""
-        scale = min(1.0, math.sqrt(self.max_area / (source[0] * source[1])))
-        units = [max(1, int(side * scale) // self.multiple) for side in source]
-        most = self.max_area // self.multiple**2
-        if units[0] * units[1] > most:  # a very narrow image, whose short side had to grow
-            units[units.index(max(units))] = most // min(units)
-        return units[0] * self.multiple, units[1] * self.multiple
-
-
-Resize: TypeAlias = Exact | Area
 
 
 def read_header(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Header:

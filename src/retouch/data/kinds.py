@@ -5,7 +5,7 @@ from pathlib import Path
 from retouch.config.section import Kinds
 from retouch.data.base import DataSource
 from retouch.data.checks import find_problems
-from retouch.data.images import MAX_PIXELS, Resize
+from retouch.data.images import MAX_PIXELS
 from retouch.data.rows import Problem, Rows
 
 DATA = Kinds(
@@ -22,14 +22,14 @@ DATA = Kinds(
 )
 
 
-def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS, resize: Resize | None = None) -> list[Problem]:
+def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS, resize: tuple[int, int] | None = None) -> list[Problem]:
     """The errors of a data set and notes on how it is read: first those of the file, then those of each row.
 
-    ``source``: rows, or a path for ``read_path``. ``resize``: how a run would resize the images. Errors: a line that is not JSON
-    (or CSV, or UTF-8), a missing instruction, a repeated id, an image that is missing, damaged, too large, of an unsupported format
-    or outside the folder, a mask whose size differs from its image, or that resizing would crop away. Notes: a byte-order mark,
-    CRLF, keys that look mistyped, images that are not RGB or that EXIF rotates, a mask that is empty or not black and white, a
-    target whose aspect ratio differs from its source.
+    ``source``: rows, or a path for ``read_path``. ``resize``: the (width, height) that a run would give the images. Errors: a line
+    that is not JSON (or CSV, or UTF-8), a missing instruction, a repeated id, an image that is missing, damaged, too large, of an
+    unsupported format or outside the folder, a mask whose size differs from its image, or that resizing would crop away. Notes: a
+    byte-order mark, CRLF, keys that look mistyped, images that are not RGB or that EXIF rotates, a mask that is empty or not black
+    and white, a target whose aspect ratio differs from its source.
     """
     if isinstance(source, str | Path):
         try:

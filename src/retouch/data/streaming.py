@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 
 from retouch.core.random import permutation
-from retouch.data.images import Resize
 from retouch.data.rows import InvalidRow, Layout, Problem, Row, RowRequirements, split_keys, with_quoted_text
 from retouch.data.tasks import LoadedTasks, load_task
 from retouch.types import Task
@@ -236,7 +235,7 @@ class TaskStream:
     """
 
     def __init__(
-        self, order: StreamOrder, *, resize: Resize | None, first: Sequence[Task], ahead: int = 2, skip: bool = False
+        self, order: StreamOrder, *, resize: tuple[int, int] | None, first: Sequence[Task], ahead: int = 2, skip: bool = False
     ) -> None:
         self.first = first
         self.waited = 0.0
@@ -384,7 +383,7 @@ class _LoadedRows(torch.utils.data.IterableDataset[StreamItem]):
     has the error."""
 
     order: StreamOrder
-    resize: Resize | None
+    resize: tuple[int, int] | None
     cursor: Cursor
     start: int
     count: int

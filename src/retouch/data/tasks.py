@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkabl
 from PIL.Image import Image
 
 from retouch.core.random import permutation
-from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
+from retouch.data.images import fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.rows import Row, Rows
 from retouch.types import Batch, Task
 
@@ -94,21 +94,19 @@ Drawable: TypeAlias = "Sequence[Task] | UnindexedTasks"
 class Tasks(LoadedTasks):
     """The tasks of a data set, decoded on access. The last ``cache`` tasks stay in memory.
 
-    ``resize``: None keeps all sizes. Otherwise ``resize`` computes a size from the first source image (without source images from
-    the target, or the chosen image); this image, the mask and the target get this size. The size of each further source image is
-    computed from that image. A reference image keeps its size. A chosen and a rejected image always get the size of the first
-    source image (or the target, or the chosen image).
+    ``resize``: the (width, height) of the source images, the mask and the target; None keeps all sizes. A reference image keeps its
+    size. A chosen and a rejected image always get the size of the first source image (or the target, or the chosen image).
 
     Indexing raises ValueError, with file and line, for an unusable row; ``accept_rows`` finds these rows before training.
     """
 
-    def __init__(self, rows: Rows, *, resize: Resize | None, cache: int = 64) -> None:
+    def __init__(self, rows: Rows, *, resize: tuple[int, int] | None, cache: int = 64) -> None:
         self.rows = rows
         self.resize = resize
         super().__init__(len(rows), lru_cache(maxsize=cache)(lambda index: load_task(rows[index], resize=resize)))
 
 
-def load_task(row: Row, *, resize: Resize | None, crop: Callable[[Image], Image] | None = None) -> Task:
+def load_task(row: Row, *, resize: tuple[int, int] | None, crop: Callable[[Image], Image] | None = None) -> Task:
     """The task of a row, with its images decoded and resized as in ``Tasks``. ``crop`` is applied to the images before they are
     resized, except to the reference; a task whose whole mask it would remove is not cropped. Raises ValueError, with file and line,
     if an image is unusable, and if resizing would crop the whole mask away."""
@@ -118,7 +116,7 @@ def load_task(row: Row, *, resize: Resize | None, crop: Callable[[Image], Image]
         raise ValueError(f"{row.file}:{row.line}: {error}") from error
 
 
-def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Task:
+def _load(row: Row, resize: tuple[int, int] | None, crop: Callable[[Image], Image]) -> Task:
     whole = None if row.mask is None else load_mask(row.mask)
     if whole is not None and any(whole.histogram()[128:]) and not any(crop(whole).histogram()[128:]):
         crop = lambda image: image  # noqa: E731, the crop would remove the whole mask
@@ -131,15 +129,13 @@ def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Ta
     if mask is not None and canvas is not None:
         require_same_size(mask.size, canvas.size)
     if resize is not None and canvas is not None:
-        size = resize.size(canvas.size)
-        if mask is not None and (reason := removed_by_fit("mask", off_centre(mask), mask.size, size=size)):
+        if mask is not None and (reason := removed_by_fit("mask", off_centre(mask), mask.size, size=resize)):
             raise ValueError(reason)
-        images = [fit(image, size=size if image is canvas else resize.size(image.size)) for image in images]
-        target = None if target is None else fit(target, size=size)
-        mask = None if mask is None else fit_mask(mask, size=size)
+        images = [fit(image, size=resize) for image in images]
+        target = None if target is None else fit(target, size=resize)
+        mask = None if mask is None else fit_mask(mask, size=resize)
     if canvas is not None:
-        size = canvas.size if resize is None else resize.size(canvas.size)
-        pair = [None if image is None else fit(image, size=size) for image in pair]
+        pair = [None if image is None else fit(image, size=resize or canvas.size) for image in pair]
     task = Task(
         id=row.id,
         instruction=row.instruction,

@@ -17,13 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from retouch.distributed.optimizer import (
-    NonFiniteGradient,
-    ReplicatedStepper,
-    fill_shards,
-    gathered_state,
-    local_shard,
-)
+from retouch.distributed.optimizer import NonFiniteGradient, ReplicatedStepper, fill_shards, gathered_state, local_shard
 from retouch.distributed.ranks import Ranks
 from retouch.models.parts import called_separately, sharded_root
 from retouch.policies.weights import WeightCopies
@@ -82,9 +76,7 @@ class FsdpStepper(ReplicatedStepper):
         if norm > self.max_grad_norm:
             for gradient in self._gradients():
                 local_shard(gradient).mul_(self.max_grad_norm / (norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._step_optimizer()
+        self._step_optimizer(learning_rate)
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
@@ -98,9 +90,6 @@ class FsdpStepper(ReplicatedStepper):
     def state(self) -> Mapping[str, Tensor]:
         sharded = {f"{name}/{key}": weight for name, weight in self.weights.items() for key in ("exp_avg", "exp_avg_sq")}
         return gathered_state(super().state(), self.ranks, like=sharded)
-
-    def _fill(self, tensor: Tensor, content: Tensor) -> None:
-        fill_shards(tensor, content)
 
     def _gradients(self) -> list[Tensor]:
         return [weight.grad for weight in self.weights.values() if weight.grad is not None]

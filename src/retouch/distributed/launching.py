@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -177,7 +176,19 @@ def run_ranks(
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals() as stop, guardian() as guard, tempfile.TemporaryDirectory(prefix="retouch-ranks-") as private:
-        start = partial(_start, command, store=f"{private}/store", owner=owner)
+        shared = {LAUNCHER: str(os.getpid()), STORE: f"{private}/store"} | ({} if owner is None else owner.environment())
+
+        def start(environment: Mapping[str, str], output: IO[bytes] | int) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                env={**environment, **shared},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                pass_fds=() if owner is None else (owner.fileno(),),
+            )
+
         try:
             ranks.append(guard(start(environments[0], subprocess.PIPE)))
             copier = threading.Thread(target=_tee, args=(ranks[0].stdout, logs / "rank-0.log"), daemon=True)
@@ -209,21 +220,6 @@ def run_ranks(
     # A child process of rank 0 that is still running may keep rank 0's output open forever.
     copier.join(timeout=5.0)
     return code
-
-
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int, *, store: str, owner: Owner | None
-) -> subprocess.Popen[bytes]:
-    shared = {} if owner is None else owner.environment()
-    return subprocess.Popen(
-        command,
-        env={**environment, **shared, LAUNCHER: str(os.getpid()), STORE: store},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-        pass_fds=() if owner is None else (owner.fileno(),),
-    )
 
 
 def _tee(source: IO[bytes], log: Path) -> None:

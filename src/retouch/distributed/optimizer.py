@@ -307,12 +307,10 @@ class ReplicatedStepper:
         self.optimizer: torch.optim.Optimizer
         if moments is not None:
             self.optimizer = StoredMomentsAdamW(self.weights.values(), moments=moments, local=local_shard, **settings)
-        else:
-            accelerated = ranks.device.type != "cpu"
-            if accelerated or fused:
-                self.optimizer = adamw(self.weights.values(), fused=fused is not False, **settings)
-            else:  # on the CPU, torch updates one weight after the other, so sharded and replicated weights may be mixed
-                self.optimizer = torch.optim.AdamW(self.weights.values(), **settings)
+        elif fused or ranks.device.type != "cpu":
+            self.optimizer = adamw(self.weights.values(), fused=fused is not False, **settings)
+        else:  # on the CPU, torch updates one weight after the other, so sharded and replicated weights may be mixed
+            self.optimizer = torch.optim.AdamW(self.weights.values(), **settings)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
@@ -350,13 +348,13 @@ class ReplicatedStepper:
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(f"the gradient norm is {norm.item()}")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._step_optimizer()
+        self._step_optimizer(learning_rate)
         return float(norm)
 
     @torch.no_grad()
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for name, weight in self.weights.items():
@@ -389,14 +387,14 @@ class ReplicatedStepper:
             weight = self.weights[parameter_name]
             if key == MASTER:
                 if weight is not self.parameters[parameter_name]:
-                    self._fill(weight, tensor)
+                    fill_shards(weight, tensor)
             elif key == "step":
                 self.optimizer.state[weight][key] = step_count(tensor, self.optimizer, weight)
             elif key.endswith(("_codes", "_scales")):  # the tensors of 8-bit moments
                 self.optimizer.state[weight][key] = tensor.to(weight.device, copy=True)
             else:
                 moment = torch.empty_like(weight, requires_grad=False)
-                self._fill(moment, tensor)
+                fill_shards(moment, tensor)
                 if self.moments == "cpu":  # where the optimizer stores moments
                     moment = local_shard(moment).cpu()
                 self.optimizer.state[weight][key] = moment
@@ -425,10 +423,6 @@ class ReplicatedStepper:
                     local_shard(value).copy_(kept[weight][key])
 
         return restore
-
-    def _fill(self, tensor: Tensor, content: Tensor) -> None:
-        """Write a full tensor of a checkpoint into a tensor of the optimizer."""
-        local_shard(tensor).copy_(content)
 
 
 class JointStepper:

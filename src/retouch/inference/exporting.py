@@ -17,10 +17,10 @@ import stat
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import safetensors.torch
 import torch
@@ -363,24 +363,24 @@ def _create_repo(api: HfApi, repo: str, *, private: bool, key: str, or_else: str
         ) from error
 
 
+@dataclass(eq=False)
 class Publisher(Hook):
     """Uploads one export at a time; ``close`` waits for running uploads."""
 
-    station = "saved"
+    every: int
+    repo: str
+    folder: RunFolder
+    api: HfApi
+    _uploads: list[Future[None]] = field(default_factory=list, init=False)
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="push"), init=False)
 
-    def __init__(self, every: int, repo: str, folder: RunFolder, api: HfApi) -> None:
-        self._every = every
-        self._repo = repo
-        self._folder = folder
-        self._api = api
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="push")
-        self._uploads: list[Future[None]] = []
+    station: ClassVar[Literal["saved"]] = "saved"
 
     def attach(self, parts: Assembly) -> None:
         self._parts = parts
 
     def after_step(self, step: StepResult, collected: ScoredRollout) -> None:
-        if step.step < step.steps and self._every and step.step % self._every == 0:
+        if step.step < step.steps and self.every and step.step % self.every == 0:
             self._push(step.step, last=False)
 
     def ended(self, step: int, *, finished: bool) -> None:
@@ -390,7 +390,7 @@ class Publisher(Hook):
     def _push(self, step: int, *, last: bool) -> None:
         """Export the weights and start the upload. ``last``: this is the last step of the run."""
         revision = f"step-{step:06d}"
-        to = self._folder.root / "push" / revision
+        to = self.folder.root / "push" / revision
         shutil.rmtree(to, ignore_errors=True)  # left over from a killed run
         write_export(self._parts, to, step=step)
         self._uploads.append(self._thread.submit(self._upload, to, [revision, "main"] if last else [revision]))
@@ -404,13 +404,13 @@ class Publisher(Hook):
             future.result()
 
     def _upload(self, folder: Path, revisions: list[str]) -> None:
-        repo = self._repo
+        repo = self.repo
         for revision in revisions:
             try:
                 if revision != "main":
-                    self._api.create_branch(repo, branch=revision, exist_ok=True)
-                message = f"{self._folder.name}, {folder.name}"
-                self._api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
+                    self.api.create_branch(repo, branch=revision, exist_ok=True)
+                message = f"{self.folder.name}, {folder.name}"
+                self.api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
             except FAILED as error:
                 log.warning("could not push to %s at %s: %s", repo, revision, error)
                 log.warning(

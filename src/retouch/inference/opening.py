@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import overload
@@ -63,13 +63,13 @@ class WriterOutput:
     truncated: bool
 
 
+@dataclass(eq=False)
 class Writer:
     """Generates completions with greedy decoding, under the averaged weights if the run has them. The completion for an instruction
     does not depend on the other instructions of a call."""
 
-    def __init__(self, policy: AutoregressivePolicy, *, batch: int) -> None:
-        self.policy = policy
-        self.batch = batch
+    policy: AutoregressivePolicy
+    batch: int = field(kw_only=True)
 
     @overload
     def __call__(self, instruction: str, images: Sequence[Image] = ()) -> WriterOutput: ...

@@ -210,6 +210,8 @@ class DiffusersModel(ImageModel):
     occurs in the lower-case name of ``path``."""
     usual: ClassVar[tuple[tuple[str, Usual], ...]] = ()
     """Settings of the family's models: the first whose text occurs in the lower-case name of ``path``."""
+    planned_size: ClassVar[Size] = MEGAPIXEL
+    """The (height, width) in px that a dry run assumes for source images, and for the output if ``size`` is null."""
 
     @field_validator("size")
     @classmethod
@@ -309,11 +311,6 @@ class DiffusersModel(ImageModel):
         parts: PartConfigs = read_json(Path(inspect.getfile(owner)).parent / file)["parts"]
         return parts
 
-    @property
-    def planned_size(self) -> Size:
-        """The (height, width) in px that a dry run assumes for source images, and for the output if ``size`` is null."""
-        return MEGAPIXEL
-
 
 class LanguageModel(ModelSection):
     """Base of the language models that a recipe can train, built in or your own. Subclasses override ``build``.
@@ -321,6 +318,13 @@ class LanguageModel(ModelSection):
     A class that derives directly from this one has no dry run, and its LoRA must name its targets. A model in transformers'
     layout derives from ``PretrainedLanguageModel``.
     """
+
+    token_kinds: ClassVar[frozenset[TokenKind] | None] = None
+    """Kinds of tokens that the model generates; None if they are not known before the model is built."""
+    image_grammar: ClassVar[bool] = False
+    """Whether the model generates image tokens under a grammar, so that every image is complete."""
+    base_model: ClassVar[str | None] = None
+    """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         """Build the model with frozen weights. Downloads missing weights.
@@ -331,19 +335,9 @@ class LanguageModel(ModelSection):
         raise NotImplementedError(f"{type(self).__name__} defines no build")
 
     @property
-    def token_kinds(self) -> frozenset[TokenKind] | None:
-        """Kinds of tokens that the model generates; None if they are not known before the model is built."""
-        return None
-
-    @property
     def uses_image_tokens(self) -> bool | None:
         """Whether the model reads and generates images as tokens; None if this is not known before the model is built."""
         return None if self.token_kinds is None else "vision" in self.token_kinds
-
-    @property
-    def image_grammar(self) -> bool:
-        """Whether the model generates image tokens under a grammar, so that every image is complete."""
-        return False
 
     def editor_problems(self) -> Iterator[str]:
         """Messages that say why the model cannot write responses for an image editor (``renderer.kind: response``)."""
@@ -358,11 +352,6 @@ class LanguageModel(ModelSection):
 
     def require_attention(self, device: torch.device) -> None:
         """Raise ValueError if the model's attention implementation does not work on the device."""
-
-    @property
-    def base_model(self) -> str | None:
-        """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
-        return None
 
     def describe(self, folder: Path | None) -> PartConfigs | None:
         """Describe the model's parts, from ``folder`` or, if that is None, as published; None if they are not known.
@@ -404,17 +393,14 @@ class PretrainedLanguageModel(LanguageModel):
 
     # Only layers of the language model: the layers of vision towers have other names.
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    @property
-    def token_kinds(self) -> frozenset[TokenKind]:
-        return frozenset({"text"})
+    token_kinds: ClassVar[frozenset[TokenKind]] = frozenset({"text"})
 
     @property
     def source(self) -> str:
         return self.path
 
     @property
-    def base_model(self) -> str | None:
+    def base_model(self) -> str | None:  # type: ignore[override]
         return self.path.removeprefix(LIVE)
 
     def find_weights(self) -> tuple[Path | None, bool]:

@@ -11,10 +11,4 @@ IMAGE_MODELS = Kinds(
     with_wings=True,
 )
 
-LANGUAGE_MODELS = Kinds(
-    "language_model",
-    {
-        "import": "retouch.models.base:ImportedLanguageModel",
-    },
-    with_wings=True,
-)
+LANGUAGE_MODELS = Kinds("language_model", {"import": "retouch.models.base:ImportedLanguageModel"}, with_wings=True)

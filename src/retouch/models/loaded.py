@@ -37,18 +37,8 @@ HARMLESS = frozenset(
     {*("training", "gradient_checkpointing", "_gradient_checkpointing_func", "peft_config", "_hf_peft_config_loaded")}
     # what loading writes down
     | {*("name_or_path", "_name_or_path", "_class_name", "_diffusers_version", "dtype", "_is_hf_initialized")}
-    | {
-        *(
-            "hf_device_map",
-            "hf_quantizer",
-            "is_quantized",
-            "quantization_config",
-            "quantization_method",
-            "is_loaded_in_4bit",
-            "_is_quantized_training_enabled",
-        )
-    }
-    | {"_weight_conversions"}
+    | {*("hf_device_map", "hf_quantizer", "is_quantized", "quantization_config", "quantization_method", "is_loaded_in_4bit")}
+    | {*("_is_quantized_training_enabled", "_weight_conversions")}
     | {*("_use_kernels", "_pre_quantization_dtype", "generation_config", "_progress_bar_config", "_use_default_values")}
     # what calling the pipeline leaves behind
     | {*("_guidance_scale", "_num_timesteps", "_interrupt", "_joint_attention_kwargs", "_attention_kwargs", "_clip_skip")}

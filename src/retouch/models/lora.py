@@ -197,9 +197,7 @@ def unusual_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any], *, kn
 
 
 def _plain_name(name: str) -> str:
-    for prefix in ("base_model.model.", "transformer."):
-        name = name.removeprefix(prefix)
-    return name.replace(".default.", ".")
+    return name.removeprefix("base_model.model.").removeprefix("transformer.").replace(".default.", ".")
 
 
 def write_lora(

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float, Int
@@ -310,10 +309,25 @@ class PipelineModel(ABC):
         return Conditioning(tensors, padded, {"size": size, "sources": tuple(sizes)})
 
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        """Return the sigmas of ``start``, shifted for the number of output tokens, and a final 0."""
-        tokens = math.prod(self.latents.grid(conditioning.shared["size"]))
-        start, shift = self.start(max(num_steps, 1)), self.shift(tokens, num_steps)
-        return pipeline_sigmas(self.scheduler, num_steps, image_tokens=tokens, start=start, shift=shift)
+        """Return the sigmas of ``start``, shifted for the number of output tokens, and a final 0; in fp32 on the CPU.
+
+        Without a ``shift`` of the pipeline, mu is on a line through two points (tokens, shift) of the scheduler's configuration, as
+        in diffusers' Flux and Qwen-Image pipelines. Raises ValueError if the scheduler has no schedule of this many steps.
+        """
+        if num_steps < 1:
+            raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
+        config, tokens = self.scheduler.config, math.prod(self.latents.grid(conditioning.shared["size"]))
+        start = self.start(num_steps)
+        mu = self.shift(tokens, num_steps) if config.use_dynamic_shifting else None
+        if config.use_dynamic_shifting and mu is None:
+            low, high, first, last = (config[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
+            mu = float(first + (last - first) * (tokens - low) / (high - low))
+        if config.shift_terminal and num_steps == 1:
+            raise ValueError("this scheduler stretches its sigmas to shift_terminal, which needs at least 2 steps")
+        self.scheduler.set_timesteps(None if start is not None else num_steps, sigmas=start, mu=mu)
+        sigmas: Tensor = self.scheduler.sigmas
+        assert torch.isfinite(sigmas).all()
+        return sigmas.to("cpu", torch.float32)
 
     def start(self, num_steps: int) -> list[float] | None:
         """The sigmas that the pipeline passes to its scheduler: 1 to 1 / num_steps in equal steps. None: the scheduler's own."""
@@ -395,34 +409,6 @@ def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict
         return None
     tokens: list[Tensor] = transformer.get_submodule("encoder_hid_proj")([embeds[:, None]])
     return {"ip_hidden_states": tokens}
-
-
-def pipeline_sigmas(
-    scheduler: FlowMatchEulerDiscreteScheduler,
-    num_steps: int,
-    *,
-    image_tokens: int,
-    start: Sequence[float] | None = None,
-    shift: float | None = None,
-) -> Float[Tensor, " num_steps_plus_1"]:
-    """The sigmas of the scheduler for ``num_steps`` steps, from about 1 to 0; on the CPU.
-
-    ``start``: the sigmas before shifting, if the pipeline passes its own to the scheduler. ``shift``: mu, if the pipeline computes
-    it; otherwise mu is on a line through two points (tokens, shift) of the scheduler's configuration, as in diffusers' Flux and
-    Qwen-Image pipelines. Raises ValueError if the scheduler has no schedule of this many steps."""
-    if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
-    config = scheduler.config
-    mu = shift if config.use_dynamic_shifting else None
-    if config.use_dynamic_shifting and shift is None:
-        low, high, first, last = (config[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
-        mu = float(first + (last - first) * (image_tokens - low) / (high - low))
-    if scheduler.config.shift_terminal and num_steps == 1:
-        raise ValueError("this scheduler stretches its sigmas to shift_terminal, which needs at least 2 steps")
-    scheduler.set_timesteps(None if start is not None else num_steps, sigmas=None if start is None else list(start), mu=mu)
-    sigmas: Tensor = scheduler.sigmas
-    assert torch.isfinite(sigmas).all()
-    return sigmas.to("cpu", torch.float32)
 
 
 Inner = TypeVar("Inner", bound=DenoisingModel)

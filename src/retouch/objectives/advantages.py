@@ -43,6 +43,8 @@ class Advantage(Section):
     """The ``ValueHead`` that trains together with the policy; None if this advantage needs none."""
     reads_scores: ClassVar[bool] = False
     """Whether ``__call__`` has a keyword ``scores``: each column of the reward of all ranks, (rows,), by its full name."""
+    smallest_group: ClassVar[int] = 1
+    """The smallest group size with which advantages can differ from 0."""
 
     def __call__(
         self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
@@ -65,11 +67,6 @@ class Advantage(Section):
     def check_columns(self, columns: Mapping[str, Column], combined: Sequence[str]) -> None:
         """Raise ValueError if this reward cannot be used. Called if ``reads_scores``. ``columns``: all of its columns.
         ``combined``: those that ``combine`` uses, all of which have a score if a sample has a reward."""
-
-    @property
-    def smallest_group(self) -> int:
-        """The smallest group size with which advantages can differ from 0."""
-        return 1
 
     def problems(self, objective: Objective, *, objective_key: str, is_autoregressive: bool) -> Iterator[str]:
         """Yield a line for each setting of the recipe that this advantage does not support, as "key: mistake; what to do"."""
@@ -102,16 +99,14 @@ class GroupAdvantage(Advantage):
     clip: Positive | None = 5.0
     """Largest absolute advantage; null does not clip."""
 
+    smallest_group: ClassVar[int] = 2
+
     def __call__(self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float]) -> Tensor:
         from retouch.core.advantages import group_relative
 
         return group_relative(
             rewards, group, baseline=self.baseline, scale=self.scale, ddof=self.ddof, eps=self.eps, clip=self.clip
         )
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
 
 
 class BatchAdvantage(Advantage):
@@ -162,6 +157,7 @@ class GDPOAdvantage(Advantage):
     """Largest absolute advantage; null does not clip."""
 
     reads_scores: ClassVar[bool] = True
+    smallest_group: ClassVar[int] = 2
 
     def __call__(
         self, rewards: Tensor, group: Tensor, *, reward_range: tuple[float, float], scores: Scores | None = None
@@ -171,10 +167,6 @@ class GDPOAdvantage(Advantage):
         assert scores is not None, "the run gives scores to an advantage that reads them"
         columns = [scores[name] for name in self.weights]
         return decoupled(columns, list(self.weights.values()), group, eps=self.eps, clip=self.clip)
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
 
     def check_columns(self, columns: Mapping[str, Column], combined: Sequence[str]) -> None:
         if set(self.weights) != set(combined):
@@ -213,7 +205,7 @@ class BestAdvantage(Advantage):
         return best_of_group(rewards, group, keep=self.keep)
 
     @property
-    def smallest_group(self) -> int:
+    def smallest_group(self) -> int:  # type: ignore[override]
         return self.keep + 1
 
 
@@ -248,7 +240,7 @@ class ExponentialAdvantage(Advantage):
         return exponential_weights(rewards, compared, temperature=self.temperature, eps=self.eps)
 
     @property
-    def smallest_group(self) -> int:
+    def smallest_group(self) -> int:  # type: ignore[override]
         return 2 if self.over == "group" else 1
 
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from retouch.objectives.base import ObjectiveContext
 from retouch.objectives.distillation import Taught, Teacher, edited, last_edits
 from retouch.objectives.nft import ForwardProcess, squared_distance
-from retouch.protocols import Policy, VelocityPolicy
+from retouch.protocols import VelocityPolicy
 from retouch.types import Batch, Loss, Minibatch, Needs, Trajectory
-
-if TYPE_CHECKING:
-    from jaxtyping import Int
-    from torch import Tensor
-
 
 _LAST = 2**16
 """The turn of a teacher's last image, behind any number of instructions: its noise is not that of an image in between."""
@@ -48,20 +43,14 @@ class Imitation(Taught):
         numbers = range(len(batch.tasks))
         asked = last_edits(policy, self.teacher, batch, numbers)
         images = edited(policy, self.teacher, batch, numbers, asked, turn=_LAST)
-        # A task whose teacher made no image learns nothing; its source image only stands where a target is needed.
-        found = zip(batch.tasks, images, strict=True)
-        tasks = tuple(task.with_target(task.images[0] if image is None else image) for task, image in found)
+        found = [image for image in images if image is not None]
+        if not found:
+            raise ValueError("objective.teacher: it made no image of any of the tasks")
+        # A task without an image learns nothing; another image only stands where a target is needed.
+        tasks = tuple(task.with_target(image or found[0]) for task, image in zip(batch.tasks, images, strict=True))
         trajectory = policy.demonstrate(replace(batch, tasks=tasks))
         made = trajectory.mask.new_tensor([images[number] is not None for number in batch.group])
         return replace(trajectory, mask=trajectory.mask & made[:, None])
-
-
-class TokenPolicy(Policy, Protocol):
-    """A policy that writes tokens, with the methods that this objective uses."""
-
-    def order_by_length(self, trajectory: Any) -> Int[Tensor, " b"]:
-        """An order of the rows in which neighbours have similar lengths."""
-        ...
 
 
 class CrossEntropy(Imitation):
@@ -80,8 +69,8 @@ class CrossEntropy(Imitation):
     """How the loss is averaged over tokens. ``sequence``: every completion has the same weight. ``token``: every token of all
     completions has the same weight."""
 
-    def losses(self, policy: TokenPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        order = policy.order_by_length(minibatch.trajectory)
+    def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
+        order = policy.order_by_length(minibatch.trajectory)  # of a policy that writes tokens
         trajectory, weights = minibatch.trajectory.take(order), minibatch.weights[order]
         for part in policy.microbatches(trajectory):
             evaluation = policy.evaluate(trajectory, part, Needs())

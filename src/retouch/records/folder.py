@@ -190,8 +190,7 @@ class Summary:
 
     def to_json(self) -> dict[str, object]:
         """Return the fields, together with ``gain`` and ``gap_closed``."""
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**fields, "gain": self.gain, "gap_closed": self.gap_closed}
+        return {**dataclasses.asdict(self), "gain": self.gain, "gap_closed": self.gap_closed}
 
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> "Summary":
@@ -319,7 +318,7 @@ class RunFolder:
         """Raise IsADirectoryError if a folder has the name of one of the run's files, before anything is changed."""
         for path in (*self.root.glob("*.json"), *self.root.glob("*.jsonl"), self.root / "report.html"):
             if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
     def create(self) -> None:
         """Create the folder and the checkpoints folder in it."""
@@ -508,9 +507,7 @@ class RunFolder:
         Also removes doubled and unreadable lines. Returns a note for the log about each problem in the files.
         """
         self.require_owner()
-        for path in (self.metrics, self.timings, self.evals, self.suites):
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        self.require_files()
         notes = [
             *keep_until(self.metrics, step, every_step=True),
             *keep_until(self.timings, step),

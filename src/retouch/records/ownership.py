@@ -92,7 +92,7 @@ class Owner:
             ) from None
         mine = os.fstat(self._handle)
         record = read_record(self.path)
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino) or (record is not None and record.token != self._token):
+        if not os.path.samestat(there, mine) or (record is not None and record.token != self._token):
             raise NotOwner(
                 f"{self.path.parent} now belongs to {record or 'another process'}. This process stops without writing to it again"
             )
@@ -151,9 +151,8 @@ class Owner:
         self._write(record)
         if locked is None:
             time.sleep(1.0)  # if processes start at the same time, the last one to write is the owner
-        there, mine = os.stat(self.path), os.fstat(self._handle)
         found = read_record(self.path)
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino) or found != record:
+        if not os.path.samestat(os.stat(self.path), os.fstat(self._handle)) or found != record:
             raise NotOwner(_refusal(self.path.parent, found))
         return record
 
@@ -192,7 +191,7 @@ def shared_owner(folder: Path, environment: Mapping[str, str]) -> Owner | None:
         there, mine = os.stat(folder / FILE), os.fstat(int(number))
     except (ValueError, OSError):
         return None
-    return Owner(folder, shared=(int(number), token)) if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino) else None
+    return Owner(folder, shared=(int(number), token)) if os.path.samestat(there, mine) else None
 
 
 def read_record(path: Path) -> OwnerRecord | None:

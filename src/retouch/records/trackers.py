@@ -9,10 +9,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 from PIL.Image import Image
@@ -24,19 +25,6 @@ from retouch.records.libraries import require_trackers
 log = logging.getLogger("retouch")
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
-
-
-@runtime_checkable
-class Tracker(Protocol):
-    """Receives the metrics of each step."""
-
-    def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Show these values at this step; a value of None (could not be measured) is left out."""
-        ...
-
-    def close(self) -> None:
-        """Send all buffered values. Do not call ``log`` afterwards."""
-        ...
 
 
 class TensorBoard:
@@ -128,29 +116,31 @@ class Trackio(_AccelerateTracker):
         self._tracker.log({f"samples/{title}": trackio.Table(dataframe=pandas.DataFrame(shown))}, step=step)
 
 
+@dataclass(frozen=True, eq=False)
 class CompositeTracker:
     """Forwards metrics to several trackers, tables to those with ``log_samples``, and pictures to those with ``log_picture``."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
+    trackers: Sequence[Any]
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        for tracker in self._trackers:
+        """Show these values at this step; a value of None (could not be measured) is left out."""
+        for tracker in self.trackers:
             tracker.log(values, step)
 
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Show a table. ``rows``: by column, a text, number, None, or the ``Path`` of an image; all rows have the same columns."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             if rows and hasattr(tracker, "log_samples"):
                 tracker.log_samples(title, rows, step)
 
     def log_picture(self, title: str, draw: Callable[[], Image], step: int) -> None:
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             if hasattr(tracker, "log_picture"):
                 tracker.log_picture(title, draw, step)
 
     def close(self) -> None:
-        for tracker in self._trackers:
+        """Send all buffered values. Do not call ``log`` afterwards."""
+        for tracker in self.trackers:
             tracker.close()
 
 
@@ -162,7 +152,7 @@ def open_trackers(
     With several ranks, the process group must already exist. ``recipe``: shown with the curves. ``first_step``: the first step
     that will be logged (after a resume, the next step). Raises ValueError if a tracker is unknown or not installed.
     """
-    opened: list[Tracker] = []
+    opened: list[TensorBoard | Wandb | Trackio] = []
     for name in names:
         if name == "tensorboard":
             if find_spec("tensorboard") is not None:

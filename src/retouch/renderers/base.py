@@ -47,26 +47,14 @@ class RendererSection(Section):
     """Whether the reference weights of all phases must be the weights from before the first phase."""
     loads_on_cpu: ClassVar[bool] = False
     """Whether the image model is loaded into CPU memory before it is moved to its device."""
-
-    @property
-    def image_model(self) -> ImageModel | None:
-        """The image model's section; None if the policy's own model makes the images."""
-        return None
-
-    @property
-    def policy_encodes(self) -> bool:
-        """Whether the policy's current weights encode what the image model reads."""
-        return False
-
-    @property
-    def responses_at_once(self) -> int | None:
-        """Number of responses that are encoded at once; None if the renderer does not encode responses."""
-        return None
-
-    @property
-    def weight_copies(self) -> frozenset[str]:
-        """Copies of the policy's weights that the renderer needs."""
-        return frozenset()
+    image_model: ClassVar[ImageModel | None] = None
+    """The image model's section; None if the policy's own model makes the images."""
+    policy_encodes: ClassVar[bool] = False
+    """Whether the policy's current weights encode what the image model reads."""
+    responses_at_once: ClassVar[int | None] = None
+    """Number of responses that are encoded at once; None if the renderer does not encode responses."""
+    weight_copies: ClassVar[frozenset[str]] = frozenset()
+    """Copies of the policy's weights that the renderer needs."""
 
     def problems(self, writer: LanguageModel) -> Iterator[str]:
         """Yield a message for every setting that does not work with the policy's model, as "key: mistake; what to do"."""
@@ -125,7 +113,7 @@ class ImageModelRenderer(RendererSection):
     """A control run: render the task's instruction instead of the completion, so that the reward does not depend on the policy."""
 
     @property
-    def image_model(self) -> ImageModel:
+    def image_model(self) -> ImageModel:  # type: ignore[override]
         return self.model
 
     @property

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from retouch.core.answers import answer_in
 from retouch.models.base import LanguageModel
-from retouch.renderers.base import (
-    HasCompletions,
-    ImageModelRenderer,
-    OdeSampler,
-    WeightContext,
-    noise_generators,
-    sort_by_length,
-)
+from retouch.renderers.base import HasCompletions, ImageModelRenderer, OdeSampler, WeightContext, noise_generators, sort_by_length
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -142,19 +142,19 @@ class BudgetSpent(ValueError):
     """The total budget of a judge or a server is too small for the next calls. The run ends on all ranks, with a checkpoint."""
 
 
+@dataclass(eq=False)
 class JudgeClients:
     """The clients of a run: rewards with equal judge sections share one client. ``device``: the default device of models whose
     section names none."""
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = device
-        self._opened: dict[str, Any] = {}
+    device: torch.device | str
+    _opened: dict[str, Any] = field(default_factory=dict, init=False)
 
     def open(self, model: Any) -> Any:
         """Return the client of a judge's section; its ``open`` is called at the first time, and may raise ValueError."""
         name = f"{type(model).__module__}:{type(model).__qualname__} {model.model_dump_json()}"
         if name not in self._opened:
-            self._opened[name] = model.open(device=self._device)
+            self._opened[name] = model.open(device=self.device)
         return self._opened[name]
 
 

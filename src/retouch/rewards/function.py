@@ -88,9 +88,9 @@ class LiveFunction:
     low: float | None = None
     high: float | None = None
 
-    def score(self, samples: Sequence[Sample], name: str) -> list[float]:
+    def score(self, samples: Sequence[Sample]) -> list[float]:
         """One score per sample, NaN if the function returned None or NaN. Raises the errors of ``FunctionReward.__call__``."""
-        returned: Any = self.function(**arguments(self.function, samples, name=name))
+        returned: Any = self.function(**arguments(self.function, samples))
         if hasattr(returned, "detach"):  # a tensor, perhaps with a gradient
             returned = returned.detach().cpu()
         if hasattr(returned, "tolist"):
@@ -136,7 +136,7 @@ class FunctionReward(RewardSection):
         name = reward_name(function)
         found: Any = getattr(function, _DECLARED, None) or getattr(_unwrapped(function), _DECLARED, (None, False))
         declared, completions = found
-        takes = _parameters(function, name)
+        takes = _parameters(function)
         called = _unwrapped(function)
         target: Any = called if inspect.isroutine(called) else type(called)
         try:
@@ -194,16 +194,16 @@ class FunctionReward(RewardSection):
         scores, for a score that is not a finite number, and for an argument that is no column of the data set."""
         import torch
 
-        return {self.name: torch.tensor(self.model.score(samples, self.name), dtype=torch.float64, device="cpu")}
+        return {self.name: torch.tensor(self.model.score(samples), dtype=torch.float64, device="cpu")}
 
 
-def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str) -> dict[str, list[Any]]:
+def arguments(function: RewardFunction, samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """The keyword arguments for a call of the function, each a list with one entry per sample; all of them if it takes
     ``**kwargs``. The bound arguments of a partial keep their values.
 
     Raises ValueError for an argument without a default that is neither in ``OWN_ARGUMENTS`` nor a column of the data set.
     """
-    takes, bound = _parameters(function, name), _bound(function)
+    takes, bound = _parameters(function), _bound(function)
     own: dict[str, list[Any]] = {
         "images": [sample.image for sample in samples],
         "prompts": [sample.task.instruction for sample in samples],
@@ -216,17 +216,12 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
     }
     own = {key: values for key, values in own.items() if key not in bound}
     columns = [column for column in columns_of([sample.task for sample in samples]) if column not in bound]
+    require_columns(function, columns)
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     given = dict(own) if everything else {key: own[key] for key in takes if key in own}
-    for key, parameter in takes.items():
-        if key in own or parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        if key in columns:
-            given[key] = _column(samples, key)
-        elif parameter.default is parameter.empty:
-            raise ValueError(_no_column(name, key, columns))
-    if everything:
-        given |= {column: _column(samples, column) for column in columns if column not in given}
+    for column in columns:
+        if column not in own and (everything or column in takes):
+            given[column] = [sample.task.meta.get(column, sample.task.tags.get(column)) for sample in samples]
     return given
 
 
@@ -238,19 +233,14 @@ def columns_of(tasks: Sequence[Task]) -> list[str]:
 def require_columns(function: RewardFunction, columns: Sequence[str], *, of: str = "the data set") -> None:
     """Raise ValueError if the function has an argument without a default that is neither in ``OWN_ARGUMENTS`` nor one of the
     ``columns`` of the data set. ``of``: the name of the data set in the message."""
-    name = reward_name(function)
-    for key, parameter in _parameters(function, name).items():
+    for key, parameter in _parameters(function).items():
         given = key in OWN_ARGUMENTS or key in columns or parameter.kind is parameter.VAR_KEYWORD
         if not given and parameter.default is parameter.empty:
-            raise ValueError(_no_column(name, key, columns, of=of))
-
-
-def _no_column(name: str, key: str, columns: Sequence[str], *, of: str = "the data set") -> str:
-    return (
-        f"reward function {name} has the argument {key!r}, but {of} has no such column; its columns are "
-        f"{', '.join(columns) or '(none)'}, and each function may also have the arguments {', '.join(OWN_ARGUMENTS)}"
-        f"{did_you_mean(key, (*OWN_ARGUMENTS, *columns))}"
-    )
+            raise ValueError(
+                f"reward function {reward_name(function)} has the argument {key!r}, but {of} has no such column; its columns are "
+                f"{', '.join(columns) or '(none)'}, and each function may also have the arguments {', '.join(OWN_ARGUMENTS)}"
+                f"{did_you_mean(key, (*OWN_ARGUMENTS, *columns))}"
+            )
 
 
 def reward_name(function: object) -> str:
@@ -271,18 +261,15 @@ def reward_name(function: object) -> str:
     return str(name)
 
 
-def _parameters(function: RewardFunction, name: str) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
     """The parameters of the function, without the bound arguments of a partial."""
     bound = _bound(function)
     parameters = {key: each for key, each in inspect.signature(function).parameters.items() if key not in bound}
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind is parameter.VAR_POSITIONAL:
+            name = reward_name(function)
             raise ValueError(f"reward function {name}: arguments are given by keyword, so {parameter.name} cannot be positional")
     return parameters
-
-
-def _column(samples: Sequence[Sample], key: str) -> list[Any]:
-    return [sample.task.meta.get(key, sample.task.tags.get(key)) for sample in samples]
 
 
 def _number(score: Any, function: RewardFunction) -> float:

@@ -158,21 +158,8 @@ def short(described: object) -> str:
 
 
 _BY_REPR = (
-    *(
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        range,
-        slice,
-        type(None),
-        type(Ellipsis),
-        decimal.Decimal,
-        fractions.Fraction,
-    ),
+    *(bool, int, float, complex, str, bytes, bytearray, range, slice, type(None), type(Ellipsis)),
+    *(decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, uuid.UUID, PurePath, re.Pattern),
 )
 """Types of values that have no other content than their ``repr``."""
@@ -180,6 +167,8 @@ _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD
 """Instructions of Python's byte code."""
 _PLACES = ("device",)
 """Attributes that say where something is computed, and that may differ when a run resumes."""
+_EMPTY = types.CellType()
+"""The cell of a variable that has no value yet; it equals only cells of this kind."""
 _LEFT: dict[str, dict[str, str]] = {}
 """For the hash of a description at the end of a run of this process: the description at its start."""
 
@@ -317,7 +306,7 @@ class _Inputs:
         arguments = inspect.signature(function, follow_wrapped=False).parameters.values()
         values = {f"the default {each.name} of {name}": each.default for each in arguments if each.default is not each.empty}
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        values |= {f"the variable {key} around {name}": cell.cell_contents for key, cell in cells if _is_full(cell)}
+        values |= {f"the variable {key} around {name}": cell.cell_contents for key, cell in cells if cell != _EMPTY}
         values |= {f"{name}.{key}": value for key, value in vars(function).items() if not key.startswith("__")}
         # The names of the globals and of the attributes that the code, and the functions that it defines, use.
         steps = [each for part in _with_inner(code) for each in dis.get_instructions(part)]
@@ -393,14 +382,6 @@ def _is_packaged(made: Any) -> bool:
     module = sys.modules.get(str(name))
     file = getattr(module, "__file__", None)
     return is_library(file) if file is not None else module is not None and name != "__main__"
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:

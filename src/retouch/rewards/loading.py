@@ -1,7 +1,9 @@
 """Rewards for scripts: ``retouch.rewards.load`` makes one that scores lists of images."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 from PIL.Image import Image
 
@@ -13,11 +15,11 @@ from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Task
 
 
-class LoadedReward:
+@dataclass(eq=False)
+class LoadedReward(AbstractContextManager["LoadedReward"]):
     """A reward that is ready to score lists of images. Call ``close`` if it holds connections, or use it in a ``with`` block."""
 
-    def __init__(self, reward: Reward) -> None:
-        self.reward = reward
+    reward: Reward
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -27,9 +29,6 @@ class LoadedReward:
     def close(self) -> None:
         """Close the connections and threads of the reward, if it has any."""
         close(self.reward)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

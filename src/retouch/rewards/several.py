@@ -62,10 +62,7 @@ class SeveralRewards(ContainingReward):
     def _parts(self, rewards: dict[str, RewardSection]) -> dict[str, Any]:
         """The rewards as JSON, without the keys ``combine`` and ``max_missing``, which belong to all rewards together."""
         documents = {name: PARTS_OF_SEVERAL.document(part) for name, part in rewards.items()}
-        for document in documents.values():
-            for key in _COMMON:
-                document.pop(key)
-        return documents
+        return {name: {key: value for key, value in each.items() if key not in _COMMON} for name, each in documents.items()}
 
     def known_columns(self) -> Mapping[str, Column] | None:
         columns: dict[str, Column] = {}

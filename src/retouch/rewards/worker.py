@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from sys import exception
 from typing import Any, TypeVar
 
@@ -64,8 +64,7 @@ class WorkerThread:
 
     def __init__(self, name: str, *, device: "torch.device | str | None" = None) -> None:
         self.name = name
-        on_gpu = str(device).startswith("cuda")
-        self._side_stream: Callable[[], AbstractContextManager[None]] = SideStream(device) if on_gpu else nullcontext
+        self._side_stream = SideStream(device)
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()

@@ -48,9 +48,7 @@ class Ledger:
     def __init__(self, run: Path, ranks: Ranks, *, keep_images: bool, new_judge: bool) -> None:
         self._ranks = ranks
         self._new_judge = new_judge
-        self._images = None
-        if keep_images:
-            self._images = ImageStore(run)
+        self._images = ImageStore(run) if keep_images else None
         path = ledger_path(run, ranks.rank)
         self.is_new = not path.exists()
         self._database = Database(path)

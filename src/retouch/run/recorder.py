@@ -5,7 +5,7 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,25 +74,20 @@ STEP_LINE = "step %s"  # the message of a step's line
 _HELDOUT = {"all": "heldout", "headline": "headline"}  # rows of the held-out table, and their names in trackers
 
 
+@dataclass(eq=False)
 class Recorder:
     """Records a run; only the main rank uses it. ``total``: the number of steps of the run, for the remaining time. ``samples``:
     the section ``samples`` of the recipe. ``details``: reads the tokens and denoising states to store; None stores neither."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        tracker: "CompositeTracker",
-        *,
-        total: int,
-        samples: Samples,
-        details: SampleDetails | None = None,
-    ) -> None:
-        self.folder = folder
-        self.samples = samples
-        self.details = details
-        self.tracker = tracker
-        self.total = total
-        self._began: tuple[float, int] | None = None
+    folder: RunFolder
+    tracker: "CompositeTracker"
+    _: KW_ONLY
+    total: int
+    samples: Samples
+    details: SampleDetails | None = None
+    _began: tuple[float, int] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self.resume_clock()
 
     def step(self, done: int, phase: str, metrics: Metrics, seconds: Mapping[str, float]) -> None:

@@ -99,16 +99,16 @@ def _path_at(document: Mapping[str, Any], key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
+@dataclass(eq=False, repr=False)
 class LoadedRun:
     """A run that was opened from its folder by ``load_run``.
 
     ``recipe``: the run as a recipe; ``recipe.document()`` is its JSON.
     """
 
-    def __init__(self, files: RunFolder, recipe: Recipe, objects: Mapping[str, Any]) -> None:
-        self.recipe = recipe
-        self._files = files
-        self._objects = dict(objects)
+    _files: RunFolder
+    recipe: Recipe
+    _objects: dict[str, Any]
 
     @property
     def folder(self) -> Path:
@@ -211,11 +211,11 @@ class LoadedRun:
             return open_policy(self.recipe, self._files)
 
 
+@dataclass(eq=False, repr=False)
 class LoadedPolicy:
     """The trained policy of a run."""
 
-    def __init__(self, parts: PolicyParts) -> None:
-        self._parts = parts
+    _parts: PolicyParts
 
     def sample(
         self,

@@ -326,11 +326,11 @@ class Trainer:
         return self._parts
 
 
+@dataclass(eq=False)
 class _Callbacks(Hook):
     """Forwards the events of the session to the trainer's state and callbacks."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    trainer: Trainer
 
     def resumed(self, step: int) -> None:
         state = self.trainer.state
@@ -432,8 +432,7 @@ class _Terminal(logging.Handler):
 class ProgressBar(Callback):
     """A tqdm bar with the mean reward, as a widget in notebooks. Only the main process shows it."""
 
-    def __init__(self) -> None:
-        self._bar: Any = None
+    _bar: Any = None
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         if self._bar is None:

@@ -62,7 +62,7 @@ class PlaygroundFamily(DiffusersModel):
         return {**super().options(source), **{key: stated[key] for key in self.stated}}
 
     @property
-    def planned_size(self) -> Size:
+    def planned_size(self) -> Size:  # type: ignore[override]
         return SIZE, SIZE
 
 
@@ -100,7 +100,7 @@ class PlaygroundWords(PlaygroundFamily, FluxFillModel):
     stated = ("max_sequence_length",)
 
     @property
-    def planned_size(self) -> Size:
+    def planned_size(self) -> Size:  # type: ignore[override]
         from retouch_worlds.playground.words import HEIGHT, WIDTH
 
         return HEIGHT, WIDTH

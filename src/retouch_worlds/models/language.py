@@ -43,7 +43,7 @@ class PlaygroundLanguageModel(PretrainedLanguageModel):
         return self.path or "the built-in model"
 
     @property
-    def base_model(self) -> str:
+    def base_model(self) -> str:  # type: ignore[override]
         return str(self.folder)
 
     def find_weights(self) -> tuple[Path | None, bool]:

@@ -10,7 +10,6 @@ from PIL import Image
 
 from retouch.cli.parser import main
 from retouch.data.base import DataContext, DataSource
-from retouch.data.images import Area, Exact
 from retouch.data.kinds import check, read_path
 from retouch.data.rows import quoted
 from retouch.data.sources.folder import FolderData, PromptData, path_under, read_folder, read_instructions, read_prompts
@@ -105,10 +104,8 @@ def test_images_are_loaded_on_access_and_the_last_tasks_are_cached(photos):
 def test_images_mask_and_target_of_a_task_are_resized(photos):
     picture(photos / "more.png", size=(9, 3))
     write(photos, [{"file_names": ["images/a.png", "more.png"], "instruction": "x", "mask": "mask.png", "target": "more.png"}])
-    exact = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
-    assert {image.size for image in (*exact.images, exact.mask, exact.target)} == {(4, 4)}
-    area = Tasks(read_folder(photos), resize=Area(12, 1))[0]
-    assert [image.size for image in (*area.images, area.mask, area.target)] == [(4, 3), (6, 2), (4, 3), (4, 3)]
+    task = Tasks(read_folder(photos), resize=(4, 6))[0]
+    assert {image.size for image in (*task.images, task.mask, task.target)} == {(4, 6)}
 
 
 def test_columns_map_other_key_names_to_fields_and_unknown_or_ambiguous_names_raise(photos):

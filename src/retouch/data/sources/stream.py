@@ -14,19 +14,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
 from retouch.config.consent import data_path, require_no_links_out
 from retouch.config.section import Count, Pixels, StepInterval, live_object
-from retouch.data.base import (
-    DataContext,
-    DataSets,
-    DataSource,
-    held_out_problems,
-    resize_to,
-)
+from retouch.data.base import DataContext, DataSets, DataSource, held_out_problems, resize_to
 from retouch.data.checks import OnBadRow, accept_rows, combined_content
 from retouch.data.rows import Layout, find_columns, require_instruction, split_keys
 from retouch.data.sources.hub import COLUMNS, embedded_image, encoded_image, hash_table, read_table, require_plain_features
@@ -49,6 +43,8 @@ class StreamedData(DataSource):
     """Rows that are read while the run trains."""
 
     has_length = False
+    name: ClassVar[str] = "train_dataset"
+    """The name of the stream in messages."""
 
     size: Pixels | None = None
     """Height and width in pixels to which every image is resized; null uses the size of the model."""
@@ -124,11 +120,6 @@ class StreamedData(DataSource):
         content = combined_content([each for index, each in found.contents.items() if index >= len(away)])
         return DataSets(stream, chosen, allowed, found.problems, content=content)
 
-    @property
-    def name(self) -> str:
-        """The name of the stream in messages."""
-        return "train_dataset"
-
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         for problem in held_out_problems(self.held_out, at, eval_split):
             yield problem.replace("give 0.1", "give a number of rows")
@@ -151,7 +142,7 @@ class StreamData(StreamedData):
     """Split of the data set; files without splits are ``train``."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return f"{self.path}[{self.split}]"
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
@@ -162,9 +153,36 @@ class StreamData(StreamedData):
         return {"kind": "hub", "path": path, **keys, "revision": revision, "held_out": "all"}
 
     def open(self) -> datasets.IterableDataset:
-        if Path(self.path).exists():
-            data_path(self.path)
-        return open_stream(self.path, split=self.split, config=self.config, revision=self.revision)
+        """A stream with one shard for each file (for each row group of local parquet files). Raises ValueError if there is no such
+        data set or split, for links out of the data set, or if a file cannot be read."""
+        import datasets
+        import pyarrow
+
+        path, options = Path(self.path), {"split": self.split, "streaming": True}
+        if path.exists():
+            data_path(path)
+        local = path.exists() or any(letter in self.path for letter in "*?[")
+        if local and self.revision is not None:
+            raise ValueError(f"{self.path} is on this disk and has no revision {self.revision!r}; leave revision out")
+        if path.is_dir():
+            require_no_links_out(path)
+        named = sorted(glob.glob(self.path, recursive=True)) if local and not path.is_dir() else []
+        files = [str(data_path(file)) for file in named]
+        try:
+            if path.is_dir():
+                found = datasets.load_dataset(str(path.resolve()), self.config, **options)
+            elif local:
+                suffixes = {Path(file).suffix for file in named}
+                if not named:
+                    raise ValueError("no file matches this name")
+                if len(suffixes) > 1 or not suffixes <= _FORMATS.keys():
+                    raise ValueError(f"files of the types {', '.join(sorted(suffixes))}; give one of {', '.join(_FORMATS)}")
+                found = datasets.load_dataset(_FORMATS[suffixes.pop()], data_files={self.split: files}, **options)
+            else:
+                found = datasets.load_dataset(self.path, self.config, revision=self.revision, **options)
+            return found.reshard() if local else found
+        except (datasets.exceptions.DatasetsError, RuntimeError, OSError, ValueError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{self.path}: cannot be opened as a stream: {error}") from error
 
     def layout(self, names: Sequence[str]) -> Layout:
         columns = _named_columns(names, self.columns, self.name)
@@ -242,39 +260,6 @@ class IterableData(StreamedData):
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         if self.evaluation is None:
             yield from super().problems(at, eval_split=eval_split)
-
-
-def open_stream(path: str, *, split: str, config: str | None = None, revision: str | None = None) -> datasets.IterableDataset:
-    """A stream over the files of a data set, with one shard for each file (for each row group of local parquet files).
-
-    ``path``: as in ``StreamData``. Raises ValueError if there is no such data set or split, for links out of the data
-    set, or if a file cannot be read.
-    """
-    import datasets
-    import pyarrow
-
-    local = Path(path).exists() or any(letter in path for letter in "*?[")
-    if local and revision is not None:
-        raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
-    if Path(path).is_dir():
-        require_no_links_out(Path(path))
-    named = sorted(glob.glob(path, recursive=True)) if local and not Path(path).is_dir() else []
-    files = [str(data_path(file)) for file in named]
-    try:
-        if Path(path).is_dir():
-            found = datasets.load_dataset(str(Path(path).resolve()), config, split=split, streaming=True)
-        elif local:
-            suffixes = {Path(file).suffix for file in named}
-            if not named:
-                raise ValueError("no file matches this name")
-            if len(suffixes) > 1 or not suffixes <= _FORMATS.keys():
-                raise ValueError(f"files of the types {', '.join(sorted(suffixes))}; give one of {', '.join(_FORMATS)}")
-            found = datasets.load_dataset(_FORMATS[suffixes.pop()], data_files={split: files}, split=split, streaming=True)
-        else:
-            found = datasets.load_dataset(path, config, split=split, revision=revision, streaming=True)
-        return found.reshard() if local else found
-    except (datasets.exceptions.DatasetsError, RuntimeError, OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path}: cannot be opened as a stream: {error}") from error
 
 
 def require_resumable(stream: Any, name: str) -> None:

@@ -24,6 +24,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ TASKS = 1024
 """Tasks that a model remembers after they were encoded."""
 CALLS = 16
 """Calls that stay suspended, with their encodings on the device."""
+_STEPS = 28
+"""The length of the schedule where nothing says one."""
 _ENCODERS = ("encode_prompt", "encode_image", "rewire_prompt")
 """Methods of pipelines whose results are the same for every call with the same task and number of rows."""
 _OWN_NOISE = ("LCM", "TCD", "SCM", "UnCLIP")
@@ -85,7 +88,7 @@ class PipelineCall:
         attributes = vars(self.pipe)
         attributes["scheduler"] = self._watched(model.scheduler)
         attributes["progress_bar"] = _no_progress
-        memo = _latest(model.memo, (task, rows), dict, most=CALLS)
+        memo = _latest(model.memo, (task, rows), dict)
         for name in _ENCODERS:
             if hasattr(self.pipe, name):
                 attributes[name] = model.remember(memo, name, getattr(self.pipe, name))
@@ -243,11 +246,13 @@ def call_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     return found
 
 
+@dataclass(eq=False)
 class _Yield(ast.NodeTransformer):
     """Puts a ``yield`` in front of the calls that prepare the latents, and of the calls of ``scheduler.step``."""
 
-    def __init__(self, *, noise: str) -> None:
-        self.noise, self.noises, self.steps = noise, 0, 0
+    noise: str
+    noises: int = 0
+    steps: int = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A call, in a ``yield`` or as it is."""
@@ -258,11 +263,12 @@ class _Yield(ast.NodeTransformer):
         return ast.Yield(node) if name in (self.noise, "scheduler.step") else node
 
 
+@dataclass(eq=False, repr=False)
 class _Times:
     """The timesteps of a suspended call: as many as are asked for."""
 
-    def __init__(self, call: PipelineCall, own: Tensor) -> None:
-        self.call, self.own = call, own
+    call: PipelineCall
+    own: Tensor
 
     def __len__(self) -> int:
         return len(self.own)
@@ -339,15 +345,12 @@ class AnyPipeline:
     ``pipe``: the loaded pipeline, which is not changed, except that its frozen parts are frozen and in eval mode. ``call``:
     arguments of every call, such as ``guidance_scale`` and ``negative_prompt``; the velocity is guided as the pipeline guides it.
     ``size``: (height, width) of the output in px; None is the pipeline's default, which editors derive from the source image.
-    ``steps``: the length of the schedule where nothing says one.
 
     The rows of a conditioning name their tasks, so ``encode`` is cheap, and the encoders run in the first call of a task. Raises
     ValueError for pipelines that cannot work: several denoisers, no loop over a schedule, or steps of another kind.
     """
 
-    def __init__(
-        self, pipe: DiffusionPipeline, *, size: Size | None = None, call: dict[str, Any] | None = None, steps: int = 28
-    ) -> None:
+    def __init__(self, pipe: DiffusionPipeline, *, size: Size | None = None, call: dict[str, Any] | None = None) -> None:
         self.name = denoiser_name(pipe)
         self.module: nn.Module = getattr(pipe, self.name)
         kind: Any = type(pipe)
@@ -364,7 +367,7 @@ class AnyPipeline:
         if not self.flow:
             kept = self.scheduler.alphas_cumprod.double().cpu()
             self.levels = ((1 - kept).sqrt() / (kept.sqrt() + (1 - kept).sqrt())).float()  # sigma at each time of training
-        self.size, self.steps = size, steps
+        self.size = size
         self.call = dict(call or {})
         self.parameters = call_parameters(kind)
         if unknown := [name for name in self.call if name not in self.parameters]:
@@ -493,7 +496,7 @@ class AnyPipeline:
         if not self._probed:
             self._probe(keys[0])
             self._probed = True
-        return Conditioning({"task": torch.tensor(keys, device=compute_device(self.module))}, frozenset(), {"steps": self.steps})
+        return Conditioning({"task": torch.tensor(keys, device=compute_device(self.module))}, frozenset(), {"steps": _STEPS})
 
     @torch.no_grad()
     def _probe(self, task: int) -> None:
@@ -648,13 +651,13 @@ class AnyPipeline:
         if vae is None:
             raise ValueError(f"model: {type(self.pipe).__name__} has no vae, so target images have no latents")
         task = next(reversed(self._tasks))
-        call = PipelineCall(self, task, len(images), steps=self.steps, output="pt")
+        call = PipelineCall(self, task, len(images), steps=_STEPS, output="pt")
         zero = torch.zeros_like(call.prepared, dtype=torch.float32)
         zero = zero if self.narrow is None else zero.narrow(self.narrow[0], 0, self.narrow[1])
         start, back = self._unpacked(task, zero)
         common_size([(image.height, image.width) for image in images])
         with torch.no_grad():
-            size = PipelineCall(self, task, 1, steps=self.steps, output="pt").images(zero[:1]).shape[-2:]
+            size = PipelineCall(self, task, 1, steps=_STEPS, output="pt").images(zero[:1]).shape[-2:]
         pixels = VaeImageProcessor().preprocess(list(images), *size).to(start.device, vae.dtype)
         with torch.no_grad(), on_device(start.device, [vae]):
             made = vae.encode(pixels.unsqueeze(2) if start.dim() == 5 else pixels)
@@ -676,7 +679,7 @@ class AnyPipeline:
 
     def _unpacked(self, task: int, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What the autoencoder would decode for ``x``, and the product of its Jacobian's transpose with a vector."""
-        call = PipelineCall(self, task, len(x), steps=self.steps, output="pt")
+        call = PipelineCall(self, task, len(x), steps=_STEPS, output="pt")
         caught: list[Tensor] = []
 
         def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -717,7 +720,7 @@ class AnyPipeline:
         return [(key, rows) for (key, _, _), rows in groups.items()]
 
     def _call(self, key: int, rows: int, steps: int) -> PipelineCall:
-        made = _latest(self._calls, (key, rows, steps), lambda: PipelineCall(self, key, rows, steps=steps), most=CALLS)
+        made: PipelineCall = _latest(self._calls, (key, rows, steps), lambda: PipelineCall(self, key, rows, steps=steps))
         return made
 
 
@@ -725,12 +728,12 @@ class _Caught(Exception):
     pass
 
 
-def _latest(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any], *, most: int) -> Any:
-    """The entry of ``key``, made if there is none; the ``most`` entries that were used last stay."""
+def _latest(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """The entry of ``key``, made if there is none; the ``CALLS`` entries that were used last stay."""
     if key not in kept:
         kept[key] = make()
     kept.move_to_end(key)
-    while len(kept) > most:
+    while len(kept) > CALLS:
         kept.popitem(last=False)
     return kept[key]
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -274,11 +274,12 @@ def image_hash(image: Image.Image | None) -> str:
     return digest.hexdigest()
 
 
+@dataclass(eq=False)
 class ImageHasher:
     """``image_hash`` with a cache by object, because the samples of a group share their source images."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Image.Image, str]] = {}  # keeps a reference to the image, so that its id is not reused
+    # keeps a reference to the image, so that its id is not reused
+    _known: dict[int, tuple[Image.Image, str]] = field(default_factory=dict, init=False)
 
     def __call__(self, image: Image.Image | None) -> str:
         if image is None:
