@@ -107,13 +107,11 @@ def made_up_task(recipe: Recipe) -> Task:
     # Its teacher is the one that calls the model most often.
     tags: dict[str, str] = {}
     for phase in phases:
-        teachers: dict[str, Any] = getattr(phase.objective, "teachers", {})
-        if teachers:
-            cost = {name: (bool(each.model), bool(each.instructions), each.guidance_scale or 0) for name, each in teachers.items()}
-            name = max(cost, key=lambda name: cost[name])
-            by = getattr(phase.objective, "by", None)
-            tags |= {by: name} if by else {}
-            meta |= {teacher.instructions: [words] * EDITS for teacher in teachers.values() if teacher.instructions}
+        taught_by: dict[str, Any] = getattr(phase.objective, "taught_by", {})
+        cost = {name: (bool(each.model), bool(each.instructions), each.guidance_scale or 0) for name, each in taught_by.items()}
+        if by := getattr(phase.objective, "by", None):
+            tags[by] = max(cost, key=lambda name: cost[name]).removeprefix("teachers.")
+        meta |= {each.instructions: [words] * EDITS for each in taught_by.values() if each.instructions}
     return Task(
         id="task-0",
         instruction=words,

@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import Emu3VQVAE, PreTrainedTokenizerFast
 
-from retouch.config.section import LIVE, live_object
+from retouch.config.section import LIVE, Section, live_object
 from retouch.models import quantized
 from retouch.models.any_pipeline import DiffusersPipeline
 from retouch.models.base import Bits, DiffusersModel, PartConfigs, PretrainedLanguageModel, packaged_config
@@ -271,14 +271,11 @@ def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
     changed: dict[str, Any] = {"policy": policy.model_copy(update={"model": change(policy.model, "policy.model")})}
     if renderer is not None and renderer.image_model is not None:
         changed["renderer"] = renderer.model_copy(update={"model": change(renderer.image_model, "renderer.model")})
-    paths = {}
-    for number, path in enumerate(_teachers(recipe)):
-        paths[path] = change(policy.model.model_copy(update={"path": path}), f"objective.teachers.{number}").path
+    teacher = policy.model.model_copy  # another path of the same section
+    paths = {path: change(teacher(update={"path": path}), "objective").path for path in _teachers(recipe)}
     if paths:
-        changed["objective"] = _taught(recipe.objective, paths)
-        changed["phases"] = recipe.phases and [
-            each.model_copy(update={"objective": each.objective and _taught(each.objective, paths)}) for each in recipe.phases
-        ]
+        changed["objective"] = _renamed(recipe.objective, paths)
+        changed["phases"] = recipe.phases and [_renamed(phase, paths) for phase in recipe.phases]
     return recipe.model_copy(update=changed)
 
 
@@ -287,12 +284,13 @@ def _teachers(recipe: Recipe) -> list[str]:
     return [*dict.fromkeys(path for phase in recipe.resolved_phases() for path in phase.objective.models.values())]
 
 
-def _taught(objective: Any, paths: Mapping[str, str]) -> Any:
-    """The objective with other paths of the models that teach."""
-    teachers = {
-        name: each.model_copy(update={"model": paths.get(each.model)}) for name, each in getattr(objective, "teachers", {}).items()
-    }
-    return objective.model_copy(update={"teachers": teachers} if teachers else {})
+def _renamed(value: Any, paths: Mapping[str, str]) -> Any:
+    """A section, or a value in one, with other paths."""
+    if isinstance(value, Section):
+        return type(value).model_validate(_renamed(value.model_dump(), paths))
+    if isinstance(value, dict):
+        return {key: _renamed(each, paths) for key, each in value.items()}
+    return paths.get(value, value) if isinstance(value, str) else value
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
