@@ -498,10 +498,18 @@ def without_weights(
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Like ``nn.Module.to``, which cannot move the data of a fake tensor to another device."""
         target = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if target is not None and _move(module, target):
-            for each in module.modules():
-                if each in loaded:
-                    on_module(loaded[each], each)
+        shared: dict[int, Any] = {}  # shared weights stay shared
+        for each in module.modules() if target is not None else ():
+            for table in (each._parameters, each._buffers):
+                for name, tensor in table.items():
+                    if isinstance(tensor, FakeTensor) and tensor.device != target:
+                        if id(tensor) not in shared:
+                            data = _empty(tensor.shape, tensor.dtype, target)
+                            shared[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if table is each._parameters else data
+                        table[name] = shared[id(tensor)]
+        for each in module.modules() if shared else ():
+            if each in loaded:
+                on_module(loaded[each], each)
         moved: nn.Module = _TO(module, *args, **kwargs)
         return moved
 
@@ -609,21 +617,6 @@ _INITIALISERS = (
 )
 _TOKENIZER = transformers.PreTrainedTokenizerBase.from_pretrained.__func__
 _TO = nn.Module.to
-
-
-def _move(module: nn.Module, device: torch.device) -> bool:
-    """Move fake weights to another device. Returns whether there were any. Shared weights stay shared."""
-    moved: dict[int, Any] = {}
-    for each in module.modules():
-        tables: tuple[dict[str, Any], ...] = each._parameters, each._buffers
-        for table in tables:
-            for name, tensor in table.items():
-                if isinstance(tensor, FakeTensor) and tensor.device != device:
-                    if id(tensor) not in moved:
-                        data = _empty(tensor.shape, tensor.dtype, device)
-                        moved[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if name in each._parameters else data
-                    table[name] = moved[id(tensor)]
-    return bool(moved)
 
 
 @contextmanager
