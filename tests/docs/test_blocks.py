@@ -182,7 +182,7 @@ def elsewhere(words):
 PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
     **dict.fromkeys(("retouch", "make"), retouch_or_make), "pip": pip, "python": python,
     **dict.fromkeys(("accelerate", "torchrun"), launcher), **dict.fromkeys(("sbatch", "examples/cluster/ray_job.sh"), job_file),
-    **dict.fromkeys(("vllm", "sglang", "export", "hf", "uv", "conda", "docker", "kubectl", "sky"), elsewhere),
+    **dict.fromkeys(("vllm", "sglang", "export", "hf", "uv", "conda", "docker", "kubectl", "sky", "cp"), elsewhere),
 }  # fmt: skip
 
 
