@@ -31,7 +31,6 @@ from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
 from retouch.models.base import Bits, ImageModel
-from retouch.models.lora import part_of_pipeline
 from retouch.models.parts import LOCAL, bits_hash, evaluating, repeated_blocks, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
 from retouch.models.pretrained import DENOISER, fetch_weights
@@ -224,17 +223,17 @@ def load_teacher(model: Any, path: str, *, policy_folder: Path | None, device: t
     key = "objective.teachers"
     if policy_folder is None:
         raise ValueError(f"{key}: the policy's model is no folder of a pipeline to compare it with; set policy.model.path to one")
-    kind, denoiser = type(model.module), part_of_pipeline(model.module)
     folder = fetch_weights(path, DENOISER, key=key)
     for file in sorted(folder.glob("*/config.json")):
         part = file.parent.name
         files_of = (policy_folder / part / file.name, file)
         own, theirs = (dict(_settings(read_json(each))) if each.is_file() else {} for each in files_of)
         names = {name for name in own.keys() & theirs.keys() if own[name] != theirs[name]}  # versions write and leave out defaults
-        if found := sorted(names - (_INNER if part == denoiser else set())):
+        if found := sorted(names - (_INNER if part == "transformer" else set())):
             differing = ", ".join(f"{name} is {theirs[name]!r} and not {own[name]!r}" for name in found)
             raise ValueError(f"{key}: the {part} of {path} has not the inputs and outputs of the policy's model: {differing}")
-    made: nn.Module = kind.from_pretrained(folder / denoiser, torch_dtype=compute_dtype(model.module), **LOCAL).to(_CPU)
+    dtype = {"torch_dtype": compute_dtype(model.module)}
+    made: nn.Module = type(model.module).from_pretrained(folder / "transformer", **dtype, **LOCAL).to(_CPU)
     if bits is not None:
         quantize(made, bits, device=device, home=_CPU)
     page_lock([made], device)
