@@ -121,14 +121,14 @@ SECTIONS = (
         "has learned to omit an edit, and RL, whose judge sees what is missing, can teach it to make all of them. SFT (S, "
         "distractors) continues from SFT (S) with single edits only. Half of its instructions also request edits of things that "
         "are not in the image, and the demonstration ignores them. So it has seen long instructions, but never two edits at "
-        "once. Self-taught (S+C): before RL, the model of SFT (S) imitates its own images of complex edits, which it makes edit by "
-        "edit, without target images and without a judge. The ceiling is the exact target, encoded and decoded as codes.",
+        "once. Self-taught (S+C): the model of SFT (S) imitates its own images of complex edits, which it makes edit by edit, "
+        "without target images and without a judge. The ceiling is the exact target, encoded and decoded as codes.",
         (
             Entry("SFT (S, distractors), RL (S+C)", "recipes/playground/image-tokens-distractors.jsonnet"),
             Entry("SFT (S, distractors), continued", "recipes/playground/image-tokens-distractors-supervised.jsonnet", (0,)),
             Entry("SFT (unfinished), RL (S+C)", "recipes/playground/image-tokens-unfinished.jsonnet"),
             Entry("SFT (unfinished), continued", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
-            Entry("SFT (S), self-taught (S+C), RL (S+C)", "recipes/playground/image-tokens-self-taught.jsonnet"),
+            Entry("SFT (S), self-taught (S+C)", "recipes/playground/image-tokens-self-taught.jsonnet", (0, 1)),
             Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),
             Entry("SFT (S), RL (C)", "recipes/emu3/sft_s__rl_c-playground.jsonnet", (0,)),
             Entry("SFT (S), RL (S)", "recipes/emu3/sft_s__rl_s-playground.jsonnet", (0,)),
