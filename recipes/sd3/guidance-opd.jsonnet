@@ -1,5 +1,5 @@
 // Stable Diffusion 3.5 Medium learns its own guidance, so that sampling needs one pass of the model for a step instead of two: one
-// GPU with 24 GB or more, LoRA of rank 32, 64 images of 512 px per step, and no judge in training.
+// GPU with 16 GB or more, LoRA of rank 32, 64 images of 512 px per step, and no judge in training.
 //
 //   retouch train recipes/sd3/guidance-opd.jsonnet
 //

@@ -107,7 +107,7 @@ def made_up_task(recipe: Recipe) -> Task:
     # Its teacher is the one that calls the model most often.
     tags: dict[str, str] = {}
     for phase in phases:
-        taught_by: dict[str, Any] = getattr(phase.objective, "taught_by", {})
+        taught_by = phase.objective.taught_by
         cost = {name: (bool(each.model), bool(each.instructions), each.guidance_scale or 0) for name, each in taught_by.items()}
         if by := getattr(phase.objective, "by", None):
             tags[by] = max(cost, key=lambda name: cost[name]).removeprefix("teachers.")

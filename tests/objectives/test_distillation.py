@@ -13,6 +13,7 @@ import tiny_models
 import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
+from retouch.data.base import DataSets
 from retouch.distributed.ranks import Ranks
 from retouch.models.pipeline import Guided
 from retouch.objectives.base import ObjectiveContext
@@ -23,9 +24,9 @@ from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.base import CodesDecoder
 from retouch.run import checkpoint
-from retouch.run.build import assemble
+from retouch.run.build import assemble, encode_prompts
 from retouch.run.session import run
-from retouch.types import Batch, Task
+from retouch.types import Batch, Conditioning, Task
 from retouch_worlds.playground import playground_weights
 from tiny_recipes import SMALL
 
@@ -356,6 +357,24 @@ def test_a_model_that_cannot_teach_the_policy_is_refused(tmp_path, changed, prob
         next((folder / "transformer").glob("*.safetensors")).unlink()
     with pytest.raises(ValueError, match=problem):
         assemble(taught_by(folder, tmp_path, "student"), Ranks())
+
+
+def test_what_teachers_read_is_encoded_before_the_run():
+    """With cached prompt embeddings, the text encoders are gone when the teachers read their prompts."""
+    read, model = [], tiny.MODELS["sd3"]()
+
+    def encode(text):
+        read.append(text)
+        return Conditioning({}, frozenset(), {})
+
+    model.encode, model.encode_negative = (lambda tasks: encode(tasks[0].instruction)), (lambda tasks: encode("negative"))
+    teachers = {"guided": {"guidance_scale": 3.0}, "single": {"instructions": "steps"}}
+    objective = {"kind": "opd", "by": "kind", "teachers": teachers}
+    made = parse({**SMALL, "group_size": 1, "rollout": {"num_steps": 3, "transition": {"kind": "ode"}}, "objective": objective})
+    asked = [Task("t0", "a and b", meta={"steps": ["a", "b"]}), Task("t1", "c", meta={})]
+    (phase,) = made.resolved_phases()
+    encode_prompts(made, [(phase, range(2))], [DataSets(train=asked, heldout=[])], Ranks(), model)
+    assert sorted(read) == ["a", "a and b", "b", "c", *["negative"] * 4]
 
 
 def test_a_student_comes_closer_to_a_teacher_from_another_run_and_resumes_to_the_same_bits(tmp_path):

@@ -87,6 +87,8 @@ class Objective(Section):
     """The sections of the rewards that the objective differentiates, by their keys."""
     stored_copies: ClassVar[Mapping[str, str]] = {}
     """The folder of the run from which each copy of the weights is read, by the copy's name (in ``weight_copies`` too)."""
+    taught_by: ClassVar[Mapping[str, Any]] = {}
+    """The teachers (``retouch.Teacher``) that the objective learns from, by their keys in its section."""
     models: ClassVar[Mapping[str, str]] = {}
     """The path of each model besides the policy's that the loss needs, by its name in ``WeightCopies.models``."""
     uses_advantages: ClassVar[bool] = True

@@ -60,12 +60,7 @@ class Teacher(Section):
 
 
 class Taught(Objective):
-    """Base class of objectives that learn from teachers."""
-
-    @property
-    def taught_by(self) -> Mapping[str, Teacher]:
-        """The teachers by their keys in the objective's section."""
-        raise NotImplementedError(f"{type(self).__name__} names no teachers")
+    """Base class of objectives that learn from teachers, which are in ``taught_by``."""
 
     @property
     def weight_copies(self) -> frozenset[str]:
@@ -126,7 +121,7 @@ class OPD(Taught):
     learns_from_teachers: ClassVar[bool] = True
 
     @property
-    def taught_by(self) -> Mapping[str, Teacher]:
+    def taught_by(self) -> Mapping[str, Teacher]:  # type: ignore[override]
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     def losses(self, policy: TaughtPolicy, minibatch: Minibatch) -> Iterator[Loss]:

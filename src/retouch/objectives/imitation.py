@@ -29,7 +29,7 @@ class Imitation(Taught):
     imitates: ClassVar[bool] = True
 
     @property
-    def taught_by(self) -> Mapping[str, Teacher]:
+    def taught_by(self) -> Mapping[str, Teacher]:  # type: ignore[override]
         return {} if self.teacher is None else {"teacher": self.teacher}
 
     @property

@@ -674,9 +674,10 @@ def connect(
 def encode_prompts(
     recipe: Recipe, plan: Sequence[tuple[ResolvedPhase, range]], sets: Sequence[DataSets], ranks: Ranks, model: DenoisingModel
 ) -> None:
-    """Encode the tasks of this rank in all steps of the run, and the held-out tasks, each prompt once. The prompts of a stream are
-    not known before the run, so they are encoded in the step that reads them."""
-    scale = max(phase.rollout.guidance_scale for phase, _ in plan if isinstance(phase.rollout, DenoisingRollout))
+    """Encode the tasks of this rank in all steps of the run, also as their teachers read them, and the held-out tasks, each prompt
+    once. The prompts of a stream are not known before the run, so they are encoded in the step that reads them."""
+    scales = [phase.rollout.guidance_scale for phase, _ in plan if isinstance(phase.rollout, DenoisingRollout)]
+    scale = max(scales + [each.guidance_scale or 1.0 for phase, _ in plan for each in phase.objective.taught_by.values()])
     encode = (Guided(model, scale) if scale > 1 else model).encode
     done: set[tuple[str, str]] = set()
     for (phase, steps), each in zip(plan, sets, strict=True):
@@ -685,9 +686,11 @@ def encode_prompts(
             places = places_in_step(count=phase.tasks_per_step, **share)
             drawn = draw(each.train, seed=recipe.seed, step=step, count=phase.tasks_per_step, places=places)
             for task in (drawn[place] for place in places):
-                if (task.id, task.instruction) not in done:
-                    encode([task])
-                    done.add((task.id, task.instruction))
+                told = [each.texts(task) for each in phase.objective.taught_by.values() if each.instructions in task.meta]
+                for text in (task.instruction, *(text for texts in told for text in texts)):
+                    if (task.id, text) not in done:
+                        encode([replace(task, instruction=text)])
+                        done.add((task.id, text))
         for task in each.heldout:
             encode([task])
 
