@@ -128,7 +128,7 @@ SECTIONS = (
             Entry("SFT (S, distractors), continued", "recipes/playground/image-tokens-distractors-supervised.jsonnet", (0,)),
             Entry("SFT (unfinished), RL (S+C)", "recipes/playground/image-tokens-unfinished.jsonnet"),
             Entry("SFT (unfinished), continued", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
-            Entry("SFT (S), self-taught (S+C)", "recipes/playground/image-tokens-self-taught.jsonnet", (0, 1)),
+            Entry("SFT (S), self-taught (S+C)", "recipes/playground/image-tokens-self-taught.jsonnet"),
             Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),
             Entry("SFT (S), RL (C)", "recipes/emu3/sft_s__rl_c-playground.jsonnet", (0,)),
             Entry("SFT (S), RL (S)", "recipes/emu3/sft_s__rl_s-playground.jsonnet", (0,)),
