@@ -204,7 +204,7 @@ def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_i
     }
     recipe = parse({**DOCUMENT, **changes})
 
-    def load(*arguments):
+    def load(*arguments, **how):
         raise RuntimeError("the model is loaded")
 
     monkeypatch.setattr("retouch.run.build.assemble_policy", load)
