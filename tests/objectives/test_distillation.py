@@ -283,27 +283,16 @@ def larger(folder, **changed):
     return folder
 
 
-def taught_by(folder, out, name, **changed):
+def taught_by(folder, out, **changed):
     """A recipe of two steps whose teacher is the pipeline in ``folder``."""
-    common = {
-        **SMALL,
-        "out": str(out),
-        "device": "cpu",
-        "checkpoints": {"every": 1, "keep": 9},
-        "eval": {"tasks": 1},
-        "group_size": 1,
-    }
-    teacher = {"model": str(folder), "guidance_scale": 2.0}
-    learning = {
-        "rollout": {"num_steps": 3, "transition": {"kind": "ode"}},
-        "objective": {"kind": "opd", "teachers": {"large": teacher}},
-    }
-    return parse({**common, **learning, "name": name, **changed})
+    objective = {"kind": "opd", "teachers": {"large": {"model": str(folder), "guidance_scale": 2.0}}}
+    common = {"out": str(out), "device": "cpu", "checkpoints": {"every": 1, "keep": 9}, "eval": {"tasks": 1}, "group_size": 1}
+    return parse({**SMALL, **common, "rollout": {"num_steps": 3, "transition": {"kind": "ode"}}, "objective": objective, **changed})
 
 
 def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bits(tmp_path):
     """The first loss is the mean squared distance of the velocities of two models of different sizes, the larger one guided."""
-    student = taught_by(larger(tmp_path / "large"), tmp_path, "student", learning_rate=0.02, steps=4)
+    student = taught_by(larger(tmp_path / "large"), tmp_path, learning_rate=0.02, steps=4)
     parts = assemble(student, Ranks())
     (module,) = parts.copies.models.values()
     assert len(module.transformer_blocks) == 2 * len(parts.model.module.transformer_blocks)
@@ -356,18 +345,14 @@ def test_a_model_that_cannot_teach_the_policy_is_refused(tmp_path, changed, prob
     if "transformer" in changed:
         next((folder / "transformer").glob("*.safetensors")).unlink()
     with pytest.raises(ValueError, match=problem):
-        assemble(taught_by(folder, tmp_path, "student"), Ranks())
+        assemble(taught_by(folder, tmp_path), Ranks())
 
 
 def test_what_teachers_read_is_encoded_before_the_run():
     """With cached prompt embeddings, the text encoders are gone when the teachers read their prompts."""
-    read, model = [], tiny.MODELS["sd3"]()
-
-    def encode(text):
-        read.append(text)
-        return Conditioning({}, frozenset(), {})
-
-    model.encode, model.encode_negative = (lambda tasks: encode(tasks[0].instruction)), (lambda tasks: encode("negative"))
+    read, model, nothing = [], tiny.MODELS["sd3"](), Conditioning({}, frozenset(), {})
+    model.encode = lambda tasks: read.append(tasks[0].instruction) or nothing
+    model.encode_negative = lambda tasks: read.append("negative") or nothing
     teachers = {"guided": {"guidance_scale": 3.0}, "single": {"instructions": "steps"}}
     objective = {"kind": "opd", "by": "kind", "teachers": teachers}
     made = parse({**SMALL, "group_size": 1, "rollout": {"num_steps": 3, "transition": {"kind": "ode"}}, "objective": objective})
