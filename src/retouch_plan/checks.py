@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from math import gcd
 from pathlib import Path
@@ -32,12 +33,12 @@ from retouch.records.folder import RunFolder, split_label
 from retouch.records.libraries import require_trackers
 from retouch.rewards.base import NoReward
 from retouch.rewards.function import range_text
-from retouch.rewards.judging import RewardScorer
+from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.run import checkpoint
 from retouch.run.build import Assembly, assemble, build_sets
 from retouch.run.evaluation import headline_tasks
 from retouch.run.watch import build_measures
-from retouch.types import Sample
+from retouch.types import Batch, Sample
 from retouch_judge.calls import Calls, judge_calls
 from retouch_judge.models import without_waiting
 from retouch_plan.findings import Finding, failed, gigabytes, note, ok
@@ -449,7 +450,7 @@ def check_trial(recipe: Recipe, ranks: Ranks, *, steps: Sequence[int] | None, ch
         yield ok("model", f"loaded on {parts.ranks.device}: {trained:.2f} M of {total:.2f} M parameters are trained")
         if check_space:
             yield check_disk(recipe, _checkpoint_bytes(parts), steps=steps)
-        for check in parts.trial_steps(stepper=parts.stepper(), judge=parts.judge.for_split("train"), done=0):
+        for check in parts.trial_steps(stepper=parts.stepper(), judge=_no_scores, done=0):
             fix = "" if check.ok else _suggested_fix(recipe, check.name)
             yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, fix=fix)
     except ValueError as error:
@@ -491,3 +492,7 @@ def _suggested_fix(recipe: Recipe, check: str) -> str:
             return "correct the model: its forward pass writes to weights that are not trained"
         case _:  # a gradient of 0
             return " ".join(targets) or "correct the model: its outputs do not depend on the trained weights"
+
+
+def _no_scores(batch: Batch, samples: Sequence[Sample]) -> Future[ScoredBatch]:
+    raise AssertionError("a trial step computes no reward")

@@ -36,6 +36,7 @@ from retouch.models.offloading import EmbeddingStore
 from retouch.models.pretrained import find_encoder, snapshot
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import read_json
+from retouch.run.build import further_models
 from retouch_models import emu3
 from retouch_models.language import Emu3Model
 from retouch_plan.accelerator import CPU, META, FakeTensor, is_dry_run
@@ -93,7 +94,7 @@ def stacks_of(recipe: Recipe) -> Counts:
     writer's prompts. A model without a folder of configurations is built whole."""
     renderer = recipe.renderer
     parts: list[Path] = []
-    teachers = [recipe.policy.model.model_copy(update={"path": path}) for path in _teachers(recipe)]
+    teachers = [recipe.policy.model.model_copy(update={"path": path}) for path in further_models(recipe).values()]
     for model in (recipe.policy.model, None if renderer is None else renderer.image_model, *teachers):
         folder = model.find_weights()[0] if isinstance(model, DiffusersModel | PretrainedLanguageModel) else None
         if folder is None:
@@ -272,16 +273,11 @@ def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
     if renderer is not None and renderer.image_model is not None:
         changed["renderer"] = renderer.model_copy(update={"model": change(renderer.image_model, "renderer.model")})
     teacher = policy.model.model_copy  # another path of the same section
-    paths = {path: change(teacher(update={"path": path}), "objective").path for path in _teachers(recipe)}
+    paths = {path: change(teacher(update={"path": path}), "objective").path for path in further_models(recipe).values()}
     if paths:
         changed["objective"] = _renamed(recipe.objective, paths)
         changed["phases"] = recipe.phases and [_renamed(phase, paths) for phase in recipe.phases]
     return recipe.model_copy(update=changed)
-
-
-def _teachers(recipe: Recipe) -> list[str]:
-    """The paths of the models that teach."""
-    return [*dict.fromkeys(path for phase in recipe.resolved_phases() for path in phase.objective.models.values())]
 
 
 def _renamed(value: Any, paths: Mapping[str, str]) -> Any:

@@ -242,7 +242,7 @@ def _stored_copies(recipe: Recipe) -> dict[str, str]:
     return {name: folder for phase in recipe.resolved_phases() for name, folder in phase.objective.stored_copies.items()}
 
 
-def _further_models(recipe: Recipe) -> dict[str, str]:
+def further_models(recipe: Recipe) -> dict[str, str]:
     """The paths of the models that teach, by their names in ``WeightCopies.models``."""
     return {name: path for phase in recipe.resolved_phases() for name, path in phase.objective.models.items()}
 
@@ -612,7 +612,7 @@ def assemble(
     for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
         model.fetch_weights()
     recipe.policy.train.require_files()
-    for path in _further_models(recipe).values() if trains else ():
+    for path in further_models(recipe).values() if trains else ():
         fetch_weights(path, DENOISER, key="objective.teachers")
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
@@ -723,7 +723,7 @@ def assemble_policy(
     how: dict[str, Any] = {"device": placement.policy, "bits": policy.base and policy.base.quantize}
     teachers = {
         name: load_teacher(model, path, policy_folder=policy.model.find_weights()[0], **how)
-        for name, path in (_further_models(recipe).items() if trains else ())
+        for name, path in (further_models(recipe).items() if trains else ())
     }
     policy.make_trainable(model.module, seed=recipe.seed)
     painted, averaged = None, {"average"} if policy.ema is not None else set()
