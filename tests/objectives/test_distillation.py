@@ -267,9 +267,10 @@ def test_settings_that_cannot_teach_are_refused(objective, changes, problem):
     assert not [*OPD(teachers={"a": Teacher(run="r")}).problems(replace(CONTEXT, sharded=True))]
 
 
-def larger(folder, **changed):
-    """Write a pipeline like the built-in one whose denoiser has twice the blocks and other settings ``changed``; no encoders."""
-    packaged = playground_weights("editor")
+def taught_by_larger(out, *, config=(), **changed):
+    """A recipe whose teacher is the pipeline ``out / "large"``, which this writes: like the built-in one, with twice the blocks of
+    the denoiser and the settings ``config``, and without encoders."""
+    folder, packaged = out / "large", playground_weights("editor")
     for part in ("vae", "text_encoder"):
         (folder / part).mkdir(parents=True)
         shutil.copy(packaged / part / "config.json", folder / part)
@@ -277,22 +278,33 @@ def larger(folder, **changed):
     encoder["text_config"]["dtype"] = "bfloat16"  # as another version writes it
     (folder / "text_encoder" / "config.json").write_text(json.dumps(encoder))
     torch.manual_seed(5)
-    config = QwenImageTransformer2DModel.load_config(packaged / "transformer")
-    config = {**config, "num_layers": 2 * config["num_layers"], **changed}
-    QwenImageTransformer2DModel.from_config(config).save_pretrained(folder / "transformer")
-    return folder
-
-
-def taught_by(folder, out, **changed):
-    """A recipe of two steps whose teacher is the pipeline in ``folder``."""
+    own = QwenImageTransformer2DModel.load_config(packaged / "transformer")
+    larger = {**own, "num_layers": 2 * own["num_layers"], **dict(config)}
+    QwenImageTransformer2DModel.from_config(larger).save_pretrained(folder / "transformer")
     objective = {"kind": "opd", "teachers": {"large": {"model": str(folder), "guidance_scale": 2.0}}}
     common = {"out": str(out), "device": "cpu", "checkpoints": {"every": 1, "keep": 9}, "eval": {"tasks": 1}, "group_size": 1}
     return parse({**SMALL, **common, "rollout": {"num_steps": 3, "transition": {"kind": "ode"}}, "objective": objective, **changed})
 
 
+def learns_and_resumes(student, *unneeded, left):
+    """Run four steps, after which the loss is below ``left`` times the first one; the fourth, repeated without the folders
+    ``unneeded``, gives the same weights. Returns its checkpoint."""
+    assert run(student, fresh=False) == 0
+    losses = [record["policy/loss"] for record in RunFolder(student.folder).read_metrics()]
+    assert losses[-1] < left * losses[0]
+    last = student.folder / "checkpoints" / "step-000004"
+    whole = {name: tensor.clone() for name, tensor in checkpoint.load(last).tensors["weights"].items()}
+    for folder in (last, *unneeded):
+        shutil.rmtree(folder)
+    assert run(student, fresh=False) == 0
+    for name, tensor in checkpoint.load(last).tensors["weights"].items():
+        assert torch.equal(tensor, whole[name])
+    return last
+
+
 def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bits(tmp_path):
     """The first loss is the mean squared distance of the velocities of two models of different sizes, the larger one guided."""
-    student = taught_by(larger(tmp_path / "large"), tmp_path, learning_rate=0.02, steps=4)
+    student = taught_by_larger(tmp_path, learning_rate=0.02, steps=4)
     parts = assemble(student, Ranks())
     (module,) = parts.copies.models.values()
     assert len(module.transformer_blocks) == 2 * len(parts.model.module.transformer_blocks)
@@ -310,16 +322,7 @@ def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bi
             total += (own - theirs).square().mean().item() / len(batch)
     torch.testing.assert_close(loss.value.item(), total, rtol=1e-4, atol=0)
 
-    assert run(student, fresh=False) == 0
-    losses = [record["policy/loss"] for record in RunFolder(student.folder).read_metrics()]
-    assert losses[-1] < 0.9 * losses[0]
-    last = student.folder / "checkpoints" / "step-000004"
-    whole = {name: tensor.clone() for name, tensor in checkpoint.load(last).tensors["weights"].items()}
-    shutil.rmtree(last)
-    assert run(student, fresh=False) == 0
-    for name, tensor in checkpoint.load(last).tensors["weights"].items():
-        assert torch.equal(tensor, whole[name])
-    shutil.rmtree(last)
+    shutil.rmtree(learns_and_resumes(student, left=0.9))
     torch.manual_seed(6)
     type(module).from_config(module.config).save_pretrained(tmp_path / "large" / "transformer")
     with pytest.raises(ValueError, match=r"the base weights are not those of the run in .*: teacher-\w+ differs"):
@@ -330,7 +333,7 @@ def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bi
     ("changed", "problem"),
     [
         (
-            {"patch_size": 4},
+            {"config": {"patch_size": 4}},
             r"objective.teachers: the transformer of .* has not the inputs and .* model: patch_size is 4 and not 2",
         ),
         ({"vae": "z_dim"}, r"objective.teachers: the vae of .* has not the inputs and outputs of the policy's model: z_dim is 7"),
@@ -338,14 +341,14 @@ def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bi
     ],
 )
 def test_a_model_that_cannot_teach_the_policy_is_refused(tmp_path, changed, problem):
-    folder = larger(tmp_path / "large", **{key: value for key, value in changed.items() if isinstance(value, int)})
+    student, folder = taught_by_larger(tmp_path, config=changed.get("config", ())), tmp_path / "large"
     if "vae" in changed:
         config = json.loads((folder / "vae" / "config.json").read_text())
         (folder / "vae" / "config.json").write_text(json.dumps({**config, changed["vae"]: 7}))
     if "transformer" in changed:
         next((folder / "transformer").glob("*.safetensors")).unlink()
     with pytest.raises(ValueError, match=problem):
-        assemble(taught_by(folder, tmp_path), Ranks())
+        assemble(student, Ranks())
 
 
 def test_what_teachers_read_is_encoded_before_the_run():
@@ -375,16 +378,7 @@ def test_a_student_comes_closer_to_a_teacher_from_another_run_and_resumes_to_the
         "objective": {"kind": "opd", "teachers": {"ended": {"run": str(teacher.folder)}}},
     }
     student = parse({**common, **learning, "name": "student"})
-    assert run(student, fresh=False) == 0
-    losses = [record["policy/loss"] for record in RunFolder(student.folder).read_metrics()]
-    assert losses[-1] < 0.7 * losses[0]
-    last = student.folder / "checkpoints" / "step-000004"
-    whole = {name: tensor.clone() for name, tensor in checkpoint.load(last).tensors["weights"].items()}
-    shutil.rmtree(last)
-    shutil.rmtree(teacher.folder)
-    assert run(student, fresh=False) == 0
-    for name, tensor in checkpoint.load(last).tensors["weights"].items():
-        assert torch.equal(tensor, whole[name])
+    learns_and_resumes(student, teacher.folder, left=0.7)
 
     again = parse({**common, **learning, "name": "again"})
     with pytest.raises(ValueError, match=r"objective.teachers: .*teacher has no checkpoints; give the folder of a run that"):

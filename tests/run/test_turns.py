@@ -43,14 +43,8 @@ BRIEF = ["tasks_per_step=2", "group_size=2", "minibatches=1", "rollout.num_steps
 NAN = math.nan
 SHORT = [
     *("device=cpu", "steps=2", "tasks_per_step=2", "group_size=4", "trackers=[]", "samples.every=0", "seed=8", "policy.ema=null"),
-    *(
-        "eval.tasks=2",
-        "eval.complexity=null",
-        "eval.headline=null",
-        "eval.best_of_k=0",
-        "checkpoints.every=1",
-        "checkpoints.keep=9",
-    ),
+    *("eval.tasks=2", "eval.complexity=null", "eval.headline=null", "eval.best_of_k=0"),
+    *("checkpoints.every=1", "checkpoints.keep=9"),
     *('data={"kind":"playground","turns":true,"count":9,"complexity":[1,3]}', 'rollout.turns={"most":3}', "rollout.temperature=2"),
 ]
 WRITERS = {"image tokens": "playground/image-tokens-unfinished", "prompts": "qwen-image-edit/writer-grpo-frozen-playground"}

@@ -154,6 +154,7 @@ def test_a_text_to_image_learns_by_other_objectives_too(tmp_path, objective):
             "text_to_image.rollout.window: the samples of a group have different",
         ),
         (["rollout.staleness=1"], "rollout.staleness: with text_to_image, all samples of a step are made in that step"),
+        (['rollout.turns={"most":2}'], "rollout.turns: with text_to_image, all samples of a step are made in that step and once"),
         (["sharding=zero2"], "sharding: zero2 shards only the writer; set sharding to null"),
         (['advantage={"kind":"gae"}'], "advantage.kind: a value head predicts rewards for tokens only"),
         (

@@ -204,7 +204,7 @@ def text_to_image_problems(recipe: RecipeKeys) -> Iterator[str]:
     }
     yield from (why for why, found in wrong.items() if found)
     for at, each in _rollouts(recipe):
-        for name in ("staleness", "refill"):
+        for name in ("staleness", "refill", "turns"):
             if getattr(each, name):
                 yield f"{at}.{name}: with text_to_image, all samples of a step are made in that step and once; remove one"
 
@@ -684,8 +684,6 @@ def _turns(recipe: RecipeKeys) -> Iterator[str]:
     key, takes, advantage = "rollout.turns" if phases else "eval.turns", recipe.image_model.takes, recipe.advantage
     if takes is not None and takes.images[1] == 0:
         yield f"{key}: {recipe.image_model.kind} edits no source images; remove it"
-    if recipe.text_to_image is not None:
-        yield f"{key}: a writer and its image model train together on one image for a task; remove it, or text_to_image"
     if getattr(recipe.policy, "prompt_embeddings", "live") == "cached":
         yield "policy.prompt_embeddings: the images of later turns are not known before the run; use live"
     if recipe.evaluates_in_turns and recipe.eval_data().contents().turns == (0, 0):
