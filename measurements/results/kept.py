@@ -18,11 +18,11 @@ from retouch.models.train import IpAdapter
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import Recipe, load
 from retouch_worlds.models.language import PlaygroundEmu3
+from retouch_worlds.playground import playground_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).parent / "kept"
 SOURCE = ROOT / "src"
-WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
 SHIPPED = {
     "playground": "editor",
     "playground-writer": "writer",
@@ -157,9 +157,9 @@ def settings_digest(entry: Entry) -> str:
     whole = hashlib.sha256(_text(_with_former_names(evaluate(ROOT / entry.recipe))))
     recipe = load(ROOT / entry.recipe)
     named = {
-        f"{FORMER_WEIGHTS.get(name, name)}/{file.relative_to(WEIGHTS / name).as_posix()}": file
+        f"{FORMER_WEIGHTS.get(name, name)}/{file.relative_to(playground_weights(name)).as_posix()}": file
         for name in _used_weights(recipe)
-        for file in (WEIGHTS / name).rglob("*.safetensors")
+        for file in playground_weights(name).rglob("*.safetensors")
     }
     for name, file in sorted(named.items()):
         whole.update(f"retouch/playground/weights/{name}".encode() + hashlib.sha256(file.read_bytes()).digest())
