@@ -1,6 +1,6 @@
-// Stable Diffusion 3.5 Medium learns what Stable Diffusion 3.5 Large makes with guidance, in one pass of the smaller model for a
-// step in place of two passes of one with three times the parameters. One GPU with 32 GB or more and 17 GB of CPU memory for the
-// larger model; LoRA of rank 32, 64 images of 512 px per step, and no judge in training.
+// Stable Diffusion 3.5 Medium learns from Stable Diffusion 3.5 Large with guidance. A denoising step of the larger model takes two
+// passes; the smaller one learns to do it in one. One GPU with 32 GB or more, and 17 GB of CPU memory for the larger model; LoRA of
+// rank 32, 64 images of 512 px per step, and no judge in training.
 //
 //   retouch train recipes/sd3/large-opd.jsonnet
 //
@@ -9,8 +9,8 @@
 // have the same text encoders and autoencoder, which is checked. It is on the GPU only while it teaches.
 //
 // A healthy run.
-// - `policy/loss` falls at once, and later slowly. It stays above that of sd3/guidance-opd: the models differ in more than guidance.
-// - `eval` is without guidance, too. Its OCR score should rise towards that of the larger model, which writes words better.
+// - `policy/loss` falls at once, and later slowly.
+// - `eval` is without guidance, too. Its OCR score should rise towards that of the larger model.
 // This recipe has not been run on a GPU; playground/opd.jsonnet learns with the same objective.
 local guidance = import 'guidance-opd.jsonnet';
 

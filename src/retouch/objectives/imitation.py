@@ -23,8 +23,8 @@ class Imitation(Taught):
     """Base class of objectives that imitate target images, or completions."""
 
     teacher: Teacher | None = Field(default=None, exclude_if=operator.not_)
-    """Whose images are the targets, made anew in each step; null takes the targets of the tasks. With several ``instructions``, a
-    model that makes single edits well makes itself the targets of several at once."""
+    """The teacher whose images are the targets. It makes them anew in each step. null: the targets of the tasks. With a list of
+    ``instructions``, a model that makes single edits well makes the targets of several edits for itself."""
 
     imitates: ClassVar[bool] = True
 

@@ -80,7 +80,8 @@ class WeightCopies:
 
     @contextmanager
     def module_with(self, name: str, own: nn.Module) -> Iterator[nn.Module]:
-        """The module that computes with a copy's weights or as one of ``models``, on the device of ``own``, the copies' module."""
+        """The module with the weights of this name: one of ``models``, or ``own`` (the copies' module) with a copy's weights. It is
+        on the device of ``own``."""
         if (model := self.models.get(name)) is None:
             with self.using(name):
                 yield own
