@@ -232,8 +232,8 @@ class TaughtPolicy(Policy, Protocol):
         """The image that the teacher with these weights makes for each row; None where it made none."""
         ...
 
-    def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Any:
-        """The conditioning or the prompts of the tasks at the teacher's scale of guidance."""
+    def teacher_inputs(self, tasks: Sequence[Task], *, weights: str, guidance_scale: float | None) -> Any:
+        """The conditioning of the tasks at the teacher's scale of guidance, or their prompts as the teacher encodes them."""
         ...
 
     def teach(self, trajectory: Trajectory, lessons: Sequence[Lesson]) -> Any:

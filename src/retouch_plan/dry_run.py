@@ -437,7 +437,7 @@ class _Step:
         if isinstance(parts.model, DenoisingModel):  # its weights may have been moved after loading
             self.meter.relabel(list(parts.model.module.parameters()), "weights: transformer")
         for model in parts.copies.models.values():
-            self.meter.relabel(list(model.parameters()), "weights: teacher")
+            self.meter.relabel(list(model.module.parameters()), "weights: teacher")
         for copies in filter(None, (parts.copies, parts.painted)):
             trained = list(copies.parameters.values())
             self.meter.relabel(trained, "trained weights")

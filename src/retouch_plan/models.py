@@ -36,7 +36,7 @@ from retouch.models.offloading import EmbeddingStore
 from retouch.models.pretrained import find_encoder, snapshot
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import read_json
-from retouch.run.build import further_models
+from retouch.run.build import teachers
 from retouch_models import emu3
 from retouch_models.language import Emu3Model
 from retouch_plan.accelerator import CPU, META, FakeTensor, is_dry_run
@@ -94,8 +94,8 @@ def stacks_of(recipe: Recipe) -> Counts:
     writer's prompts. A model without a folder of configurations is built whole."""
     renderer = recipe.renderer
     parts: list[Path] = []
-    teachers = [recipe.policy.model.model_copy(update={"path": path}) for path in further_models(recipe).values()]
-    for model in (recipe.policy.model, None if renderer is None else renderer.image_model, *teachers):
+    others = [recipe.policy.model.model_copy(update={"path": path}) for path in teachers(recipe, "model").values()]
+    for model in (recipe.policy.model, None if renderer is None else renderer.image_model, *others):
         folder = model.find_weights()[0] if isinstance(model, DiffusersModel | PretrainedLanguageModel) else None
         if folder is None:
             continue
@@ -273,7 +273,7 @@ def _with_models(recipe: Recipe, change: Callable[[Any, str], Any]) -> Recipe:
     if renderer is not None and renderer.image_model is not None:
         changed["renderer"] = renderer.model_copy(update={"model": change(renderer.image_model, "renderer.model")})
     teacher = policy.model.model_copy  # another path of the same section
-    paths = {path: change(teacher(update={"path": path}), "objective").path for path in further_models(recipe).values()}
+    paths = {path: change(teacher(update={"path": path}), "objective").path for path in teachers(recipe, "model").values()}
     if paths:
         changed["objective"] = _renamed(recipe.objective, paths)
         changed["phases"] = recipe.phases and [_renamed(phase, paths) for phase in recipe.phases]

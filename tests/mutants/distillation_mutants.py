@@ -9,8 +9,8 @@ DISTILLATION = (
     Mutant(
         "the teacher has the current weights",
         "policies/denoising.py",
-        "with self.copies.module_with(lesson.weights, self.model.module) as module:",
-        "with nullcontext(self.model.module) as module:",
+        "with self.copies.model_with(lesson.weights, self._plain) as plain:",
+        "with nullcontext(self._plain) as plain:",
         _CHAIN,
     ),
     Mutant(
@@ -30,7 +30,7 @@ DISTILLATION = (
     Mutant(
         "the teacher has the guidance of the policy",
         "policies/denoising.py",
-        "model = self._guided(lesson.guidance_scale)\n",
+        "model = self._guided(lesson.guidance_scale, plain)\n",
         "model = self.model\n",
         f"{_TESTS}::test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher[cps]",
     ),
@@ -54,6 +54,20 @@ DISTILLATION = (
         "            yield model\n",
         "            yield own\n",
         f"{_TESTS}::test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bits",
+    ),
+    Mutant(
+        "a larger teacher reads the images with the policy's vision tower",
+        "policies/autoregressive.py",
+        "prompts: Prompts = model.encode(tasks)",
+        "prompts: Prompts = self.model.encode(tasks)",
+        f"{_TESTS}::test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt[forward-True]",
+    ),
+    Mutant(
+        "another image tokenizer is not noticed",
+        "models/offloading.py",
+        "for ids in allowed], frozen_hashes(others)",
+        "for ids in allowed], None",
+        f"{_TESTS}::test_a_larger_model_of_image_tokens_teaches_and_resumes_to_the_same_bits",
     ),
     Mutant(
         "an action learns the velocity of another step",
@@ -81,7 +95,7 @@ DISTILLATION = (
         "policies/autoregressive.py",
         "theirs = replace(trajectory.take(chosen + part.rows.start), prompts=lesson.inputs, group=places[chosen])",
         "theirs = trajectory.take(chosen + part.rows.start)",
-        f"{_TESTS}::test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt[forward]",
+        f"{_TESTS}::test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt[forward-False]",
     ),
     Mutant(
         "a teacher keeps the weights of this run",

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from transformers import Emu3Config, Emu3ForConditionalGeneration
 
 import tiny_emu3
 import tiny_models
 import tiny_policies as tiny
+import tiny_writer_runs as runs
 import tiny_writers
 import tiny_writing
 from retouch.data.base import DataSets
@@ -113,28 +115,34 @@ def test_stochastic_chains_match_the_gaussian_step_of_a_guided_teacher(kind):
     assert tiny.distance(found, slopes(policy, total)) < 1e-4
 
 
-@pytest.mark.parametrize("kl", ["forward", "reverse"])
-def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt(kl):
-    objective = OPD(teachers={"prompted": Teacher(instructions="better")}, kl=kl)
+@pytest.mark.parametrize(("kl", "larger"), [("forward", False), ("reverse", False), ("forward", True)])
+def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt(kl, larger):
+    """A larger teacher reads the images with its own, wider vision tower, and has fewer unused ids."""
+    teacher = Teacher(instructions="better", model="larger" if larger else None)
+    objective = OPD(teachers={"prompted": teacher}, kl=kl)
     asked = tuple(replace(task, meta={"better": f"{task.instruction} abc"}) for task in tiny_writers.tasks())
     policy, batch = tiny_writing.policy(), tiny_writing.batch(asked)
     tiny.perturb(policy)
+    model = policy.model
+    if larger:
+        wider = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3}
+        model = tiny_writers.writer(seed=4, train="none", text={**wider, "vocab_size": len(tiny_writers.tokenizer()) + 2})
+        policy.copies.models[teacher.weights] = model
     trajectory = policy.rollout(batch)
     found, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, [0.0] * len(batch)))
-    prompts = policy.model.encode([replace(task, instruction=str(task.meta["better"])) for task in asked])
-    states = policy.model.states
-    total, module = torch.zeros(()), policy.model.module
+    prompts = model.encode([replace(task, instruction=str(task.meta["better"])) for task in asked])
+    total, ids_of_text = torch.zeros(()), policy.model.grammar.vocabularies[0].nonzero()[:, 0]
     for row, group in enumerate(batch.group):
         length, several = int(trajectory.lengths[row]), torch.tensor([group])
         ids, real = trajectory.ids[row : row + 1, :length], torch.ones(1, length, dtype=torch.bool)
 
-        def log_probs(inputs, ids=ids, real=real, several=several):
-            logits = policy.model.logits(module, states(module, inputs.take(several), ids, real)[0])
-            return logits[:, policy.model.grammar.vocabularies[0]].log_softmax(-1)
+        def log_probs(model, inputs, ids=ids, real=real, several=several):
+            logits = model.logits(model.module, model.states(model.module, inputs.take(several), ids, real)[0])
+            return logits[:, ids_of_text].log_softmax(-1)
 
         with torch.no_grad(), policy.copies.using("reference"):
-            theirs = log_probs(prompts)
-        first, second = log_probs(trajectory.prompts), theirs
+            theirs = log_probs(model, prompts)
+        first, second = log_probs(policy.model, trajectory.prompts), theirs
         if kl == "forward":
             first, second = second, first
         total = total + (first.exp() * (first - second)).sum(-1).mean() / len(batch)
@@ -146,17 +154,20 @@ def test_tokens_match_the_kl_to_a_teacher_with_a_better_prompt(kl):
         [*objective.losses(policy, replace(tiny.minibatch(batch, trajectory, [0.0] * len(batch)), batch=tiny_writing.batch(many)))]
 
 
+def image_tokens():
+    """A policy whose completions have room for an image, and a batch with the instructions of ``STEPS``."""
+    editor = tiny_emu3.editor()
+    longest = len(editor.words.header(*editor.grid)) + editor.grid[0] * (editor.grid[1] + 1) + 3
+    texts = enumerate(STEPS.values())
+    asked = tuple(Task(f"t{k}", "a", (tiny_models.image(k, 16, 24),), meta={"steps": steps}) for k, steps in texts)
+    return tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest}), tiny_writing.batch(asked)
+
+
 def test_image_tokens_are_taught_edit_by_edit():
     """The teacher sees the most likely image for the first instruction, and the second instruction; weights are the reference's."""
-    editor = tiny_emu3.editor()
-    tasks = tuple(
-        Task(id=f"t{k}", instruction="a", images=(tiny_models.image(k, 16, 24),), meta={"steps": texts})
-        for k, texts in enumerate(STEPS.values())
-    )
-    longest = len(editor.words.header(*editor.grid)) + editor.grid[0] * (editor.grid[1] + 1) + 3
-    policy, batch = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest}), tiny_writing.batch(tasks)
+    policy, batch = image_tokens()
     tiny.perturb(policy)
-    first, second = tasks
+    editor, (first, second) = policy.model, batch.tasks
     between = tiny_writing.batch((replace(second, instruction="make it red"),), group_size=1)
     with policy.copies.using("reference"):
         (image,) = CodesDecoder(editor)(between.tasks, policy.sample(between))
@@ -179,12 +190,7 @@ def test_the_images_of_a_teacher_are_imitated_and_a_task_without_one_learns_noth
         policy, batch = tiny.policy("edit"), tiny.batch(tasks=tasks)
         objective = Supervised(teacher=Teacher(instructions="steps"))
     else:
-        editor = tiny_emu3.editor()
-        length = len(editor.words.header(*editor.grid)) + editor.grid[0] * (editor.grid[1] + 1) + 3
-        policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": length})
-        images = [tiny_models.image(k, 16, 24) for k in range(2)]
-        asked = [Task(f"t{k}", "a", (images[k],), meta={"steps": STEPS[name]}) for k, name in enumerate(STEPS)]
-        batch, objective = tiny_writing.batch(tuple(asked)), CrossEntropy(teacher=Teacher(instructions="steps"))
+        (policy, batch), objective = image_tokens(), CrossEntropy(teacher=Teacher(instructions="steps"))
     tiny.perturb(policy)
 
     def edit(task, number, text, image, slot):
@@ -255,7 +261,6 @@ def test_each_task_learns_from_the_teacher_that_its_tag_names():
             {},
             "objective.teachers.a.model: run names other weights of the policy's",
         ),
-        (OPD(teachers={"a": Teacher(model="m")}), {"is_autoregressive": True}, "objective.teachers.a.model: a policy that writes"),
         (OPD(teachers={"a": Teacher(guidance_scale=2.0)}), {"is_autoregressive": True}, "objective.teachers.a.guidance_scale: tok"),
         (OPD(teachers={"a": Teacher(instructions="x")}), {"sharded": True}, "objective.teachers.a.instructions: with sharding"),
         (OPD(teachers={"a": Teacher(run="r")}), {"engine": True}, "rollout.engine: an engine returns no state"),
@@ -306,7 +311,7 @@ def test_a_larger_model_teaches_with_its_own_denoiser_and_resumes_to_the_same_bi
     """The first loss is the mean squared distance of the velocities of two models of different sizes, the larger one guided."""
     student = taught_by_larger(tmp_path, learning_rate=0.02, steps=4)
     parts = assemble(student, Ranks())
-    (module,) = parts.copies.models.values()
+    (module,) = (model.module for model in parts.copies.models.values())
     assert len(module.transformer_blocks) == 2 * len(parts.model.module.transformer_blocks)
     loop, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: None)
     batch = phase.batch(0)
@@ -349,6 +354,30 @@ def test_a_model_that_cannot_teach_the_policy_is_refused(tmp_path, changed, prob
         next((folder / "transformer").glob("*.safetensors")).unlink()
     with pytest.raises(ValueError, match=problem):
         assemble(student, Ranks())
+
+
+def test_a_larger_model_of_image_tokens_teaches_and_resumes_to_the_same_bits(tmp_path):
+    """It has the policy's vocabulary and image tokenizer; a model with others is refused before the first step."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    runs.save_emu3(small)
+    whole = Emu3ForConditionalGeneration.from_pretrained(small)
+    config = whole.config.to_dict()
+    deeper = {**config["text_config"], "num_hidden_layers": 6, "vocab_size": config["text_config"]["vocab_size"] + 8}
+    torch.manual_seed(5)
+    made = Emu3ForConditionalGeneration(Emu3Config.from_dict({**config, "text_config": deeper}))
+    made.save_pretrained(large)
+    for file in small.glob("token*"):
+        shutil.copy(file, large)
+    objective = {"kind": "opd", "teachers": {"large": {"model": str(large)}}}
+    changes = {"group_size": 1, "learning_rate": 0.01, "steps": 4, "checkpoints": {"every": 1, "keep": 9}, "objective": objective}
+    student = parse(runs.recipe(tmp_path, small, **runs.image_tokens(small), **changes))
+    with pytest.raises(
+        ValueError, match=r"objective.teachers: .*large has another vocabulary or image tokenizer than the policy's"
+    ):
+        run(student, fresh=False)
+    made.model.vqmodel.load_state_dict(whole.model.vqmodel.state_dict())
+    made.save_pretrained(large)
+    learns_and_resumes(student, left=0.95)
 
 
 def test_what_teachers_read_is_encoded_before_the_run():

@@ -77,7 +77,7 @@ def _qwen2_5_vl(**text):
         "num_heads": 2,
         "patch_size": 8,
         "window_size": 32,
-        "out_hidden_size": 32,
+        "out_hidden_size": text.get("hidden_size", 32),
         "fullatt_block_indexes": [1],
     }
     config = Qwen2_5_VLConfig(text_config=_text(rope_parameters=_mrope(), **text), vision_config=vision, **_ids())

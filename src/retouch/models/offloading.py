@@ -30,8 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from retouch.config.consent import user_folder
-from retouch.models.base import Bits, ImageModel
-from retouch.models.parts import LOCAL, bits_hash, evaluating, repeated_blocks, to_device
+from retouch.models.base import ImageModel
+from retouch.models.parts import LOCAL, bits_hash, evaluating, frozen_hashes, repeated_blocks, to_device
 from retouch.models.pipeline import ModelWrapper, PipelineModel
 from retouch.models.pretrained import DENOISER, fetch_weights
 from retouch.models.quantized import compute_dtype, plain_tensors, quantize
@@ -214,13 +214,24 @@ def place_blocks(module: nn.Module, *, count: int, device: torch.device) -> None
         table[name] = block
 
 
-def load_teacher(model: Any, path: str, *, policy_folder: Path | None, device: torch.device, bits: Bits | None) -> nn.Module:
-    """Load the denoiser of another pipeline, frozen and in CPU memory, for ``on_device``; it computes with the model's other parts.
+def load_teacher(policy: Any, model: Any, path: str, *, device: torch.device) -> Any:
+    """Load a model that teaches, frozen and in CPU memory, for ``on_device``.
 
-    The configurations of all parts must be equal, except in ``_INNER`` settings of the denoiser. ``policy_folder``: the model's
-    pipeline, or None. ``device``: where the denoiser is quantised to ``bits``. Raises ValueError.
+    ``policy``: the recipe's section. ``model``: the policy's model. A language model is taught by another one with its vocabulary
+    and image tokenizer. A pipeline is taught by itself with the denoiser of another pipeline; the configurations of all parts must
+    be equal, except in ``_INNER`` settings of the denoiser. ``device``: where the teacher is quantised. Raises ValueError.
     """
     key = "objective.teachers"
+    if policy.is_autoregressive:
+        if "path" not in type(policy.model).model_fields:
+            raise ValueError(f"{key}: {policy.model.kind} has no path, so no other model can be loaded; use run")
+        section = type(policy.model).model_validate({**policy.model.model_dump(exclude={"weights"}), "path": path})
+        teacher = policy.model_copy(update={"model": section}).build_model(device=device)
+        if _meaning_of_ids(teacher) != _meaning_of_ids(model):
+            raise ValueError(f"{key}: {path} has another vocabulary or image tokenizer than the policy's model")
+        page_lock([teacher.module.to(_CPU)], device)
+        return teacher
+    policy_folder, bits = policy.model.find_weights()[0], policy.base and policy.base.quantize
     if policy_folder is None:
         raise ValueError(f"{key}: the policy's model is no folder of a pipeline to compare it with; set policy.model.path to one")
     folder = fetch_weights(path, DENOISER, key=key)
@@ -237,7 +248,16 @@ def load_teacher(model: Any, path: str, *, policy_folder: Path | None, device: t
     if bits is not None:
         quantize(made, bits, device=device, home=_CPU)
     page_lock([made], device)
-    return made.requires_grad_(False).eval()
+    teacher = copy.copy(model)
+    teacher.module = made.requires_grad_(False).eval()
+    return teacher
+
+
+def _meaning_of_ids(model: Any) -> object:
+    """What language models share if they write the same texts and images with the same ids."""
+    others, allowed = copy.copy(model), [row.nonzero()[:, 0].tolist() for row in model.grammar.vocabularies]
+    others.module = None
+    return model.stop, model.pad, allowed, [model.decode(ids) for ids in allowed], frozen_hashes(others)
 
 
 def _settings(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

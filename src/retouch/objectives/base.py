@@ -85,12 +85,8 @@ class Objective(Section):
     """Whether ``needs_initial_noise`` may be True, which depends on the objective's keys."""
     rewards: ClassVar[Mapping[str, Section]] = {}
     """The sections of the rewards that the objective differentiates, by their keys."""
-    stored_copies: ClassVar[Mapping[str, str]] = {}
-    """The folder of the run from which each copy of the weights is read, by the copy's name (in ``weight_copies`` too)."""
     taught_by: ClassVar[Mapping[str, Any]] = {}
     """The teachers (``retouch.Teacher``) that the objective learns from, by their keys in its section."""
-    models: ClassVar[Mapping[str, str]] = {}
-    """The path of each model besides the policy's that the loss needs, by its name in ``WeightCopies.models``."""
     uses_advantages: ClassVar[bool] = True
     """Whether the loss depends on advantages. Without them, a group may have one row."""
     learns_from_teachers: ClassVar[bool] = False

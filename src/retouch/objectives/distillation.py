@@ -32,9 +32,9 @@ class Teacher(Section):
     """The folder of a run with the same model and ``policy.train``, whose newest weights teach (their average, if it kept one);
     null means the weights before this run, or before this phase if the phase before it imitates."""
     model: str | None = Field(default=None, exclude_if=operator.not_)
-    """Folder or Hugging Face id of another pipeline of the policy's family, such as a larger one: its denoiser teaches, with the
-    policy's text encoders and autoencoder, which must be the same. It is stored as ``policy.base`` says for the policy's frozen
-    weights, and is in CPU memory while it does not teach."""
+    """Folder or Hugging Face id of another model of the policy's family, such as a larger one. The denoiser of a pipeline teaches
+    with the policy's text encoders and autoencoder, which must be the same; a language model needs the policy's vocabulary. It is
+    stored as ``policy.base`` says for the policy's frozen weights, and is in CPU memory while it does not teach."""
     guidance_scale: Annotated[float, Field(ge=1.0)] | None = None
     """The teacher's scale of classifier-free guidance; null means that of the rollout."""
     instructions: str | None = None
@@ -66,14 +66,6 @@ class Taught(Objective):
     def weight_copies(self) -> frozenset[str]:
         return frozenset(teacher.weights for teacher in self.taught_by.values() if teacher.model is None)
 
-    @property
-    def stored_copies(self) -> Mapping[str, str]:  # type: ignore[override]
-        return {teacher.weights: teacher.run for teacher in self.taught_by.values() if teacher.run is not None}
-
-    @property
-    def models(self) -> Mapping[str, str]:  # type: ignore[override]
-        return {teacher.weights: teacher.model for teacher in self.taught_by.values() if teacher.model is not None}
-
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
         yield from super().problems(context)
         for name, teacher in self.taught_by.items():
@@ -83,8 +75,6 @@ class Taught(Objective):
                 yield f"{key}: {same}; set run, model, guidance_scale or instructions"
             if teacher.run is not None and teacher.model is not None:
                 yield f"{key}.model: run names other weights of the policy's own model; give one of the two"
-            if teacher.model is not None and context.is_autoregressive:
-                yield f"{key}.model: a policy that writes tokens is taught by its own model only; use run"
             if teacher.guidance_scale is not None and context.is_autoregressive:
                 yield f"{key}.guidance_scale: tokens are sampled without guidance; remove it"
             if context.sharded and teacher.instructions:
@@ -141,7 +131,7 @@ class OPD(Taught):
                 asked, scale = last_edits(policy, teacher, batch, tasks), teacher.guidance_scale
                 places = minibatch.weights.new_full((len(batch.tasks),), -1, dtype=torch.long)
                 places[tasks] = torch.arange(len(tasks), device=places.device)
-                inputs = policy.teacher_inputs(asked, guidance_scale=scale)
+                inputs = policy.teacher_inputs(asked, weights=teacher.weights, guidance_scale=scale)
                 lessons.append(Lesson(weights=teacher.weights, inputs=inputs, places=places, guidance_scale=scale))
         taught = policy.teach(minibatch.trajectory, lessons)
         for part in policy.microbatches(minibatch.trajectory):

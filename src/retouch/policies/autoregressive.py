@@ -7,6 +7,7 @@ sampled ids are stored and never computed from the text, because tokenizing the 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -71,11 +72,6 @@ class TokenizesTargets(Protocol):
     """A model of image tokens that can tokenize the target images of tasks."""
 
     def target_ids(self, tasks: Sequence[Task]) -> list[list[int]]: ...
-
-
-def has_completion(task: Task) -> bool:
-    """Whether the task has a completion in its ``meta``."""
-    return COMPLETION in task.meta
 
 
 class AutoregressivePolicy:
@@ -263,20 +259,23 @@ class AutoregressivePolicy:
     @torch.no_grad()
     def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:
         """The most likely image of each row under the teacher's weights. Raises ValueError if the model writes no images."""
-        model = self.model
-        if not isinstance(model, DecodesCodes):
+        own = self.model
+        if not isinstance(own, DecodesCodes):
             raise ValueError(
                 "objective.teachers: there are several instructions, and the policy makes no image in between; give one text"
             )
-        with self.copies.using(weights):
-            made = self.decoder(batch, model.encode(batch.tasks), self.sampling, greedy=True)
-        found = [model.codes_in(row[:end]) for row, end in zip(made.ids.tolist(), made.lengths.tolist(), strict=True)]
-        return [None if codes is None else model.decode_codes(codes[None])[0] for codes in found]
+        with self.copies.model_with(weights, own) as model:
+            decoder = self.decoder if model is own else CachedDecoding(model)
+            made = decoder(batch, model.encode(batch.tasks), self.sampling, greedy=True)
+        found = [own.codes_in(row[:end]) for row, end in zip(made.ids.tolist(), made.lengths.tolist(), strict=True)]
+        return [None if codes is None else own.decode_codes(codes[None])[0] for codes in found]
 
     @torch.no_grad()
-    def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Prompts:
-        """The prompts of the tasks; tokens have no guidance."""
-        return self.model.encode(tasks)
+    def teacher_inputs(self, tasks: Sequence[Task], *, weights: str, guidance_scale: float | None) -> Prompts:
+        """The prompts of the tasks, in which the features of images are those of the teacher; tokens have no guidance."""
+        with self.copies.model_with(weights, self.model) as model:
+            prompts: Prompts = model.encode(tasks)
+        return prompts
 
     def teach(self, trajectory: AutoregressiveTrajectory, lessons: Sequence[Lesson]) -> Sequence[Lesson]:
         """The lessons: the teachers' log-probabilities of all tokens are too large, so ``divergence`` computes them in parts."""
@@ -292,17 +291,19 @@ class AutoregressivePolicy:
         columns = _used_columns(trajectory, part)
         sampled, vocabulary = trajectory.mask[part.rows, columns], trajectory.vocabulary[part.rows, columns]
         row, temperature = sampled.nonzero()[:, 0], self.sampling.temperature
-        targets = None
+        targets, teacher = None, copy(self)
         for lesson in taught:
             places = lesson.places[trajectory.group[part.rows]]
             chosen = (places >= 0).nonzero()[:, 0]
             if len(chosen):
                 theirs = replace(trajectory.take(chosen + part.rows.start), prompts=lesson.inputs, group=places[chosen])
-                module, where = self.model.module, Slice(slice(0, len(chosen)), part.actions)
-                with torch.no_grad(), self.copies.using(lesson.weights):
-                    states = self._sampled_states(module, theirs, where)
-                    wanted = vocabulary[chosen][sampled[chosen]]
-                    log_probs = allowed_log_probs(self.model, module, states, vocabulary=wanted, temperature=temperature)
+                where, wanted = Slice(slice(0, len(chosen)), part.actions), vocabulary[chosen][sampled[chosen]]
+                with torch.no_grad(), self.copies.model_with(lesson.weights, self.model) as teacher.model:
+                    module = teacher.model.module
+                    states = teacher._sampled_states(module, theirs, where)
+                    log_probs = allowed_log_probs(
+                        teacher.model, module, states, grammar=self.model.grammar, vocabulary=wanted, temperature=temperature
+                    )
                 if targets is None:
                     targets = log_probs.new_full((len(row), log_probs.shape[1]), torch.nan)
                 targets[torch.isin(row, chosen)] = log_probs

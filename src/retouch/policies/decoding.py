@@ -73,13 +73,17 @@ def allowed_log_probs(
     module: nn.Module,
     states: Float[Tensor, "n d"],
     *,
+    grammar: Grammar,
     vocabulary: Int[Tensor, " n"],
     temperature: float,
 ) -> Float[Tensor, "n v"]:
-    """The log-probabilities of all ids, -inf for those that the grammar does not allow; arguments as for ``token_log_probs``."""
-    return warp_logits(model.logits(module, states), allowed_ids(model.grammar, vocabulary), temperature=temperature).log_softmax(
-        -1
-    )
+    """The log-probabilities of all ids of a grammar, -inf for those that it does not allow; other arguments as for
+    ``token_log_probs``. The model may have more or fewer ids that no grammar allows, as models of one family do."""
+    logits = model.logits(module, states)
+    if padding := grammar.vocabularies.shape[1] - logits.shape[1]:
+        logits = nn.functional.pad(logits, (0, padding))
+    logits = warp_logits(logits, allowed_ids(grammar, vocabulary), temperature=temperature)
+    return logits.log_softmax(-1)
 
 
 def token_kl(
@@ -99,7 +103,7 @@ def token_kl(
     """
 
     def head(states: Tensor, taught: Tensor, vocabulary: Tensor) -> Tensor:
-        log_probs = allowed_log_probs(model, module, states, vocabulary=vocabulary, temperature=temperature)
+        log_probs = allowed_log_probs(model, module, states, grammar=model.grammar, vocabulary=vocabulary, temperature=temperature)
         first, second = (taught, log_probs) if forward else (log_probs, taught)
         # -inf minus -inf is NaN, which a product with the probability 0 would not remove.
         return (first.exp() * (first - second).masked_fill(first.isneginf(), 0.0)).sum(-1)

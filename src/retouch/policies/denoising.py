@@ -498,23 +498,23 @@ class DenoisingPolicy:
     def teacher_images(self, batch: Batch, *, weights: str, guidance_scale: float | None) -> list[Image | None]:
         """The image of each row by the deterministic chain of evaluations, under the teacher's weights and guidance."""
         teacher = copy(self)
-        with self.copies.module_with(weights, self.model.module) as module:
-            teacher.model = self._guided(guidance_scale, module)
+        with self.copies.model_with(weights, self._plain) as model:
+            teacher.model = self._guided(guidance_scale, model)
             made = teacher._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
         return [*self.model.decode(made.outputs, made.conditioning.take(made.group))]
 
     @torch.no_grad()
-    def teacher_inputs(self, tasks: Sequence[Task], *, guidance_scale: float | None) -> Conditioning:
-        """The conditioning of the tasks, with the negative branch that this scale of guidance needs."""
-        return self._guided(guidance_scale).encode(tasks)
+    def teacher_inputs(self, tasks: Sequence[Task], *, weights: str, guidance_scale: float | None) -> Conditioning:
+        """The conditioning of the tasks, with the negative branch that this scale of guidance needs; the same for all weights."""
+        return self._guided(guidance_scale, self._plain).encode(tasks)
 
-    def _guided(self, scale: float | None, module: nn.Module | None = None) -> DenoisingModel:
-        """The model at another scale of guidance; None keeps that of the policy. ``module``: another denoiser."""
+    @property
+    def _plain(self) -> DenoisingModel:
+        return self.model.model if isinstance(self.model, Guided) else self.model
+
+    def _guided(self, scale: float | None, plain: DenoisingModel) -> DenoisingModel:
+        """The model ``plain`` at this scale of guidance; None means that of the policy."""
         guided = self.model.guidance_scale if isinstance(self.model, Guided) else 1.0
-        plain = self.model.model if isinstance(self.model, Guided) else self.model
-        if module is not None and module is not plain.module:
-            plain = copy(plain)
-            plain.module = module
         scale = guided if scale is None else scale
         return Guided(plain, scale) if scale > 1 else plain
 
@@ -526,14 +526,14 @@ class DenoisingPolicy:
         """
         taught = torch.full_like(trajectory.latents[:, : trajectory.mask.shape[1]], torch.nan)
         for lesson in lessons:
-            model = self._guided(lesson.guidance_scale)
-            with self.copies.module_with(lesson.weights, self.model.module) as module:
+            with self.copies.model_with(lesson.weights, self._plain) as plain:
+                model = self._guided(lesson.guidance_scale, plain)
                 for part in self.microbatches(trajectory):
                     index, x, sigma, _, group = self._states(trajectory, part)
                     places = lesson.places[group]
                     rows = (places >= 0).nonzero()[:, 0]
                     if len(rows):
-                        velocity = model.velocity(module, x[rows], sigma[rows], lesson.inputs.take(places[rows]))
+                        velocity = model.velocity(plain.module, x[rows], sigma[rows], lesson.inputs.take(places[rows]))
                         taught[part.rows.start + rows // len(index), part.actions.start + rows % len(index)] = velocity
         return taught
 

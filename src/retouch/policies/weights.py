@@ -3,6 +3,7 @@ whole models that compute in its place."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,14 @@ class WeightCopies:
     A copy contains only the trainable parameters: the LoRA matrices, or all weights.
     ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
     weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are overwritten only by ``update_ema``.
-    ``models``: frozen models of the same class by name, which may be larger. They may be in CPU memory, and are in no checkpoint.
+    ``models``: frozen models by name, such as larger ones. Their modules may be in CPU memory, and are in no checkpoint.
     """
 
     def __init__(self, module: nn.Module, *, devices: Mapping[str, torch.device] | None = None) -> None:
         self.devices = dict(devices or {})
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.copies: dict[str, dict[str, Tensor]] = {}
-        self.models: dict[str, nn.Module] = {}
+        self.models: dict[str, Any] = {}
 
     def snapshot(self, copy: str) -> None:
         """Copy the current weights to ``copy``; an existing copy is replaced.
@@ -79,14 +80,14 @@ class WeightCopies:
                 parameter.data = current[name]
 
     @contextmanager
-    def module_with(self, name: str, own: nn.Module) -> Iterator[nn.Module]:
-        """The module with the weights of this name: one of ``models``, or ``own`` (the copies' module) with a copy's weights. It is
-        on the device of ``own``."""
+    def model_with(self, name: str, own: Any) -> Iterator[Any]:
+        """The model with the weights of this name: one of ``models``, or ``own`` with a copy's weights in its module. The module is
+        on the device of that of ``own``."""
         if (model := self.models.get(name)) is None:
             with self.using(name):
                 yield own
             return
-        with on_device(compute_device(own), [model]):
+        with on_device(compute_device(own.module), [model.module]):
             yield model
 
     def state(self) -> Mapping[str, Tensor]:

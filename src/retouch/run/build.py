@@ -31,7 +31,7 @@ from retouch.distributed.ranks import Placement, Ranks, plan_placement
 from retouch.models.offloading import SwappedBlocks, load_teacher, on_device, page_lock, parts_of
 from retouch.models.parts import compute_device, frozen_hashes
 from retouch.models.pipeline import Guided
-from retouch.models.pretrained import DENOISER, fetch_weights
+from retouch.models.pretrained import DENOISER, MODEL, fetch_weights
 from retouch.models.quantized import is_quantized
 from retouch.models.train import FullWeights
 from retouch.objectives.base import ValueHead
@@ -234,17 +234,13 @@ def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
     FSDP2 instead keeps all copies where the weights are.
     """
     reference = {"reference"} if recipe.devices is not None and recipe.devices.reference is not None else set()
-    return _stale_copies(recipe) | reference | set(_stored_copies(recipe))
+    return _stale_copies(recipe) | reference | set(teachers(recipe, "run"))
 
 
-def _stored_copies(recipe: Recipe) -> dict[str, str]:
-    """The folders of the runs whose weights teach, by the name of the weight copy."""
-    return {name: folder for phase in recipe.resolved_phases() for name, folder in phase.objective.stored_copies.items()}
-
-
-def further_models(recipe: Recipe) -> dict[str, str]:
-    """The paths of the models that teach, by their names in ``WeightCopies.models``."""
-    return {name: path for phase in recipe.resolved_phases() for name, path in phase.objective.models.items()}
+def teachers(recipe: Recipe, kind: Literal["run", "model"]) -> dict[str, str]:
+    """The folders of the runs, or the paths of the models, that teach, by their names in ``WeightCopies``."""
+    found = [teacher for phase in recipe.resolved_phases() for teacher in phase.objective.taught_by.values()]
+    return {teacher.weights: path for teacher in found if (path := getattr(teacher, kind)) is not None}
 
 
 def _stale_copies(recipe: Recipe) -> set[str]:
@@ -255,10 +251,10 @@ def _stale_copies(recipe: Recipe) -> set[str]:
 def has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[Task], bool]:
     """Return the function that says whether a task contains what the model imitates in supervised learning."""
     if not isinstance(model, DenoisingModel):
-        from retouch.policies.autoregressive import TokenizesTargets, has_completion
+        from retouch.policies.autoregressive import COMPLETION, TokenizesTargets
 
         if not isinstance(model, TokenizesTargets):
-            return has_completion
+            return lambda task: COMPLETION in task.meta
     return lambda task: task.target is not None
 
 
@@ -290,7 +286,7 @@ class PolicyParts:
     def base_hashes(self) -> Mapping[str, str]:
         """A hash of the frozen weights of each part (``retouch.models.parts.frozen_hashes``)."""
         hashes = _base_hashes(self.model, self.image_model) if self.hashes is None else self.hashes
-        return {**hashes, **frozen_hashes(self.copies.models)}
+        return {**hashes, **frozen_hashes({name: model.module for name, model in self.copies.models.items()})}
 
     def stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """The trained weights and their copies, by their names in a checkpoint; those of an image model too."""
@@ -612,8 +608,12 @@ def assemble(
     for model in {id(each): each for each in (recipe.policy.model, recipe.image_model)}.values():
         model.fetch_weights()
     recipe.policy.train.require_files()
-    for path in further_models(recipe).values() if trains else ():
-        fetch_weights(path, DENOISER, key="objective.teachers")
+    for path in teachers(recipe, "model").values() if trains else ():
+        fetch_weights(path, MODEL if recipe.policy.is_autoregressive else DENOISER, key="objective.teachers")
+    taught = teachers(recipe, "run") if trains and resumed is None else {}  # a checkpoint of this run has the teachers' weights
+    for folder in taught.values():
+        if not RunFolder(Path(folder)).checkpoints.is_dir():
+            raise ValueError(f"objective.teachers: {folder} has no checkpoints; give the folder of a run that was trained")
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
@@ -630,10 +630,6 @@ def assemble(
     for phase in phases if trains else ():
         if not phase.objective.uses_advantages:
             phase.objective.load(placement.reward)
-    taught = _stored_copies(recipe) if trains and resumed is None else {}  # a checkpoint of this run has the teachers' weights
-    for folder in taught.values():
-        if not RunFolder(Path(folder)).checkpoints.is_dir():
-            raise ValueError(f"objective.teachers: {folder} has no checkpoints; give the folder of a run that was trained")
     if resumed is not None:
         require_same_data(resumed, sets, ranks)
     parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets, trains=trains)
@@ -720,11 +716,8 @@ def assemble_policy(
         )
     if image_model.module is not model.module:
         image_model.module.requires_grad_(False)
-    how: dict[str, Any] = {"device": placement.policy, "bits": policy.base and policy.base.quantize}
-    teachers = {
-        name: load_teacher(model, path, policy_folder=policy.model.find_weights()[0], **how)
-        for name, path in (further_models(recipe).items() if trains else ())
-    }
+    others = teachers(recipe, "model") if trains else {}
+    models = {name: load_teacher(policy, model, path, device=placement.policy) for name, path in others.items()}
     policy.make_trainable(model.module, seed=recipe.seed)
     painted, averaged = None, {"average"} if policy.ema is not None else set()
     if (text_to_image := recipe.text_to_image) is not None:
@@ -753,7 +746,7 @@ def assemble_policy(
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
         names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
     _snapshot(copies, names, base=policy.train.reference_is_base)
-    copies.models.update(teachers)
+    copies.models.update(models)
     made = PolicyParts(
         recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies, painted=painted
     )
