@@ -13,6 +13,7 @@ from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
+from retouch.policies.engine import EngineFault
 from retouch.renderers.base import LatentRenderer
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.pixels import ShareReward
@@ -132,23 +133,39 @@ class ThreadRanks(Ranks):
         return told
 
 
+def thread_ranks(world):
+    barrier, table = threading.Barrier(world), [None] * world
+    return [ThreadRanks(rank=rank, world=world, barrier=barrier, table=table) for rank in range(world)]
+
+
 def run_on_threads(world, act):
-    """Run ``act(ranks)`` on ``world`` threads and return the results in the order of ranks; an exception is a result too."""
-    barrier, table, results = threading.Barrier(world), [None] * world, [None] * world
+    """Run ``act(ranks)`` on ``world`` threads and return the results in the order of ranks; an exception is a result too.
 
-    def one(rank):
+    ``world``: their number, or ranks that ``thread_ranks`` made, which can be used again if no exception was raised.
+    """
+    members = thread_ranks(world) if isinstance(world, int) else world
+    results = [None] * len(members)
+
+    def one(ranks):
         try:
-            results[rank] = act(ThreadRanks(rank=rank, world=world, barrier=barrier, table=table))
+            results[ranks.rank] = act(ranks)
         except BaseException as error:
-            results[rank] = error
+            results[ranks.rank] = error
+            ranks.barrier.abort()
             raise
-        finally:
-            if isinstance(results[rank], BaseException):
-                barrier.abort()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=one, args=(ranks,)) for ranks in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return results
+
+
+def engine_fault(policy, batch):
+    """Return the text of the engine's fault that a rollout raises, or None."""
+    try:
+        policy.rollout(batch)
+    except EngineFault as fault:
+        return str(fault)
+    return None
