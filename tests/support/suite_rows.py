@@ -13,14 +13,7 @@ from PIL import Image
 from canned_judge import numbered_image, save_numbered_image
 
 DPG_COLUMNS = [
-    "item_id",
-    "text",
-    "keywords",
-    "proposition_id",
-    "dependency",
-    "category_broad",
-    "category_detailed",
-    "tuple",
+    *("item_id", "text", "keywords", "proposition_id", "dependency", "category_broad", "category_detailed", "tuple"),
     "question_natural_language",
 ]
 
