@@ -72,10 +72,6 @@ def _append(name: str, line: str | bytes, root: Path) -> None:
         file.write((line if isinstance(line, bytes) else line.encode()) + b"\n")
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     here = os.getcwd()  # the address of a socket has at most 108 bytes
     os.chdir(path.parent)
@@ -133,7 +129,7 @@ def _nested_folders(root: Path) -> None:
 
 
 def _forms() -> Iterator[tuple[str, Callable[[Path], object]]]:
-    objects = {"fifo": _fifo, "socket": _socket, "folder": _folder, "endless device": _endless, "link to itself": _loop}
+    objects = {"fifo": os.mkfifo, "socket": _socket, "folder": _folder, "endless device": _endless, "link to itself": _loop}
     for name in ("recipe.json", "metrics.jsonl", "alarm.json", "owner.json", "ledger.sqlite", "train.log", IMAGE):
         for kind, make in objects.items():
             yield f"{kind}: {name}", partial(_instead, name, make)
@@ -151,17 +147,11 @@ def _forms() -> Iterator[tuple[str, Callable[[Path], object]]]:
             )
             yield f"{kind} in a line: {name}", partial(_append, name, f"{line[:-1]}, {inside}}}")
     steps = {
-        "negative": "-1",
-        "fraction": "4.5",
-        "text": '"4"',
-        "10**18": "1" + "0" * 18,
-        "10**400": "1" + "0" * 400,
-        "list": "[4]",
-    }
+        "negative": "-1", "fraction": "4.5", "text": '"4"', "10**18": "1" + "0" * 18, "10**400": "1" + "0" * 400, "list": "[4]",
+    }  # fmt: skip
     for kind, step in steps.items():
         yield f"a step that is {kind}", partial(_append, "metrics.jsonl", f'{{"step": {step}, "reward/mean": 1e999}}')
-    for kind, change in _others():
-        yield kind, change
+    yield from _others()
 
 
 def _next_to(name: str, root: Path) -> None:

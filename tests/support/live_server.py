@@ -1,7 +1,6 @@
 """A real reward server on the loopback interface, on a thread of the test process."""
 
 import base64
-import io
 import json
 import threading
 import time
@@ -114,9 +113,3 @@ def body_of(
     document, blobs = pack(samples, [str(row) for row in range(len(samples))], encoding=encoding)
     body, kind = encode(document, blobs, form)
     return body, {"Content-Type": kind}
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()

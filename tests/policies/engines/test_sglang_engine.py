@@ -22,6 +22,7 @@ from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import EngineContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
 from retouch.run.metrics import completion_metrics
 from retouch.run.session import run
 from retouch.types import Needs, Slice
@@ -385,7 +386,7 @@ def test_a_recipe_runs_with_the_engine(tmp_path):
         read = parse(recipe)
         assert parse(read.document()) == read
         assert run(read, fresh=False) == 0
-    lines = family_runs.metrics_rows(read)
+    lines = RunFolder(read.folder).read_metrics()
     assert len(double.bodies(SET_LORA)) == 2
     for line in lines[-2:]:
         assert line["engine/deviation"] < 0.05
