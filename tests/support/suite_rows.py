@@ -142,15 +142,10 @@ def kris(root: Path) -> Path:
 
 
 def rise(root: Path) -> Path:
+    temporal, spatial = {"reference": "it is ripe"}, {"reference": "it stands left"}
+    categories = {"temporal_reasoning": temporal, "spatial_reasoning": spatial, "causal_reasoning": {}}
     rows = []
-    for number, (category, more) in enumerate(
-        (
-            ("temporal_reasoning", {"reference": "it is ripe"}),
-            ("spatial_reasoning", {"reference": "it stands left"}),
-            ("causal_reasoning", {}),
-        ),
-        1,
-    ):
+    for number, (category, more) in enumerate(categories.items(), 1):
         index = f"{category}_{number}"
         image = f"{category}_images/{index}.png"
         rows.append({"index": index, "category": category, "subtask": "x", "instruction": "edit", "image": image, **more})
