@@ -53,6 +53,10 @@ def _changed(**changes: object) -> ReplyMaker:
     return lambda true: _json({**true, **changes})
 
 
+def _message(finish_reason: str, **message: object) -> ReplyMaker:
+    return _changed(choices=[{"message": message, "finish_reason": finish_reason}])
+
+
 def _bytes(make: Callable[[bytes], bytes], **headers: str) -> ReplyMaker:
     return lambda true: Reply(
         make(json.dumps(true).encode()), headers={key.replace("_", "-"): value for key, value in headers.items()}
@@ -109,17 +113,8 @@ SCORES: dict[str, ReplyMaker] = {
     "the finish reason content_filter": _content('{"score": 7}', finish_reason="content_filter"),
     "an unknown finish reason": _content('{"score": 7}', finish_reason="bored"),
     "no finish reason": _content('{"score": 7}', finish_reason=None),
-    "a refusal together with a score": lambda true: _json(
-        {**true, "choices": [{"message": {"content": '{"score": 7}', "refusal": "no"}, "finish_reason": "stop"}]}
-    ),
-    "a tool call": lambda true: _json(
-        {
-            **true,
-            "choices": [
-                {"message": {"content": None, "tool_calls": [{"function": {"name": "score"}}]}, "finish_reason": "tool_calls"}
-            ],
-        }
-    ),
+    "a refusal together with a score": _message("stop", content='{"score": 7}', refusal="no"),
+    "a tool call": _message("tool_calls", content=None, tool_calls=[{"function": {"name": "score"}}]),
     "no choices": _changed(choices=[]),
     "two choices": lambda true: _json({**true, "choices": true["choices"] * 2}),
     "ten thousand choices": lambda true: _json({**true, "choices": true["choices"] * 10_000}),
@@ -140,9 +135,7 @@ WIRE: dict[str, ReplyMaker] = {
     "a deflate bomb": lambda true: Reply(zlib.compress(bytes(BOMB), 1), headers={"Content-Encoding": "deflate"}),
     "a gzip bomb of an error": lambda true: Reply(_gzipped_zeros(BOMB), 500, {"Content-Encoding": "gzip"}),
     "a gzip bomb of a refusal": lambda true: Reply(_gzipped_zeros(BOMB), 400, {"Content-Encoding": "gzip"}),
-    "gzip in gzip": lambda true: Reply(
-        gzip.compress(gzip.compress(json.dumps(true).encode())), headers={"Content-Encoding": "gzip, gzip"}
-    ),
+    "gzip in gzip": _bytes(lambda text: gzip.compress(gzip.compress(text)), Content_Encoding="gzip, gzip"),
     "uncompressed data declared as gzip": _bytes(lambda text: text, Content_Encoding="gzip"),
     "gzip that is cut off": _bytes(lambda text: gzip.compress(text)[:-20], Content_Encoding="gzip"),
     "brotli": _bytes(lambda text: text, Content_Encoding="br"),

@@ -177,10 +177,8 @@ def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "weights that are no safetensors", partial(replace_and_rehash, "weights.safetensors", b"not a tensor in sight")
     yield "a state that is a list", partial(replace_and_rehash, "state.json", b"[]")
     yield "a state of another step", partial(replace_and_rehash, "state.json", b'{"step": 3, "numbers": {}}')
-    yield (
-        "a manifest that names a file elsewhere",
-        partial(manifest_of, NEWEST, lambda manifest: manifest["files"].update({"../../recipe.json": {"bytes": 1, "sha256": "0"}})),
-    )
+    outside = {"../../recipe.json": {"bytes": 1, "sha256": "0"}}
+    yield "a manifest that names a file elsewhere", partial(manifest_of, NEWEST, lambda found: found["files"].update(outside))
     yield "a manifest of another format", partial(manifest_of, NEWEST, lambda manifest: manifest.update(format=99))
     yield "a ledger of another version", partial(_another_ledger)
 

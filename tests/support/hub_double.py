@@ -65,11 +65,14 @@ class Hub:
 def serve() -> Iterator[Hub]:
     """Run a Hub that accepts only requests with ``TOKEN``."""
 
-    def answer(request: loopback.Request) -> tuple[int, Any]:
-        if request.headers["Authorization"] != f"Bearer {TOKEN}":
-            return 401, {"error": "unknown token"}
-        return hub.answer(request.path, request.body)
+    class Handler(loopback.Handler):
+        def do_POST(self) -> None:
+            body = self.body()
+            if self.headers["Authorization"] != f"Bearer {TOKEN}":
+                self.reply(401, {"error": "unknown token"})
+            else:
+                self.reply(*hub.answer(self.path, body))
 
-    with loopback.scripted(answer) as server:
+    with loopback.running(loopback.Server(Handler)) as server:
         hub = Hub(server.url)
         yield hub
