@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, SIGNATURE, VALID_PNG, WRONG_DOCUMENTS, chunk
-from live_server import body_of, encode, host, live, noise_image, samples_of
-from pictures import encoded
+from live_server import body_of, encode, host, live, samples_of
+from pictures import encoded, picture
 from ray_server import ON_RAY, ray_server
 from retouch_serve.requests import Limits, SingleScore
 from retouch_serve.wire import ERRORS, encode_body
@@ -47,7 +47,7 @@ def bomb(side, *, depth=8, colour=2):
 
 
 def animated(format):
-    return encoded(noise_image(0), format, save_all=True, append_images=[noise_image(1), noise_image(2)])
+    return encoded(picture(0), format, save_all=True, append_images=[picture(1), picture(2)])
 
 
 def endless_body():
@@ -65,7 +65,7 @@ PICTURES: dict[str, bytes] = {
     + chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)),
     "PNG a little too large": encoded(Image.new("RGB", (1025, 1024))),
     "PNG with a text bomb": VALID_PNG[:33] + TEXT_BOMB + VALID_PNG[33:],
-    "PNG with a flipped byte": encoded(noise_image(0))[:60] + b"\xff" + encoded(noise_image(0))[61:],
+    "PNG with a flipped byte": encoded(picture(0))[:60] + b"\xff" + encoded(picture(0))[61:],
     "animated PNG": animated("PNG"),
     "animated WebP": animated("WEBP"),
     "WebP header alone": b"RIFF\x10\x00\x00\x00WEBPVP8L",

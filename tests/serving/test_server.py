@@ -15,8 +15,8 @@ from PIL import Image
 from starlette.routing import Route
 
 import retouch
-from live_server import LIMITS, body_of, host, live, noise_image, samples_of
-from pictures import encoded
+from live_server import LIMITS, body_of, host, live, samples_of
+from pictures import encoded, picture
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.judging import CalibratedScores
 from retouch.rewards.scoring import scores_of as scores_in_process
@@ -127,7 +127,7 @@ def test_several_rewards_score_under_their_names_and_one_can_be_selected():
 
 
 def test_single_score_page_returns_three_scores_or_an_error_code(digest):
-    image = base64.b64encode(encoded(noise_image(0))).decode()
+    image = base64.b64encode(encoded(picture(0))).decode()
     good = digest.client.post("/score", json={"image": image, "prompt": "make it red", "source_image": image})
     vlm = good.json()["vlm_score"]
     assert good.status_code == 200

@@ -36,26 +36,21 @@ class RedJudge:
         self.sample_counts.append(len(samples))
         judged = self.judge(samples)
         lost = torch.tensor([(batch.group_ids[g], slot) in self.missing for g, slot in zip(batch.group, batch.slot, strict=True)])
+        rewards = self.rewards(batch, judged).masked_fill(lost, torch.nan)
         future = Future()
-        scores = {"share": judged.scores["share"].masked_fill(lost, torch.nan)}
-        future.set_result(replace(judged, scores=scores, rewards=judged.rewards.masked_fill(lost, torch.nan)))
+        future.set_result(replace(judged, scores={"share": rewards}, rewards=rewards))
         return future
+
+    def rewards(self, batch, judged):
+        return judged.rewards
 
 
 class RandomJudge(RedJudge):
     """A random reward for each task and slot, independent of the image, so that rounding errors of pixels do not change it."""
 
-    def __call__(self, batch, samples):
-        drawn = [
-            torch.rand((), generator=generator("reward", batch.group_ids[g], slot))
-            for g, slot in zip(batch.group, batch.slot, strict=True)
-        ]
-        judged = super().__call__(batch, samples).result()
-        lost = judged.rewards.isnan()
-        rewards = torch.stack(drawn).to(judged.rewards).masked_fill(lost, torch.nan)
-        future = Future()
-        future.set_result(replace(judged, scores={"share": rewards}, rewards=rewards))
-        return future
+    def rewards(self, batch, judged):
+        rows = [(batch.group_ids[g], slot) for g, slot in zip(batch.group, batch.slot, strict=True)]
+        return torch.stack([torch.rand((), generator=generator("reward", *row)) for row in rows]).to(judged.rewards)
 
 
 def run(policy, *, judge=None, ranks=ALONE, chunk=4, max_missing=0.5, average=lambda taken: None):
