@@ -81,9 +81,10 @@ def host(reward: object, name: str = "digest") -> HostedReward:
 
 
 def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
-    """Make samples in groups; the samples of a group share a task with a source image."""
-    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(picture(1000 + k),)) for k in range(count)]
-    return [Sample(replace(tasks[row // group], **task), picture(row)) for row in range(count)]
+    """Make samples in groups; the samples of a group share a task with a source image. Some tests need their number of bytes."""
+    images = [picture(1000 + k, (24, 24)) for k in range(count)]
+    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(images[k],)) for k in range(count)]
+    return [Sample(replace(tasks[row // group], **task), picture(row, (24, 24))) for row in range(count)]
 
 
 def encode(document: bytes, images: Sequence[bytes], form: BodyForm) -> tuple[bytes, str]:
