@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from judge_double import FAULTS, KEY, Double
-from rank_commands import on_two_ranks
+from rank_commands import on_ranks
 from retouch import cli
 from retouch.inference.exporting import export_target
 from retouch.recipe.recipe import parse
@@ -181,7 +181,7 @@ def test_a_killed_benchmark_resumes_with_its_images_and_gives_the_same_scores(tm
 @pytest.mark.slow
 def test_two_ranks_give_the_same_table_as_one_rank(base, tmp_path):
     words = ["bench", "playground", "--images", str(images_of(base)), "--subset", "6", "--device", "cpu"]
-    on_two_ranks(["-m", "retouch", *words, "--out", str(tmp_path / "two")], tmp_path / "logs")
+    on_ranks(2, ["-m", "retouch", *words, "--out", str(tmp_path / "two")], tmp_path / "logs")
     two = BenchmarkResult.read(tmp_path / "two" / "scores" / "own")
     assert two.table == base.table
     assert scores(two) == scores(base)

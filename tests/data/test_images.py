@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
+from pictures import encoded
 from retouch.data.base import DataContext
 from retouch.data.images import EncodedImage, fit, fit_mask, load_image, load_mask, read_header
 from retouch.data.sources.folder import FolderData
@@ -23,12 +24,6 @@ from retouch_serve.requests import Limits, decode_images
 from retouch_serve.wire import PictureHead
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
-
-
-def encoded(image, format, **options):
-    out = io.BytesIO()
-    image.save(out, format, **options)
-    return out.getvalue()
 
 
 def chunk(kind, data):

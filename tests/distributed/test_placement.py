@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +36,7 @@ from retouch_models.emu3 import Emu3ImageTokenizer, without_tf32
 from retouch_worlds.playground import playground_weights
 from tiny_models import image
 from tiny_recipes import SMALL
-from warm_python import python
+from warm_python import run_python
 
 # Placement of a run's parts
 
@@ -51,11 +49,7 @@ def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) ->
     """Make a step with its parts on these devices, in a separate process."""
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(tiny_writer_runs.recipe(tmp_path, writer, reward=REWARD, **changes)))
-    command = [python(), str(SUPPORT / "placed_run.py"), str(file), json.dumps(where)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr[-3000:]
-    found: dict[str, Any] = json.loads(made.stdout)
+    found: dict[str, Any] = json.loads(run_python(SUPPORT / "placed_run.py", file, json.dumps(where), search=[SUPPORT]))
     return found
 
 
@@ -266,14 +260,11 @@ def record_settings(forward: Callable[..., Any], seen: list[list[bool]]) -> Call
 
 
 @pytest.mark.slow
-def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
-        environment.pop(name, None)
-    command = [python(), str(SUPPORT / "numerics_run.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        monkeypatch.delenv(name, raising=False)
+    printed = run_python(SUPPORT / "numerics_run.py", tmp_path, search=[SUPPORT])
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     off = {
         **{"deterministic": False, "warns": False, "workspace": None, "flash_attention": None},
         **{"cudnn_attention": False, "tf32": [False, False]},

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import loopback
 import rank_faults
 from folder_faults import WEIGHTS, file_hashes, six_step_recipe
 from retouch.distributed.ranks import lost_contact
@@ -33,10 +33,7 @@ def start_process(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
 
 def agents(made: Recipe, out: Path) -> "list[subprocess.Popen[bytes]]":
     """The agents of both nodes, each of which starts two ranks."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    where = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(loopback.free_port())]
     return [
         start_process(
             ["-m", "torch.distributed.run", *where, "--node-rank", str(node), "-m", "retouch.cli", "train", write_recipe(made)],

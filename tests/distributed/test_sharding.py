@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 import tiny_writer_runs
-from rank_commands import SUPPORT, on_ranks, on_two_ranks
+from rank_commands import SUPPORT, on_ranks
 from retouch.config.packaged import packaged_recipes
 from retouch.distributed import fsdp
 from retouch.distributed.launching import rank_environments
@@ -50,7 +50,7 @@ STEPPED = [
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What ``sharded_ranks`` found on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    on_two_ranks([str(SUPPORT / "sharded_ranks.py"), *request.param, str(folder)], folder / "logs")
+    on_ranks(2, [str(SUPPORT / "sharded_ranks.py"), *request.param, str(folder)], folder / "logs")
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -127,7 +127,7 @@ def train(out: Path, writer: Path, name: str, **changes: Any) -> RunFolder:
     }
     file = out / f"{name}.json"
     file.write_text(json.dumps({**tiny_writer_runs.recipe(out, writer, **(settings | changes)), "name": name}))
-    on_two_ranks(["-m", "retouch.cli", "train", str(file)], out / "logs" / name)
+    on_ranks(2, ["-m", "retouch.cli", "train", str(file)], out / "logs" / name)
     return RunFolder(out / name)
 
 

@@ -1,8 +1,6 @@
 """The steppers: accumulation, master weights, fused AdamW, moments in 8 bits or CPU memory, and ZeRO-2's shards."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +22,7 @@ from retouch.distributed.optimizer import (
 )
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.zero import ZeroStepper
-from warm_python import python
+from warm_python import run_python
 
 # The stepper
 
@@ -265,11 +263,8 @@ with several_devices.SimulatedDevices():
 
 
 def test_moments_of_weights_on_a_device_are_in_cpu_memory() -> None:
-    support = Path(__file__).parents[1] / "support"
-    environment = {**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([python(), "-c", ON_A_DEVICE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [["cpu"], ["cpu"]]
+    printed = run_python("-c", ON_A_DEVICE, search=[Path(__file__).parents[1] / "support"])
+    assert json.loads(printed) == [["cpu"], ["cpu"]]
 
 
 def stepper_of_moments(seed: int, moments: str = "8bit") -> ReplicatedStepper:

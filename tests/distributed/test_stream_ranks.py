@@ -1,7 +1,5 @@
 """Two real ranks read a stream: together they read every row once per pass, and the same rows after resuming."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,24 +9,15 @@ from safetensors.torch import load_file
 import stream_ranks
 from retouch.data.base import DataContext
 from retouch.data.tasks import UnindexedTasks
-from warm_python import python
+from warm_python import run_python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def launch(out: Path, *, stop: int = 0) -> None:
     out.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    command = [python(), "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(SUPPORT / "stream_ranks.py"), str(out), str(stop)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_python(*launcher, SUPPORT / "stream_ranks.py", out, stop, search=[SUPPORT], timeout=600, OMP_NUM_THREADS="1")
 
 
 def steps_of(out: Path, rank: int) -> list[list[str]]:

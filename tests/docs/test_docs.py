@@ -23,6 +23,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pictures import encoded
 from retouch import cli
 from retouch.config.consent import GROUP
 from retouch.config.errors import places
@@ -76,9 +77,7 @@ def picture(number, *, mask=False):
 
 
 def png(number):
-    buffer = io.BytesIO()
-    picture(number).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(picture(number))
 
 
 def make_pictures(folder):

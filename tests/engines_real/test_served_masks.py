@@ -6,6 +6,7 @@ from transformers import Qwen2ForCausalLM
 
 import like_vllm
 import served_models
+import tiny_writer_runs
 import tiny_writers
 import tiny_writing
 import vllm_server
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    served_models.save_language_model(found)
+    tiny_writer_runs.save_language_model(found, hidden_size=64)
     return found
 
 

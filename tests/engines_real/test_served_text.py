@@ -31,7 +31,7 @@ GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    served_models.save_language_model(found)
+    tiny_writer_runs.save_language_model(found, hidden_size=64)
     return found
 
 

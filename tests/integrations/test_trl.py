@@ -8,6 +8,7 @@ import torch
 
 import tiny_editing
 import tiny_writers
+import tiny_writing
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward, dataset_of, processor_for
 from retouch.models.base import TURNS
@@ -173,7 +174,7 @@ def test_grpo_trainer_trains_only_the_adapter_with_rewards_of_images(tmp_path, m
     editor = tiny_editing.editor(tiny_editing.parts())
     module = tiny_writers.module()
     module.requires_grad_(False)
-    writer = writer_for(editor, module, stop=tiny_editing.LETTERS)
+    writer = writer_for(editor, module, stop=tiny_writing.STOPS)
     policy = get_peft_model(module, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
     tasks = tiny_editing.tasks()[:2]

@@ -39,7 +39,7 @@ def complex_edit(tmp_path, monkeypatch):
         compound = [{"reasoning": "", "compound_instruction": f"{number}, {level}: make the circle red"} for level in range(1, 9)]
         sequence = [{"name": "ADD", "instruction": f"step {level}"} for level in range(1, 9)]
         return {
-            "image": suite_rows.encoded(number),
+            "image": suite_rows.stored(number),
             "edit": {"sequence": sequence, "original_sequence": sequence, "reasoning": "", "compound": compound},
         }
 

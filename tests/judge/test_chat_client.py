@@ -20,6 +20,7 @@ from PIL import Image
 import loopback
 from faulty_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, faulty_judge
 from judge_double import FAULTS, KEY, Double, expected_score, on_panel
+from pictures import picture
 from retouch.core.random import backoff_pause
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.base import BudgetSpent
@@ -40,10 +41,6 @@ SCORE = ScoresForm({"score": Scale(0, 10)})
 WORD = WordForm("yes", {"yes": 1.0, "no": 0.0})
 ROUND_TRIP = 20.0  # seconds: far less than the 15 s of one regular expression times the attempts, and enough for a busy machine
 ASPECTS = ("alignment", "quality", "identity")
-
-
-def picture(seed, size=8):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
 def samples(count):

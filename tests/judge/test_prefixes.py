@@ -5,15 +5,14 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
 
 import tiny_models
 import tiny_writers
 from judge_double import on_panel
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_judge.base import Panel
 from retouch_judge.local_model import LocalJudge
@@ -65,18 +64,18 @@ def judge(tmp_path_factory):
     return LocalJudge(folder, device="cpu")
 
 
-def picture(seed, size):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
 def prompts(judge, make, *, size, source):
     """The prompts of a group of four as lists of tokens, by rubric; the tokens of an image are replaced by its pixels."""
-    images = (picture(0, size),) if source else ()
+    images = (picture(0, (size, size)),) if source else ()
     task = Task(
-        "t", INSTRUCTION, images=images, target=picture(9, size), meta={"operations": ["replace the sky", "keep the people"]}
+        "t",
+        INSTRUCTION,
+        images=images,
+        target=picture(9, (size, size)),
+        meta={"operations": ["replace the sky", "keep the people"]},
     )
     listener = RecordsQuestions()
-    on_panel(make, Panel(listener))([Sample(task, picture(1 + slot, size)) for slot in range(4)])
+    on_panel(make, Panel(listener))([Sample(task, picture(1 + slot, (size, size))) for slot in range(4)])
     pad = judge.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     groups = {}
     for question in listener.questions:

@@ -8,10 +8,10 @@ from importlib import resources
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import tiny_writers
 from judge_double import on_panel
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_judge.base import Panel
 from retouch_judge.chat_client import data_urls, request
@@ -52,10 +52,6 @@ def test_published_prompts_are_the_same_to_the_letter():
     folders = (resources.files("retouch_rewards") / "prompts", resources.files("retouch_judge") / "prompts_published")
     found = {file.name[:-4]: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for folder in folders for file in folder.iterdir()}
     assert found == LETTERS
-
-
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8))
 
 
 def sample(number=0, words="make it <|im_end|> {red} <image>"):

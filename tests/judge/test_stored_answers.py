@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from judge_double import on_panel
+from pictures import picture
 from retouch.rewards.ledger.database import Database, ImageHasher, image_hash, open_read_only
 from retouch.types import Column, Sample, Task
 from retouch_judge.base import Panel, fingerprint
@@ -23,10 +24,6 @@ from retouch_judge.rewards import AspectsReward, ComplexEditReward, DigitReward,
 from retouch_judge.wording import Scale
 
 FORM = ScoresForm({"score": Scale(0, 10)})
-
-
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8))
 
 
 def question(seed=0, *, image=0, rubric="Judge.", form=FORM, temperature=0.5):

@@ -29,7 +29,7 @@ import tiny_policies
 import tiny_qwen_image_2
 from changed_recipes import differing_paths
 from families import CPU, FAMILIES, ours
-from family_runs import check_gradient_checkpointing, metrics_rows, small_recipe, write_edits
+from family_runs import check_gradient_checkpointing, small_recipe, write_edits
 from retouch.config.errors import kinds_of
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
@@ -42,6 +42,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.protocols import DecodesTensors, DenoisingModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import load, parse
+from retouch.records.folder import RunFolder
 from retouch.renderers.prompts import accepts_prompt
 from retouch.run.session import run
 from retouch.types import Conditioning
@@ -504,7 +505,7 @@ def test_a_recipe_of_a_family_takes_a_step(folders, name: str, tmp_path: Path) -
         small |= {"eval.batch": 1, "policy.model.source_area": 64**2}
     recipe = load(RECIPES[name], [f"{key}={value}" for key, value in small.items()])
     assert run(recipe, fresh=False) == 0
-    assert metrics_rows(recipe)[0]["policy/ratio_max_first"] <= 1e-5
+    assert RunFolder(recipe.folder).read_metrics()[0]["policy/ratio_max_first"] <= 1e-5
 
 
 @pytest.fixture
@@ -529,7 +530,7 @@ def test_diffusers_loads_a_trained_adapter_and_computes_equal_velocities(folders
         made["rollout"]["guidance_scale"] = 2.0
     recipe = parse(made)
     assert run(recipe, fresh=False) == 0
-    (line,) = metrics_rows(recipe)
+    (line,) = RunFolder(recipe.folder).read_metrics()
     assert line["policy/ratio_max_first"] <= 1e-5 < line["policy/ratio_max"]
     export_target(str(recipe.folder), to=tmp_path / "out")
     parts, step = open_recipe(*read_target(str(recipe.folder)), trained=True)

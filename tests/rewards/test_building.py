@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,6 +10,7 @@ import tiny_models
 import tiny_towers
 from judge_double import KEY, Double
 from live_server import live
+from pictures import picture
 from retouch.protocols import Reward
 from retouch.recipe.document import evaluate
 from retouch.recipe.reward_arguments import parse_reward
@@ -21,10 +21,6 @@ from retouch_judge.local_model import LocalJudge
 
 ROOT = Path(__file__).parents[2]
 WORDS = {"yes": 0.4, "no": 0.3, "second": 0.2, "first": 0.05, "5": 0.02, "0": 0.02}
-
-
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (12, 12, 3), dtype=np.uint8))
 
 
 def samples(count):

@@ -165,15 +165,14 @@ def test_fault_10_an_error_inside_several_reports_reward_file_line_and_sample(rw
             scored(inside_several(function), {"size/compressibility": 1.0})
 
 
+UNKNOWN = "unknown argument; the constructor takes strength, device, scale"
+
+
 @pytest.mark.parametrize(
     ("args", "key", "says"),
     [
-        (
-            {"strenght": 1, "strength": 1},
-            "strenght",
-            "unknown argument; the constructor takes strength, device, scale; did you mean '",
-        ),
-        ({"other": 0.5, "strength": 1}, "other", "unknown argument; the constructor takes strength, device, scale"),
+        ({"strenght": 1, "strength": 1}, "strenght", f"{UNKNOWN}; did you mean '"),
+        ({"other": 0.5, "strength": 1}, "other", UNKNOWN),
         ({"scale": 2.0}, "strength", "missing; the constructor needs this argument"),
     ],
 )
@@ -225,25 +224,16 @@ def test_fault_10_a_list_is_the_scores_of_a_column_or_an_error_with_class_file_a
         found = scored(section(name).build(), {"listed": 1.0}).rewards
         assert found[[0, 2]].tolist() == [0.25, 0.25]
         assert torch.isnan(found[1])
-    for name, column, line, says in (
-        ("Text", "listed", "class Text", "returned str; return a dictionary with a tensor for each column: 'listed', or a list of"),
-        ("Words", "listed", "class Words", "column 'listed': too many dimensions 'str'; return a number for each sample, NaN if"),
-        (
-            "Wordy",
-            "listed",
-            "class Wordy",
-            "column 'listed': must be real number, not str; return a number for each sample, NaN if",
-        ),
-        (
-            "Wild",
-            "listed",
-            "class Wild",
-            "column 'listed' is 7.0, outside its declared range 0.0 to 1.0; declare the true range (task ",
-        ),
-        ("broken", "broken", "image.brightness", "reward function broken raised AttributeError"),
-        ("OnlyBatches", "listed", "the real error", "raised ZeroDivisionError: the real error"),
-        ("OnlyBatches", "listed", "the real error", "occurs with 3 samples at once, but with none of the first 64 samples alone"),
+    for name, line, says in (
+        ("Text", "class Text", "returned str; return a dictionary with a tensor for each column: 'listed', or a list of"),
+        ("Words", "class Words", "column 'listed': too many dimensions 'str'; return a number for each sample, NaN if"),
+        ("Wordy", "class Wordy", "column 'listed': must be real number, not str; return a number for each sample, NaN if"),
+        ("Wild", "class Wild", "column 'listed' is 7.0, outside its declared range 0.0 to 1.0; declare the true range (task "),
+        ("broken", "image.brightness", "reward function broken raised AttributeError"),
+        ("OnlyBatches", "the real error", "raised ZeroDivisionError: the real error"),
+        ("OnlyBatches", "the real error", "occurs with 3 samples at once, but with none of the first 64 samples alone"),
     ):
+        column = "broken" if name == "broken" else "listed"
         with pytest.raises(ValueError, match="reward") as caught:
             scored(section(name).build(), {column: 1.0})
         assert says in str(caught.value)

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import io
 import json
 import re
 import resource
@@ -17,7 +16,8 @@ import pytest
 from PIL import Image
 
 from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, SIGNATURE, VALID_PNG, WRONG_DOCUMENTS, chunk
-from live_server import body_of, encode, host, live, noise_image, png, samples_of
+from live_server import body_of, encode, host, live, samples_of
+from pictures import encoded, picture
 from ray_server import ON_RAY, ray_server
 from retouch_serve.requests import Limits, SingleScore
 from retouch_serve.wire import ERRORS, encode_body
@@ -47,9 +47,7 @@ def bomb(side, *, depth=8, colour=2):
 
 
 def animated(format):
-    buffer = io.BytesIO()
-    noise_image(0).save(buffer, format, save_all=True, append_images=[noise_image(1), noise_image(2)])
-    return buffer.getvalue()
+    return encoded(picture(0), format, save_all=True, append_images=[picture(1), picture(2)])
 
 
 def endless_body():
@@ -65,9 +63,9 @@ PICTURES: dict[str, bytes] = {
     "PNG bomb of 65535 x 65535": bomb(65535),
     "PNG that states 2^31 - 1 pixels a side": b"\x89PNG\r\n\x1a\n"
     + chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)),
-    "PNG a little too large": png(Image.new("RGB", (1025, 1024))),
+    "PNG a little too large": encoded(Image.new("RGB", (1025, 1024))),
     "PNG with a text bomb": VALID_PNG[:33] + TEXT_BOMB + VALID_PNG[33:],
-    "PNG with a flipped byte": png(noise_image(0))[:60] + b"\xff" + png(noise_image(0))[61:],
+    "PNG with a flipped byte": encoded(picture(0))[:60] + b"\xff" + encoded(picture(0))[61:],
     "animated PNG": animated("PNG"),
     "animated WebP": animated("WEBP"),
     "WebP header alone": b"RIFF\x10\x00\x00\x00WEBPVP8L",

@@ -15,7 +15,8 @@ from PIL import Image
 from starlette.routing import Route
 
 import retouch
-from live_server import LIMITS, body_of, host, live, noise_image, png, samples_of
+from live_server import LIMITS, body_of, host, live, samples_of
+from pictures import encoded, picture
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.judging import CalibratedScores
 from retouch.rewards.scoring import scores_of as scores_in_process
@@ -126,7 +127,7 @@ def test_several_rewards_score_under_their_names_and_one_can_be_selected():
 
 
 def test_single_score_page_returns_three_scores_or_an_error_code(digest):
-    image = base64.b64encode(png(noise_image(0))).decode()
+    image = base64.b64encode(encoded(picture(0))).decode()
     good = digest.client.post("/score", json={"image": image, "prompt": "make it red", "source_image": image})
     vlm = good.json()["vlm_score"]
     assert good.status_code == 200
@@ -154,7 +155,7 @@ def test_info_reports_columns_and_limits_and_openapi_the_paths_and_body_forms(di
 def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt(monkeypatch):
     """Clients of the single-score page send a prompt without the text, and newer ones also a mask and a time step."""
     monkeypatch.setattr("retouch_rewards.ocr.RapidReader", lambda *given, **options: lambda image: [TextLine("AZIR", 1.0)])
-    image, mask = (base64.b64encode(png(Image.new(mode, (32, 16), 255))).decode() for mode in ("RGB", "L"))
+    image, mask = (base64.b64encode(encoded(Image.new(mode, (32, 16), 255))).decode() for mode in ("RGB", "L"))
     columns = SingleScore(vlm="red/share", ocr="ocr/correctness", ocr_weight=1.0)
     with live("ocr", "red=share:red", single_score=columns) as server:
 

@@ -2,11 +2,10 @@
 
 import copy
 import json
-import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import loopback
@@ -17,6 +16,7 @@ from retouch_serve.wire import ServerInfo
 from served_rewards import Digest, digest_score
 
 Reply = dict[str, Any]
+Info = dict[str, Any]
 FaultKind = str | Callable[[Reply], bytes]
 INFO = ServerInfo(service="retouch", version="0", rewards=[host(Digest()).info()], limits=Limits().info())
 
@@ -82,10 +82,9 @@ CHANGES: dict[str, Callable[[Reply], object]] = {
 # Faults of the HTTP response: a status instead of the reply, or a change of its bytes or of the connection.
 STATUSES = {"500": 500, "502": 502, "503": 503, "429": 429, "204": 204, "302": 302, "404": 404, "400": 400, "401": 401}
 TRANSPORT_FAULTS = (
-    *("hang", "slow drip", "reset", "close at once", "close mid-body", "truncated JSON", "HTML"),
-    *("JSON with the content type text/plain", "gzip", "huge body", "no UTF-8", "deep JSON", "not HTTP", "empty body"),
-    *("pickle",),
-)
+    "hang", "slow drip", "reset", "close at once", "close mid-body", "truncated JSON", "HTML",
+    "JSON with the content type text/plain", "gzip", "huge body", "no UTF-8", "deep JSON", "not HTTP", "empty body", "pickle",
+)  # fmt: skip
 ALL_FAULTS = (*CHANGES, *STATUSES, *TRANSPORT_FAULTS)
 HARMLESS = ("another order",)
 
@@ -130,13 +129,11 @@ class _Handler(loopback.Handler):
                     self.wfile.write(text[place : place + 1])
                     self.wfile.flush()
             case "reset":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.connection.close()
+                self.reset()
             case "close at once":
                 pass
             case "close mid-body":
-                self._head(len(text))
-                self.wfile.write(text[: len(text) // 2])
+                self.reply(200, text, cut=True)
             case "truncated JSON":
                 self._answer(200, text[: len(text) // 2])
             case "HTML":
@@ -190,9 +187,6 @@ def bad_server(
             yield server
         finally:
             server.ended.set()
-
-
-Info = dict[str, Any]
 
 
 def _info(change: Callable[[Info, Info], object]) -> Callable[[], bytes]:
@@ -295,14 +289,13 @@ def _reply(change: Callable[[Reply], object]) -> Callable[[Reply], bytes]:
     return make_bytes
 
 
-def _score(text: str) -> Callable[[Reply], bytes]:
-    """Return a function that replaces the first score by this text in the JSON."""
+def _scores(*texts: str) -> dict[str, Callable[[Reply], bytes]]:
+    """Return functions that replace the first score by one of these texts in the JSON."""
 
-    def make_bytes(reply: Reply) -> bytes:
-        reply["items"][0]["scores"]["digest"] = "HERE"
-        return json.dumps(reply).replace('"HERE"', text).encode()
+    def with_text(text: str, reply: Reply) -> bytes:
+        return json.dumps(with_first_score(reply, "HERE")).replace('"HERE"', text).encode()
 
-    return make_bytes
+    return {f"a score of {text}": partial(with_text, text) for text in texts}
 
 
 def _twice(key: str, again: str) -> Callable[[Reply], bytes]:
@@ -311,22 +304,10 @@ def _twice(key: str, again: str) -> Callable[[Reply], bytes]:
 
 
 WRONG_REPLIES: dict[str, Callable[[Reply], bytes]] = {
-    **{
-        f"a score of {text}": _score(text)
-        for text in ("1e300", "-1e300", "1e999", "-1e999", "1e39", "1.0000001", "-0.0000001", "2")
-    },
-    **{
-        f"a score of {text}": _score(text)
-        for text in ("Infinity", "-Infinity", "NaN", "nan", "1" + "0" * 400, "9" * 5000, "0x1", "01")
-    },
-    **{
-        f"a score of {text}": _score(text)
-        for text in (".5", "5.", "+0.5", "1e", "0,5", "½", "'0.5'", "undefined", "True", "[]", "{}")
-    },
-    **{
-        f"a score of {text}": _score(text)
-        for text in ("false", "true", '""', '"NaN"', '"0.5"', "[0.5]", '{"value": 0.5}', "1e-400e1")
-    },
+    **_scores("1e300", "-1e300", "1e999", "-1e999", "1e39", "1.0000001", "-0.0000001", "2"),
+    **_scores("Infinity", "-Infinity", "NaN", "nan", "1" + "0" * 400, "9" * 5000, "0x1", "01"),
+    **_scores(".5", "5.", "+0.5", "1e", "0,5", "½", "'0.5'", "undefined", "True", "[]", "{}"),
+    **_scores("false", "true", '""', '"NaN"', '"0.5"', "[0.5]", '{"value": 0.5}', "1e-400e1"),
     "the scores twice": _twice("scores", '{"digest": 0.9, "odd": null}'),
     "the items twice": _twice("items", "[]"),
     "the judges twice": _twice("judges", '{"digest": ["other"]}'),

@@ -72,10 +72,6 @@ def _append(name: str, line: str | bytes, root: Path) -> None:
         file.write((line if isinstance(line, bytes) else line.encode()) + b"\n")
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     here = os.getcwd()  # the address of a socket has at most 108 bytes
     os.chdir(path.parent)
@@ -133,7 +129,7 @@ def _nested_folders(root: Path) -> None:
 
 
 def _forms() -> Iterator[tuple[str, Callable[[Path], object]]]:
-    objects = {"fifo": _fifo, "socket": _socket, "folder": _folder, "endless device": _endless, "link to itself": _loop}
+    objects = {"fifo": os.mkfifo, "socket": _socket, "folder": _folder, "endless device": _endless, "link to itself": _loop}
     for name in ("recipe.json", "metrics.jsonl", "alarm.json", "owner.json", "ledger.sqlite", "train.log", IMAGE):
         for kind, make in objects.items():
             yield f"{kind}: {name}", partial(_instead, name, make)
@@ -151,17 +147,11 @@ def _forms() -> Iterator[tuple[str, Callable[[Path], object]]]:
             )
             yield f"{kind} in a line: {name}", partial(_append, name, f"{line[:-1]}, {inside}}}")
     steps = {
-        "negative": "-1",
-        "fraction": "4.5",
-        "text": '"4"',
-        "10**18": "1" + "0" * 18,
-        "10**400": "1" + "0" * 400,
-        "list": "[4]",
-    }
+        "negative": "-1", "fraction": "4.5", "text": '"4"', "10**18": "1" + "0" * 18, "10**400": "1" + "0" * 400, "list": "[4]",
+    }  # fmt: skip
     for kind, step in steps.items():
         yield f"a step that is {kind}", partial(_append, "metrics.jsonl", f'{{"step": {step}, "reward/mean": 1e999}}')
-    for kind, change in _others():
-        yield kind, change
+    yield from _others()
 
 
 def _next_to(name: str, root: Path) -> None:
@@ -183,10 +173,8 @@ def _others() -> Iterator[tuple[str, Callable[[Path], object]]]:
     yield "an owner whose process is a path", partial(_replace, "owner.json", json.dumps({**_OWNER, "pid": "../../etc"}))
     yield "an evaluation without a table", partial(_append, "evals.jsonl", '{"step": 5, "split": "heldout"}')
     yield "an evaluation whose rows are texts", partial(_append, "evals.jsonl", '{"step": 5, "split": "x", "table": {"all": "n"}}')
-    yield (
-        "a benchmark whose cells are texts",
-        partial(_append, "suites.jsonl", '{"step": 5, "suite": "s", "table": {"all": {"a": "n"}}}'),
-    )
+    texts = '{"step": 5, "suite": "s", "table": {"all": {"a": "n"}}}'
+    yield "a benchmark whose cells are texts", partial(_append, "suites.jsonl", texts)
     yield "a benchmark with a repeated key", partial(_append, "suites.jsonl", '{"step": 5, "suite": "s", "table": 1, "table": {}}')
     yield "scores that are texts", partial(_edit, LINES[-1], '"share": 1.0', '"share": "a"')
     yield "tags that are numbers", partial(_edit, LINES[-1], '"tags": {}', '"tags": 5')
@@ -194,10 +182,8 @@ def _others() -> Iterator[tuple[str, Callable[[Path], object]]]:
     yield "a line in latin-1", partial(_append, "metrics.jsonl", b'{"step": 5, "phase": "\xe9"}')
     yield "half of a surrogate pair", partial(_append, LINES[-1], json.dumps({**_SAMPLE, "instruction": "\ud800"}))
     yield "a byte order mark", partial(_replace, "recipe.json", '\ufeff{"recipe": {}}')
-    yield (
-        "a name of control characters and HTML",
-        partial(_edit, "recipe.json", '"group_size": 3', '"name": "<img onerror=x>\\u202e\\u0000"'),
-    )
+    name = '"name": "<img onerror=x>\\u202e\\u0000"'
+    yield "a name of control characters and HTML", partial(_edit, "recipe.json", '"group_size": 3', name)
     yield "a terabyte of zeros as metrics", partial(_instead, "metrics.jsonl", _sparse)
     yield "a terabyte of zeros as recipe", partial(_instead, "recipe.json", _sparse)
     yield "a terabyte of zeros as ledger", partial(_instead, "ledger.sqlite", _sparse)
@@ -212,19 +198,13 @@ def _others() -> Iterator[tuple[str, Callable[[Path], object]]]:
     for table in ("answers", "samples"):
         endless = f"CREATE VIEW {table} AS {CYCLE} SELECT i AS number, '' AS rubric, 1 AS attempts, 1 AS step FROM n"
         yield f"a ledger whose {table} are an endless view", partial(_sql, f"DROP TABLE {table}", endless)
-    yield (
-        "a ledger whose answers are a search index",
-        partial(_sql, "DROP TABLE answers", "CREATE VIRTUAL TABLE answers USING fts5(number, rubric)"),
-    )
+    index = "CREATE VIRTUAL TABLE answers USING fts5(number, rubric)"
+    yield "a ledger whose answers are a search index", partial(_sql, "DROP TABLE answers", index)
     yield "a ledger without tables", partial(_sql, "DROP TABLE answers", "DROP TABLE samples", "DROP TABLE judges")
-    yield (
-        "a ledger with texts for numbers",
-        partial(_sql, "UPDATE answers SET attempts = 'many', cost = x'00ff', number = 9223372036854775807"),
-    )
-    yield (
-        "a ledger with impossible numbers",
-        partial(_sql, "UPDATE answers SET attempts = 9e999, cost = -9e999, input_tokens = 9e300"),
-    )
+    words = "UPDATE answers SET attempts = 'many', cost = x'00ff', number = 9223372036854775807"
+    yield "a ledger with texts for numbers", partial(_sql, words)
+    impossible = "UPDATE answers SET attempts = 9e999, cost = -9e999, input_tokens = 9e300"
+    yield "a ledger with impossible numbers", partial(_sql, impossible)
     row = "INSERT INTO samples VALUES ('train', {}, 0, 0, 't', 'p', NULL, 'j', {}, 1, 1)"
     for kind, scores in {"a list": "'[]'", "400 digits": f"'{{\"a\": {HUGE}}}'", "bytes": "x'ff00'", "deep": f"'{DEEP}'"}.items():
         yield f"a ledger whose scores are {kind}", partial(_sql, row.format(3, scores))

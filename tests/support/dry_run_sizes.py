@@ -10,16 +10,14 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 from unittest.mock import patch
 
 import retouch_plan.dry_run as step
+from dry_run_depths import ROOT, VARIABLES
 from retouch.recipe.recipe import load
 from retouch_plan.dry_run import ERRORS, error_line
 from retouch_plan.machines import MACHINES
 
-ROOT = Path(__file__).resolve().parents[2]
-VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__RUN_NAME", "APP__REWARD_FUNCTION_API_BASE")
 SIDES, LARGE = (512, 768, 1024), 128
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from dry_run_depths import SHALLOW, shallow
 from retouch.models.parts import repeated_blocks
 from retouch.recipe.recipe import load
 from retouch_plan.dry_run import dry_run, quiet
@@ -25,14 +26,8 @@ def main(folder: Path) -> None:
     quiet()
     described = load("recipes/sd3/ocr-grpo.jsonnet").policy.model.published()
     transformer = {**described["transformer"], "config": with_blocks(described["transformer"]["config"], BLOCKS)}
-    text = dict(described)
-    for name, key in (
-        ("text_encoder", "num_hidden_layers"),
-        ("text_encoder_2", "num_hidden_layers"),
-        ("text_encoder_3", "num_layers"),
-    ):
-        text[name] = {**described[name], "config": {**described[name]["config"], key: 2}}
-    write_folder(folder, {**text, "transformer": transformer})
+    parts = {name: {**part, "config": shallow(part["config"], SHALLOW.get(name, {}))} for name, part in described.items()}
+    write_folder(folder, {**parts, "transformer": transformer})
     shared = [f"policy.model.path={folder}", "policy.model.size=[256,256]", "policy.prompt_embeddings=cached", "devices={}"]
     shared += ["policy.gradient_checkpointing=true", "microbatch=1", "rollout.chunk=2", "rollout.num_steps=3", "tasks_per_step=1"]
     shared += ["group_size=2", "eval.tasks=2", "eval.batch=2", "eval.num_steps=2", "steps=1", "ranks=1"]

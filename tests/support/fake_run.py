@@ -136,33 +136,14 @@ def write_new_run(root: Path, *, name: str = "quickstart", steps: int = 120) -> 
 def write_run(root: Path, *, steps: int = 120, tasks: int = 80, every: int = 30) -> RunFolder:
     """Write a whole run: ``steps`` steps, an evaluation every ``every`` steps, and training images of the first and last step."""
     folder = write_new_run(root, steps=steps)
-    folder.write_preflight(
-        [
-            {
-                "name": "ratio before the first step",
-                "ok": True,
-                "value": 2.4e-7,
-                "limit": 1e-6,
-                "text": "largest |ratio - 1| on a trial step",
-            },
-            {"name": "ratio after it", "ok": True, "value": 3.1e-3, "limit": None, "text": "the weights changed"},
-            {"name": "gradients finite and not zero", "ok": True, "value": 0.41, "limit": None, "text": "312 of 312 tensors"},
-            {
-                "name": "frozen parts unchanged",
-                "ok": True,
-                "value": None,
-                "limit": None,
-                "text": "VAE and text encoder are bitwise equal",
-            },
-            {
-                "name": "KL has a gradient",
-                "ok": False,
-                "value": 0.0,
-                "limit": None,
-                "text": "no gradient: is the reference shared with the policy?",
-            },
-        ]
+    checks = (
+        ("ratio before the first step", True, 2.4e-7, 1e-6, "largest |ratio - 1| on a trial step"),
+        ("ratio after it", True, 3.1e-3, None, "the weights changed"),
+        ("gradients finite and not zero", True, 0.41, None, "312 of 312 tensors"),
+        ("frozen parts unchanged", True, None, None, "VAE and text encoder are bitwise equal"),
+        ("KL has a gradient", False, 0.0, None, "no gradient: is the reference shared with the policy?"),
     )
+    folder.write_preflight([dict(zip(("name", "ok", "value", "limit", "text"), check, strict=True)) for check in checks])
     heldout = PlaygroundData(seed=0, count=tasks, complexity=[1, 2, 3], split="test").tasks(in_turn=True)[:]
     before = evaluate(folder, 0, skill_at(0), heldout)
     train(folder, 1, skill_at(1))

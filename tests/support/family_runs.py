@@ -1,4 +1,4 @@
-"""Helpers for tests of a family of image models: recipes of a few small steps, the metrics of a run, and checks of an adapter."""
+"""Helpers for tests of a family of image models: recipes of a few small steps, and checks of an adapter."""
 
 import json
 from pathlib import Path
@@ -29,11 +29,6 @@ def write_edits(root: Path) -> Path:
     rows = [{"file_name": f"{number}.png", "instruction": "make it red"} for number in range(3)]
     (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
-
-
-def metrics_rows(recipe: Any) -> list[dict[str, Any]]:
-    """Return the rows of the run's metrics.jsonl."""
-    return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_gradient_checkpointing(model: DenoisingModel, conditioning: Conditioning, *, trained: str) -> None:

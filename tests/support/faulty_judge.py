@@ -45,12 +45,16 @@ def _content(content: object, **choice: object) -> ReplyMaker:
     return lambda true: _json(completion(content, **choice))
 
 
-def _score(text: str) -> ReplyMaker:
-    return _content(f'{{"reasoning": "", "score": {text}}}')
+def _scores(*texts: str) -> dict[str, ReplyMaker]:
+    return {f"a score of {text}": _content(f'{{"reasoning": "", "score": {text}}}') for text in texts}
 
 
 def _changed(**changes: object) -> ReplyMaker:
     return lambda true: _json({**true, **changes})
+
+
+def _message(finish_reason: str, **message: object) -> ReplyMaker:
+    return _changed(choices=[{"message": message, "finish_reason": finish_reason}])
 
 
 def _bytes(make: Callable[[bytes], bytes], **headers: str) -> ReplyMaker:
@@ -79,18 +83,9 @@ YES = math.log(0.7)
 BOMB = 100 * 2**20
 
 SCORES: dict[str, ReplyMaker] = {
-    **{
-        f"a score of {text}": _score(text)
-        for text in ("1e300", "-1e300", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "11", "-1")
-    },
-    **{
-        f"a score of {text}": _score(text)
-        for text in ("10.000001", "-0.000001", "1" + "0" * 400, "9" * 5000, "true", "null", "[]", "[7, 8]")
-    },
-    **{
-        f"a score of {text}": _score(text)
-        for text in ('"7 or 8"', '"7-8"', '"１０"', '"7e0"', '"0x7"', '"+7"', '"VII"', '{"value": 7}', "07", ".7")
-    },
+    **_scores("1e300", "-1e300", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "11", "-1"),
+    **_scores("10.000001", "-0.000001", "1" + "0" * 400, "9" * 5000, "true", "null", "[]", "[7, 8]"),
+    **_scores('"7 or 8"', '"7-8"', '"１０"', '"7e0"', '"0x7"', '"+7"', '"VII"', '{"value": 7}', "07", ".7"),
     "two scores": _content('{"score": 7, "score": 8}'),
     "a score and a revised score": _content('{"score": 7, "revised_score": 2}'),
     "a score on another scale": _content('{"score": 7, "max_score": 100}'),
@@ -118,17 +113,8 @@ SCORES: dict[str, ReplyMaker] = {
     "the finish reason content_filter": _content('{"score": 7}', finish_reason="content_filter"),
     "an unknown finish reason": _content('{"score": 7}', finish_reason="bored"),
     "no finish reason": _content('{"score": 7}', finish_reason=None),
-    "a refusal together with a score": lambda true: _json(
-        {**true, "choices": [{"message": {"content": '{"score": 7}', "refusal": "no"}, "finish_reason": "stop"}]}
-    ),
-    "a tool call": lambda true: _json(
-        {
-            **true,
-            "choices": [
-                {"message": {"content": None, "tool_calls": [{"function": {"name": "score"}}]}, "finish_reason": "tool_calls"}
-            ],
-        }
-    ),
+    "a refusal together with a score": _message("stop", content='{"score": 7}', refusal="no"),
+    "a tool call": _message("tool_calls", content=None, tool_calls=[{"function": {"name": "score"}}]),
     "no choices": _changed(choices=[]),
     "two choices": lambda true: _json({**true, "choices": true["choices"] * 2}),
     "ten thousand choices": lambda true: _json({**true, "choices": true["choices"] * 10_000}),
@@ -142,15 +128,14 @@ SCORES: dict[str, ReplyMaker] = {
 }
 """Replies to a question for a score from 0 to 10 that must not be read as a score."""
 
+_IMPOSSIBLE_DATES = ("Mon, 99 Foo 99999 99:99:99 GMT", "Fri, 31 Dec 9999 23:59:59 -2359")
 WIRE: dict[str, ReplyMaker] = {
     "a gzip bomb": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "gzip"}),
     "a gzip bomb as x-gzip": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "X-GZIP"}),
     "a deflate bomb": lambda true: Reply(zlib.compress(bytes(BOMB), 1), headers={"Content-Encoding": "deflate"}),
     "a gzip bomb of an error": lambda true: Reply(_gzipped_zeros(BOMB), 500, {"Content-Encoding": "gzip"}),
     "a gzip bomb of a refusal": lambda true: Reply(_gzipped_zeros(BOMB), 400, {"Content-Encoding": "gzip"}),
-    "gzip in gzip": lambda true: Reply(
-        gzip.compress(gzip.compress(json.dumps(true).encode())), headers={"Content-Encoding": "gzip, gzip"}
-    ),
+    "gzip in gzip": _bytes(lambda text: gzip.compress(gzip.compress(text)), Content_Encoding="gzip, gzip"),
     "uncompressed data declared as gzip": _bytes(lambda text: text, Content_Encoding="gzip"),
     "gzip that is cut off": _bytes(lambda text: gzip.compress(text)[:-20], Content_Encoding="gzip"),
     "brotli": _bytes(lambda text: text, Content_Encoding="br"),
@@ -175,16 +160,7 @@ WIRE: dict[str, ReplyMaker] = {
     "an event stream": _bytes(lambda text: b"data: " + text + b"\n\n", Content_Type="text/event-stream"),
     **{
         f"429 with Retry-After {value}": (lambda true, value=value: Reply(b"{}", 429, {"Retry-After": value}))
-        for value in (
-            "-1",
-            "1e309",
-            "nan",
-            "1e20",
-            "9" * 5000,
-            "soon",
-            "Mon, 99 Foo 99999 99:99:99 GMT",
-            "Fri, 31 Dec 9999 23:59:59 -2359",
-        )
+        for value in ("-1", "1e309", "nan", "1e20", "9" * 5000, "soon", *_IMPOSSIBLE_DATES)
     },
 }
 """Replies that must not take much memory or time, and must not be read as a score."""

@@ -25,14 +25,8 @@ OLDER, NEWEST = "checkpoints/step-000002", "checkpoints/step-000004"
 TENSORS = ("weights", "optimizer", "copies", "random")
 RECORDS = ("recipe.json", "metrics.jsonl", "timings.jsonl", "evals.jsonl", "evals/step-000000.json", "evals/baselines.json")
 OTHER_FILES = (
-    "preflight.json",
-    "report.html",
-    "ledger.sqlite",
-    "saved.json",
-    "owner.json",
-    "train.log",
-    "samples/step-000002/samples.jsonl",
-)
+    "preflight.json", "report.html", "ledger.sqlite", "saved.json", "owner.json", "train.log", "samples/step-000002/samples.jsonl",
+)  # fmt: skip
 CHECKPOINT_FILES = tuple(
     f"{step}/{name}"
     for step in (OLDER, NEWEST)
@@ -144,19 +138,13 @@ def _apply_to(name: str, change: Callable[[Path], None], folder: Path) -> None:
 def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for change in (delete, empty, cut, flip, fill, turn_into_a_folder):
         for name in (*RECORDS, *OTHER_FILES):
-            if not (change in (turn_into_a_folder,) and name == "train.log"):
+            if change is not turn_into_a_folder or name != "train.log":
                 yield f"{change.__name__.replace('_', ' ')}: {name}", partial(_apply_to, name, change)
     for change in (delete, empty, flip):
         for name in CHECKPOINT_FILES:
             yield f"{change.__name__}: {name}", partial(_apply_to, name, change)
-    for name in (
-        "recipe.json",
-        "evals/step-000000.json",
-        "saved.json",
-        "owner.json",
-        f"{NEWEST}/manifest.json",
-        f"{NEWEST}/state.json",
-    ):
+    in_checkpoint = (f"{NEWEST}/manifest.json", f"{NEWEST}/state.json")
+    for name in ("recipe.json", "evals/step-000000.json", "saved.json", "owner.json", *in_checkpoint):
         yield f"nested 100 000 deep: {name}", partial(_apply_to, name, write_nested_lists)
     for name in ("recipe.json", "saved.json", "owner.json", "evals/step-000000.json", f"{NEWEST}/manifest.json"):
         for text in ("{}", "[]", "null", '{"step": "x"}'):
@@ -189,10 +177,8 @@ def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "weights that are no safetensors", partial(replace_and_rehash, "weights.safetensors", b"not a tensor in sight")
     yield "a state that is a list", partial(replace_and_rehash, "state.json", b"[]")
     yield "a state of another step", partial(replace_and_rehash, "state.json", b'{"step": 3, "numbers": {}}')
-    yield (
-        "a manifest that names a file elsewhere",
-        partial(manifest_of, NEWEST, lambda manifest: manifest["files"].update({"../../recipe.json": {"bytes": 1, "sha256": "0"}})),
-    )
+    outside = {"../../recipe.json": {"bytes": 1, "sha256": "0"}}
+    yield "a manifest that names a file elsewhere", partial(manifest_of, NEWEST, lambda found: found["files"].update(outside))
     yield "a manifest of another format", partial(manifest_of, NEWEST, lambda manifest: manifest.update(format=99))
     yield "a ledger of another version", partial(_another_ledger)
 

@@ -1,6 +1,5 @@
 """Generates invalid requests to a reward server: damaged image files, wrong values of every field of a batch, and broken bodies."""
 
-import io
 import json
 import struct
 import zlib
@@ -8,7 +7,8 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from live_server import encode, noise_image, png
+from live_server import encode
+from pictures import encoded, picture
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BATCH = {
@@ -17,7 +17,7 @@ BATCH = {
     "items": [{"id": "x", "task": 0, "picture": 0}],
     "pictures": [{"form": "encoded"}],
 }
-VALID_PNG = png(noise_image(0))
+VALID_PNG = encoded(picture(0))
 VALUES: dict[str, object] = {
     **{"null": None, "true": True, "minus one": -1, "half": 0.5, "1e999": float("inf"), "2^70": 2**70},
     **{"a text": "~ü", "an empty text": "", "a list": [[]], "an empty list": [], "an object": {"a": {}}, "an empty object": {}},
@@ -63,9 +63,7 @@ def header(width: int = 4, height: int = 4, depth: int = 8, colour: int = 2, *re
 
 def saved(format: str) -> bytes:
     """Return the bytes of a valid image in this format."""
-    buffer = io.BytesIO()
-    noise_image(0).convert("1" if format in ("XBM", "MSP") else "RGB").save(buffer, format)
-    return buffer.getvalue()
+    return encoded(picture(0).convert("1" if format in ("XBM", "MSP") else "RGB"), format)
 
 
 def damaged_images() -> Iterator[tuple[str, bytes]]:

@@ -21,15 +21,10 @@ from retouch_judge.kinds import InProcess
 KEY = "sk-canary-5f1c0ffee9d34b7aa1"
 RETRIES = 1_000_003  # the client adds this number to the seed when it retries a request
 FAULTS = (
-    *(
-        *("429", "500", "503", "408", "time-out", "cut", "reset", "html", "no json", "empty choices", "two choices"),
-        *("refusal", "filtered"),
-    ),
-    *(
-        *("null", "empty", "prose", "cut json", "length", "wrong key", "off the scale", "negative", "nan", "text score"),
-        *("double key", "no message"),
-    ),
-)
+    "429", "500", "503", "408", "time-out", "cut", "reset", "html", "no json", "empty choices", "two choices", "refusal",
+    "filtered", "null", "empty", "prose", "cut json", "length", "wrong key", "off the scale", "negative", "nan", "text score",
+    "double key", "no message",
+)  # fmt: skip
 
 
 def fraction(pixels: bytes, name: str, seed: int) -> float:
@@ -44,32 +39,35 @@ def expected_score(image: Image.Image, name: str, seed: int, *, low: float, high
     return float(round(value)) if whole else round(value, 3)
 
 
-class Double:
+class _Handler(loopback.Handler):
+    server: "Double"
+
+    def do_POST(self):
+        self.server.answer(self)
+
+
+class Double(loopback.Server):
     """The server. ``fault``: maps (digest of a request, how often it was received before) to a kind of fault, or to None."""
 
     def __init__(self, fault=lambda digest, times: None, *, words=None, hang=1.0):
+        super().__init__(_Handler)
         self.fault, self.words, self.hang = fault, words or {"yes": 0.75, "no": 0.2}, hang
         self.requests: list[dict] = []
         self.refused: list[str] = []
         self.seen: Counter[str] = Counter()
         self.max_concurrent = self.now = 0
         self.lock = threading.Lock()
-        double = self
+        self._running = loopback.running(self)
 
-        class Handler(loopback.Handler):
-            def do_POST(self):
-                double.answer(self)
-
-        self.server = loopback.Server(Handler)
-        self.url = f"{self.server.url}/v1"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    @property
+    def url(self):
+        return f"{super().url}/v1"
 
     def __enter__(self):
-        return self
+        return self._running.__enter__()
 
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+    def __exit__(self, *raised):
+        self._running.__exit__(*raised)
 
     def answer(self, handler):
         with self.lock:
@@ -80,7 +78,7 @@ class Double:
             complaint = request_error(handler, body)
             if complaint:
                 self.refused.append(complaint)
-                return send(handler, 400, {"error": {"message": f"{complaint}; you sent {handler.headers['Authorization']}"}})
+                return handler.reply(400, {"error": {"message": f"{complaint}; you sent {handler.headers['Authorization']}"}})
             base = json.dumps({**body, "seed": body["seed"] % RETRIES}, sort_keys=True)
             digest = hashlib.sha256(base.encode()).hexdigest()
             with self.lock:
@@ -99,11 +97,11 @@ class Double:
         first = next(iter(numbers), "score")
         match fault:
             case "429":
-                return send(handler, 429, {"error": {"message": "slow down"}}, {"Retry-After": "0.02"})
+                return handler.reply(429, {"error": {"message": "slow down"}}, {"Retry-After": "0.02"})
             case "500" | "503" | "408":
-                return send(handler, int(fault), {"error": {"message": "oh no"}})
+                return handler.reply(int(fault), {"error": {"message": "oh no"}})
             case "400" | "401" | "403" | "404" | "422":
-                return send(handler, int(fault), {"error": {"message": f"bad key {handler.headers['Authorization']}"}})
+                return handler.reply(int(fault), {"error": {"message": f"bad key {handler.headers['Authorization']}"}})
             case "time-out":
                 time.sleep(self.hang)
                 return None
@@ -111,9 +109,9 @@ class Double:
                 handler.close_connection = True
                 return handler.connection.close()
             case "html":
-                return send(handler, 200, b"<html>502 Bad Gateway</html>", {"Content-Type": "text/html"})
+                return handler.reply(200, b"<html>502 Bad Gateway</html>", {"Content-Type": "text/html"})
             case "no json":
-                return send(handler, 200, b"{'choices': [")
+                return handler.reply(200, b"{'choices': [")
         message, finish = {"role": "assistant", "content": content}, "stop"
         replaced = {
             "null": None,
@@ -139,7 +137,7 @@ class Double:
         choices = {"empty choices": [], "two choices": [choice, choice], "no message": [{"index": 0}]}.get(fault, [choice])
         reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": choices}
         reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-        return send(handler, 200, reply, cut=fault == "cut")
+        return handler.reply(200, reply, cut=fault == "cut")
 
     def content(self, body):
         """Return the correct answer, and the first token's log-probabilities if they were requested."""
@@ -162,18 +160,6 @@ class Double:
         return json.dumps(values), None
 
 
-def send(handler, status, body, headers=None, *, cut=False):
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    handler.send_response(status)
-    for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-        handler.send_header(name, value)
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body[: len(body) // 2] if cut else body)
-    if cut:
-        handler.close_connection = True
-
-
 def judged_pixels(part) -> bytes:
     url = part["image_url"]["url"]
     kind, data = url.split(";base64,")
@@ -193,13 +179,11 @@ def choices_of(body) -> list[str] | None:
 
 def request_error(handler, body) -> str | None:
     """Return what a server would reject, or a wrong order of the parts (rubric first, judged image last), or None."""
-    known = {
-        *("structured_outputs", "guided_choice", "model", "messages", "temperature", "max_completion_tokens", "seed"),
-        *("response_format", "logprobs", "top_logprobs"),
-    }
+    needed = {"model", "messages", "temperature", "max_completion_tokens", "seed"}
+    known = needed | {"structured_outputs", "guided_choice", "response_format", "logprobs", "top_logprobs"}
     if handler.path != "/v1/chat/completions" or handler.headers["Authorization"] != f"Bearer {KEY}":
         return "no such path or key"
-    if set(body) - known or not {"model", "messages", "temperature", "max_completion_tokens", "seed"} <= set(body):
+    if not needed <= set(body) <= known:
         return f"keys {sorted(body)}"
     system, user = body["messages"]
     if system["role"] != "system" or not isinstance(system["content"], str) or user["role"] != "user":

@@ -18,7 +18,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,18 @@ STALE_PLACES = (
     ("retouch.run.collecting:begin_collecting", 3, "before"),
     ("retouch.distributed.optimizer:ReplicatedStepper.step", 4, "after"),
 )
-
-
 # Kills when the scores of a replacement group are in the ledger but its samples are not stored, and in the second round of a step.
 REFILL_PLACES = (("retouch.run.collecting:replace_rows", 1, "before"), ("retouch.run.collecting:replace_rows", 4, "before"))
+OTHER_PLACES: dict[str | None, Sequence[tuple[str, int, str]]] = {
+    PHASES: PHASES_PLACES,
+    STALE: STALE_PLACES,
+    REFILL: REFILL_PLACES,
+}
 
 
-def recipe(out: Path, name: str, writer: str | None) -> Recipe:
-    """Return a recipe of four steps of GRPO on a few rows, with a moving average and a checkpoint every other step."""
-    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
+def document_of(out: Path, name: str) -> dict[str, Any]:
+    """Return the document of a recipe of four steps on a few rows, with a moving average and a checkpoint every other step."""
+    document: dict[str, Any] = evaluate(find("recipes/playground/grpo.jsonnet"))
     document |= {
         "name": name,
         "out": str(out),
@@ -97,8 +101,14 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     }
     window = {"mode": "window", "size": 2, "high": 3}
     document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}
-    document["objective"] = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4}
     document["policy"]["ema"] = {"decay": 0.9}
+    return document
+
+
+def recipe(out: Path, name: str, writer: str | None) -> Recipe:
+    """Return a recipe of GRPO for one kind of run (WHAT)."""
+    document = document_of(out, name)
+    document["objective"] = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4}
     if writer == PHASES:
         imitates = {"name": "warm-up", "steps": 2, "objective": {"kind": "supervised"}, "group_size": 1}
         passed_over = {"name": "nothing", "steps": 0, "objective": {"kind": "nft"}}
@@ -127,10 +137,10 @@ def import_models() -> None:
     import retouch.run.session  # noqa: F401
 
 
-def train(out: Path, name: str, writer: str | None) -> None:
+def train(made: Recipe) -> None:
     from retouch.run.session import run
 
-    assert run(recipe(out, name, writer), fresh=False) == 0
+    assert run(made, fresh=False) == 0
 
 
 def kill_at(place: str, call: int, when: str) -> None:
@@ -185,46 +195,45 @@ def file_hashes(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
-def places(writer: str | None) -> list[tuple[str, int, str]]:
-    if writer == PHASES:
-        return list(PHASES_PLACES)
-    if writer == STALE:
-        return list(STALE_PLACES)
-    if writer == REFILL:
-        return list(REFILL_PLACES)
+def places(writer: str | None) -> Sequence[tuple[str, int, str]]:
+    if writer in OTHER_PLACES:
+        return OTHER_PLACES[writer]
     acting = "retouch.policies.autoregressive:AutoregressivePolicy"
     denoising = "retouch.policies.denoising:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
 
 
+def train_until_killed(made: Recipe, *place: Any) -> None:
+    """``place``: the arguments of ``kill_at``."""
+    kill_at(*place)
+    train(made)
+
+
+def some_of(known: Sequence[tuple[str, int, str]], count: int) -> Iterator[tuple[int, tuple[str, int, str]]]:
+    """Yield ``count`` evenly distributed places with their numbers."""
+    yield from enumerate(known[:: max(1, len(known) // count)][:count])
+
+
+def print_result(place: tuple[str, int, str], **result: Any) -> None:
+    name, call, when = place
+    sys.stdout.write(json.dumps({"place": f"{when} call {call} of {name}", **result}) + "\n")
+    sys.stdout.flush()
+
+
 def main(out: Path, count: int, writer: str | None = None) -> None:
     import_models()
 
-    assert run_in_fork(lambda: train(out, "whole", writer)) == 0
+    assert run_in_fork(lambda: train(recipe(out, "whole", writer))) == 0
     expected = file_hashes(out / "whole")
-    known = places(writer)
-    for number, (place, call, when) in enumerate(known[:: max(1, len(known) // count)][:count]):
-        name = f"killed-{number}"
-
-        def killed(place: str = place, call: int = call, when: str = when, name: str = name) -> None:
-            kill_at(place, call, when)
-            train(out, name, writer)
-
-        ended = run_in_fork(killed)
-        metrics = out / name / "metrics.jsonl"
+    for number, place in some_of(places(writer), count):
+        made = recipe(out, f"killed-{number}", writer)
+        ended = run_in_fork(partial(train_until_killed, made, *place))
+        metrics = made.folder / "metrics.jsonl"
         done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        resumed = run_in_fork(lambda name=name: train(out, name, writer))
-        found = file_hashes(out / name) if resumed == 0 else {}
+        resumed = run_in_fork(partial(train, made))
+        found = file_hashes(made.folder) if resumed == 0 else {}
         differing = sorted(key for key in expected if found.get(key) != expected[key])
-        result = {
-            "place": f"{when} call {call} of {place}",
-            "ended": ended,
-            "resumed": resumed,
-            "differing": differing,
-            "done": done,
-        }
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        print_result(place, ended=ended, resumed=resumed, differing=differing, done=done)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@
 uninterrupted run with the same scores, and how many samples were judged again although the ledger contained their scores.
 """
 
-import json
 import sqlite3
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-from kill_places import file_hashes, import_models, kill_at, recipe, run_in_fork
+from kill_places import file_hashes, import_models, print_result, recipe, run_in_fork, some_of, train, train_until_killed
 from random_judge import logged_scores
 from retouch.recipe.recipe import Recipe, parse
 
@@ -34,12 +34,6 @@ def random_judge_recipe(out: Path, name: str, log: Path, *, replay: bool = False
     return parse(document)
 
 
-def train(made: Recipe) -> None:
-    from retouch.run.session import run
-
-    assert run(made, fresh=False) == 0
-
-
 def samples_in_ledger(folder: Path) -> set[str]:
     """Return the samples in the ledger of the killed run, with the names that the judge gives them."""
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
@@ -49,32 +43,19 @@ def samples_in_ledger(folder: Path) -> set[str]:
 def main(out: Path, count: int) -> None:
     import_models()
 
-    for number, (place, call, when) in enumerate(PLACES[:: max(1, len(PLACES) // count)][:count]):
+    for number, place in some_of(PLACES, count):
         log = out / f"logged_scores-{number}.jsonl"
         made = random_judge_recipe(out, f"killed-{number}", log)
-
-        def killed(place: str = place, call: int = call, when: str = when, made: Recipe = made) -> None:
-            kill_at(place, call, when)
-            train(made)
-
-        ended = run_in_fork(killed)
+        ended = run_in_fork(partial(train_until_killed, made, *place))
         before, held = len(logged_scores(log)), samples_in_ledger(made.folder)
-        resumed = run_in_fork(lambda made=made: train(made))
+        resumed = run_in_fork(partial(train, made))
         again = [name for name, _ in logged_scores(log)[before:] if name in held]
         told = random_judge_recipe(out, f"told-{number}", log, replay=True)
-        whole = run_in_fork(lambda told=told: train(told))
+        whole = run_in_fork(partial(train, told))
         found, expected = (file_hashes(each.folder) if code == 0 else {} for each, code in ((made, resumed), (told, whole)))
         differing = sorted(key for key in expected.keys() | found.keys() if found.get(key) != expected.get(key))
-        result = {
-            "place": f"{when} call {call} of {place}",
-            "ended": ended,
-            "resumed": [resumed, whole],
-            "held": len(held),
-            "asked_again": len(again),
-            "differing": differing,
-        }
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        counts = {"held": len(held), "asked_again": len(again)}
+        print_result(place, ended=ended, resumed=[resumed, whole], differing=differing, **counts)
 
 
 if __name__ == "__main__":

@@ -108,13 +108,9 @@ def _form(value: Any) -> Any:
         return {name: _form(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_form(each) for each in value[:1]]
-    return (
-        "null"
-        if value is None
-        else "number"
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else type(value).__name__
-    )
+    if value is None:
+        return "null"
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
 
 
 def _missing(form: Any, other: Any, at: str) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """A real reward server on the loopback interface, on a thread of the test process."""
 
 import base64
-import io
 import json
 import threading
 import time
@@ -11,11 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import httpx
-import torch
 import uvicorn
-from PIL import Image
 
-from retouch.core.random import generator
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_serve.app import build_app
 from retouch_serve.client import RemoteClient
@@ -83,16 +80,11 @@ def host(reward: object, name: str = "digest") -> HostedReward:
     return HostedReward(name, reward, {column: column for column in reward.columns}, f"fingerprint-{name}")
 
 
-def noise_image(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB") -> Image.Image:
-    """Return an image of noise that depends on the number."""
-    pixels = torch.randint(256, (size[1], size[0], 3), generator=generator("test picture", number), dtype=torch.uint8)
-    return Image.fromarray(pixels.numpy()).convert(mode)
-
-
 def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
-    """Make samples in groups; the samples of a group share a task with a source image."""
-    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(noise_image(1000 + k),)) for k in range(count)]
-    return [Sample(replace(tasks[row // group], **task), noise_image(row)) for row in range(count)]
+    """Make samples in groups; the samples of a group share a task with a source image. Some tests need their number of bytes."""
+    images = [picture(1000 + k, (24, 24)) for k in range(count)]
+    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(images[k],)) for k in range(count)]
+    return [Sample(replace(tasks[row // group], **task), picture(row, (24, 24))) for row in range(count)]
 
 
 def encode(document: bytes, images: Sequence[bytes], form: BodyForm) -> tuple[bytes, str]:
@@ -114,9 +106,3 @@ def body_of(
     document, blobs = pack(samples, [str(row) for row in range(len(samples))], encoding=encoding)
     body, kind = encode(document, blobs, form)
     return body, {"Content-Type": kind}
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()

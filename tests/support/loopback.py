@@ -1,6 +1,8 @@
 """Local HTTP servers for doubles: they log nothing and stop at the end of the block that starts them."""
 
 import json
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,15 +21,21 @@ class Handler(BaseHTTPRequestHandler):
         """Return the whole body of the request."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def reply(self, status: int, content: object, headers: Mapping[str, str] = {}) -> None:
-        """Send ``content``: bytes unchanged, anything else as JSON."""
+    def reply(self, status: int, content: object, headers: Mapping[str, str] = {}, *, cut: bool = False) -> None:
+        """Send ``content``: bytes unchanged, anything else as JSON. ``cut``: the connection ends after half of it."""
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection |= cut
+
+    def reset(self) -> None:
+        """Close the connection so that the client's system reports a reset."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
 
 
 class Server(ThreadingHTTPServer):
@@ -44,6 +52,13 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # the client closed the connection
+
+
+def free_port() -> int:
+    """Return a port at which nothing listens now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 AnyServer = TypeVar("AnyServer", bound=Server)

@@ -15,19 +15,15 @@ from torch import nn
 
 import image_levels
 import several_devices
-from retouch.distributed.ranks import Placement, Ranks
-from retouch.recipe.recipe import parse
+from retouch.distributed.ranks import Placement
 from retouch.run import build as assembly
-from retouch.run.step import accumulate, collect, make_minibatch
+from retouch.run.step import collect
 
 ROUNDS = 2
 
 
 def main(path: str, name: str, offload: bool) -> dict[str, Any]:
-    with open(path) as file:
-        recipe = parse(json.load(file))
     device = torch.device(name)
-    assembly.plan_placement = lambda recipe, ranks: Placement(device, device, torch.device("cpu"), offload=offload)
     with several_devices.SimulatedDevices():
         used: dict[str, list[str]] = defaultdict(list)
         own = assembly.encode_prompts
@@ -37,7 +33,7 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
             own(*given)
 
         assembly.encode_prompts = encode
-        parts = assembly.assemble(recipe, Ranks(device=device))
+        parts = several_devices.assembled(path, Placement(device, device, torch.device("cpu"), offload=offload))
         model: Any = parts.model
         while hasattr(model, "model"):
             model = model.model
@@ -50,11 +46,9 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
             before = len(used["text encoder"])
             collected = collect(run, phase, 0)
             calls.append(len(used["text encoder"]) - before)
-        minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
-        sums, _ = accumulate(run, phase.objective, minibatch)
         found = {
             "images": image_levels.encode(collected.images),
-            "loss": float(sums["policy/loss"]),
+            "loss": several_devices.loss_of(run, phase, collected),
             "calls": calls,
             "used": {part: sorted(set(places)) for part, places in used.items()},
             "waits": {part: sorted(several_devices.devices_of([*module.parameters()])) for part, module in named.items()},

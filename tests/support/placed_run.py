@@ -14,12 +14,10 @@ import torch
 
 import image_levels
 import several_devices
-from retouch.distributed.ranks import Placement, Ranks
+from retouch.distributed.ranks import Placement
 from retouch.models.offloading import parts_of
-from retouch.recipe.recipe import parse
 from retouch.rewards.pixels import ShareReward
-from retouch.run import build as assembly
-from retouch.run.step import accumulate, collect, make_minibatch
+from retouch.run.step import collect
 from retouch.types import Sample, Scores
 
 
@@ -38,26 +36,22 @@ class RecordsDevice:
 
 
 def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
-    with open(path) as file:
-        recipe = parse(json.load(file))
     offload = where.pop("offload", False)
     placement = Placement(**{part: torch.device(name) for part, name in where.items()}, offload=offload)
-    assembly.plan_placement = lambda recipe, ranks: placement
     with several_devices.SimulatedDevices():
-        parts = assembly.assemble(recipe, Ranks(device=placement.policy))
+        parts = several_devices.assembled(path, placement)
         drawn_on: set[str] = set()
         transformer = parts.image_model.module
         transformer.register_forward_pre_hook(lambda module, _: drawn_on.update(several_devices.devices_of([*module.parameters()])))
         run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
         collected = collect(run, phase, 0)
-        minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
-        sums, _ = accumulate(run, phase.objective, minibatch)
+        loss = several_devices.loss_of(run, phase, collected)
         gradients = [p.grad for p in parts.model.module.parameters() if p.grad is not None]
         own = [part for part in parts_of(parts.image_model) if part is not parts.model.module]
         found = {
             "written": [output.ids for output in collected.trajectory.outputs],
             "encoded_images": image_levels.encode(collected.images),
-            "loss": float(sums["policy/loss"]),
+            "loss": loss,
             "gradient": sum(float(gradient.cpu().double().square().sum()) for gradient in gradients),
             "policy": sorted(several_devices.devices_of([*parts.model.module.parameters()])),
             "renderer": sorted(several_devices.devices_of([tensor for part in own for tensor in part.parameters()])),

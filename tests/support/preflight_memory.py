@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 import several_devices
-from retouch.distributed.ranks import Placement, Ranks
-from retouch.recipe.recipe import parse
-from retouch.run import build as assembly
+from retouch.distributed.ranks import Placement
 from retouch.run import preflight
 
 DEVICE = torch.device("pretend:0")
@@ -30,13 +28,9 @@ def bytes_on_device() -> int:
 
 
 def main(path: str) -> dict[str, Any]:
-    with open(path) as file:
-        recipe = parse(json.load(file))
-    placement = Placement(policy=DEVICE, renderer=DEVICE, reward=torch.device("cpu"), offload=False)
-    assembly.plan_placement = lambda recipe, ranks: placement
     found: dict[str, Any] = {}
     with several_devices.SimulatedDevices():
-        parts = assembly.assemble(recipe, Ranks(device=DEVICE))
+        parts = several_devices.assembled(path, Placement(DEVICE, DEVICE, torch.device("cpu"), offload=False))
         stepper = parts.stepper()
         step_with_ones(stepper)
         saved = {

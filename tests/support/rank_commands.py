@@ -17,8 +17,3 @@ def on_ranks(count: int, command: list[str], logs: Path) -> None:
     ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in rank_environments(count)]
     code = run_ranks([python(), "-W", "ignore", *command], ranks, logs=logs, grace=20.0)
     assert code == 0, "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("rank-*.log")))
-
-
-def on_two_ranks(command: list[str], logs: Path) -> None:
-    """Run a command as two ranks on the CPU."""
-    on_ranks(2, command, logs)

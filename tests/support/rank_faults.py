@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from folder_faults import WEIGHTS, file_hashes, six_step_recipe
@@ -31,24 +32,9 @@ class Launched:
     ranks: tuple[int, int]
 
 
-def _kill(*chosen: Callable[[Launched], int]) -> Callable[[Launched], None]:
-    def kill(run: Launched) -> None:
-        for pid in [each(run) for each in chosen]:
-            os.kill(pid, signal.SIGKILL)
-
-    return kill
-
-
-def _launcher(run: Launched) -> int:
-    return run.launcher
-
-
-def _first(run: Launched) -> int:
-    return run.ranks[0]
-
-
-def _second(run: Launched) -> int:
-    return run.ranks[1]
+def _kill(chosen: Callable[[Launched], Sequence[int]], run: Launched) -> None:
+    for pid in chosen(run):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _suspend(run: Launched) -> None:
@@ -61,11 +47,8 @@ def _suspend_briefly(run: Launched) -> None:
     os.kill(run.ranks[1], signal.SIGCONT)
 
 
-def _fill_disk(rank: int) -> Callable[[Launched], None]:
-    def fill(run: Launched) -> None:
-        resource.prlimit(run.ranks[rank], resource.RLIMIT_FSIZE, (4096, 4096))
-
-    return fill
+def _fill_disk(rank: int, run: Launched) -> None:
+    resource.prlimit(run.ranks[rank], resource.RLIMIT_FSIZE, (4096, 4096))
 
 
 def _partition(run: Launched) -> None:
@@ -73,15 +56,15 @@ def _partition(run: Launched) -> None:
 
 
 FAULTS: dict[str, Callable[[Launched], None]] = {
-    "rank 0 is killed": _kill(_first),
-    "rank 1 is killed": _kill(_second),
-    "the launcher is killed": _kill(_launcher),
-    "both ranks are killed": _kill(_first, _second),
-    "the launcher and both ranks are killed": _kill(_launcher, _first, _second),
+    "rank 0 is killed": partial(_kill, lambda run: run.ranks[:1]),
+    "rank 1 is killed": partial(_kill, lambda run: run.ranks[1:]),
+    "the launcher is killed": partial(_kill, lambda run: [run.launcher]),
+    "both ranks are killed": partial(_kill, lambda run: run.ranks),
+    "the launcher and both ranks are killed": partial(_kill, lambda run: [run.launcher, *run.ranks]),
     "rank 1 stops responding": _suspend,
     "rank 1 is slow for a while": _suspend_briefly,
-    "the disk of rank 0 is full": _fill_disk(0),
-    "the disk of rank 1 is full": _fill_disk(1),
+    "the disk of rank 0 is full": partial(_fill_disk, 0),
+    "the disk of rank 1 is full": partial(_fill_disk, 1),
     "the network between the ranks fails": _partition,
 }
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+import loopback
 
 HERE = Path(__file__).parent
 ON_RAY = [
@@ -40,9 +41,7 @@ class RayServer:
 @contextmanager
 def ray_server(*words: str, ready: str = "is ready") -> Iterator[RayServer]:
     """Serve on a Ray cluster of its own, which stops at the end of the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = loopback.free_port()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "serve", "--engine", "ray", "--port", str(port), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE, env=environment)

@@ -44,12 +44,6 @@ def save_writer(folder: Path) -> None:
     qwen_parts.image_processor().save_pretrained(folder)
 
 
-def save_language_model(folder: Path) -> None:
-    """Save a random Qwen2.5 with a byte tokenizer."""
-    tiny_writers.module("qwen2.5", hidden_size=64).save_pretrained(folder)
-    tiny_writers.tokenizer().save_pretrained(folder)
-
-
 def save_emu3_for_server(folder: Path) -> Path:
     """Save the playground's untrained Emu3 in ``folder``; return the folder that a server serves."""
     tiny_writer_runs.save_emu3(folder)

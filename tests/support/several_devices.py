@@ -5,7 +5,9 @@ So these devices test whether code moves its tensors to the right devices; they 
 devices, so tests use them in separate processes.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from retouch.distributed.ranks import Placement, Ranks
+from retouch.recipe.recipe import parse
+from retouch.run import build
+from retouch.run.step import Phase, Run, accumulate, make_minibatch
 
 
 class _Stream:
@@ -102,6 +109,19 @@ class _Reading(TorchFunctionMode):
         if func in (torch.tensor, Tensor.__format__):
             args = tree_map(_unwrapped, args)
         return func(*args, **(kwargs or {}))
+
+
+def assembled(file: str, placement: Placement) -> build.Assembly:
+    """Assemble the recipe of the JSON file with its parts on these devices."""
+    build.plan_placement = lambda recipe, ranks: placement
+    return build.assemble(parse(json.loads(Path(file).read_text())), Ranks(device=placement.policy))
+
+
+def loss_of(run: Run, phase: Phase, collected: Any) -> float:
+    """Compute the loss of a whole rollout and its gradients."""
+    minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
+    sums, _ = accumulate(run, phase.objective, minibatch)
+    return float(sums["policy/loss"])
 
 
 def devices_of(tensors: Sequence[Tensor]) -> set[str]:

@@ -225,14 +225,10 @@ def pack(value: Any) -> bytes:
 def serving(double: Double, *, port: int = 0) -> Iterator[str]:
     """Run the double and yield its address. ``port``: 0 for a free port."""
 
-    class Handler(loopback.Handler):
-        def do_GET(self) -> None:
-            self.reply(*double.answer(self.path, None))
+    def answer(request: loopback.Request) -> tuple[int, bytes]:
+        return double.answer(request.path, json.loads(request.body) if request.method == "POST" else None)
 
-        def do_POST(self) -> None:
-            self.reply(*double.answer(self.path, json.loads(self.body())))
-
-    with loopback.running(loopback.Server(Handler, port=port)) as server:
+    with loopback.scripted(answer, port=port) as server:
         yield server.url
 
 

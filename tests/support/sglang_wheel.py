@@ -8,7 +8,6 @@ The modules are imported inside the functions, so that tests of this file can be
 
 import importlib
 import importlib.util
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+import loopback
 
 OWN_ENVIRONMENT = Path(sys.prefix).name == ".venv-sglang"
 MARKS = (
@@ -44,9 +45,7 @@ def one_process() -> Iterator[None]:
     """SGLang's process groups, with this process as their only member."""
     from sglang.multimodal_gen.runtime.distributed import parallel_state
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{loopback.free_port()}"
     group = {"world_size": 1, "rank": 0, "local_rank": 0, "distributed_init_method": address, "backend": "gloo"}
     parallel_state.init_distributed_environment(**group)
     parallel_state.initialize_model_parallel(sequence_parallel_degree=1, backend="gloo")

@@ -8,12 +8,12 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
+from pictures import encoded
 
-def png(number: int, size: tuple[int, int] = (8, 6)) -> bytes:
+
+def png(number: int) -> bytes:
     """Return the PNG of an image whose colour encodes its number."""
-    out = io.BytesIO()
-    Image.new("RGB", size, (number % 256, number // 256, 0)).save(out, "PNG")
-    return out.getvalue()
+    return encoded(Image.new("RGB", (8, 6), (number % 256, number // 256, 0)))
 
 
 def parquet(folder: Path, *, files: int = 3, rows: int = 20, group: int = 6, damaged: tuple[int, ...] = ()) -> Path:

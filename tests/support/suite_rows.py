@@ -1,7 +1,6 @@
 """Small data for every suite in its published schema: two items that can be used, and rows that cannot be used."""
 
 import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,25 +10,17 @@ from datasets import Dataset
 from PIL import Image
 
 from canned_judge import numbered_image, save_numbered_image
+from pictures import encoded
 
 DPG_COLUMNS = [
-    "item_id",
-    "text",
-    "keywords",
-    "proposition_id",
-    "dependency",
-    "category_broad",
-    "category_detailed",
-    "tuple",
+    *("item_id", "text", "keywords", "proposition_id", "dependency", "category_broad", "category_detailed", "tuple"),
     "question_natural_language",
 ]
 
 
-def encoded(number: int) -> dict[str, Any]:
+def stored(number: int) -> dict[str, Any]:
     """Return an image as parquet files of the Hub store it."""
-    buffer = io.BytesIO()
-    numbered_image(number).save(buffer, "PNG")
-    return {"bytes": buffer.getvalue(), "path": f"{number}.png"}
+    return {"bytes": encoded(numbered_image(number)), "path": f"{number}.png"}
 
 
 def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -72,8 +63,8 @@ def gedit(root: Path) -> Path:
         "key": "a",
         "instruction": "make it red",
         "instruction_language": "en",
-        "input_image": encoded(90),
-        "input_image_raw": encoded(1),
+        "input_image": stored(90),
+        "input_image_raw": stored(1),
         "Intersection_exist": True,
     }
     return parquet(
@@ -130,12 +121,12 @@ def complex_edit(root: Path) -> Path:
     sequence = [{"name": "ADD", "instruction": f"step {level}"} for level in range(1, 9)]
     edit = {"sequence": sequence, "original_sequence": sequence, "reasoning": "", "compound": compound}
     damaged = {"image": {"bytes": b"no image", "path": "2.png"}, "edit": edit}
-    parquet(root / "data" / "test_real-00000-of-00001.parquet", [{"image": encoded(1), "edit": edit}, damaged])
+    parquet(root / "data" / "test_real-00000-of-00001.parquet", [{"image": stored(1), "edit": edit}, damaged])
     return root
 
 
 def earl(root: Path) -> Path:
-    parquet(root / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])
+    parquet(root / "aurora.parquet", [{"input": stored(1), "instruction": "a", "source": "ag"}])
     save_numbered_image(root / "magicbrush" / "images" / "242679" / "242679-input.png", 2)
     row = {"input": "242679-input.png", "mask": "m.png", "output": "o.png", "instruction": "m"}
     (root / "magicbrush" / "edit_turns.json").write_text(json.dumps([row, {**row, "input": None}]))
@@ -151,15 +142,10 @@ def kris(root: Path) -> Path:
 
 
 def rise(root: Path) -> Path:
+    temporal, spatial = {"reference": "it is ripe"}, {"reference": "it stands left"}
+    categories = {"temporal_reasoning": temporal, "spatial_reasoning": spatial, "causal_reasoning": {}}
     rows = []
-    for number, (category, more) in enumerate(
-        (
-            ("temporal_reasoning", {"reference": "it is ripe"}),
-            ("spatial_reasoning", {"reference": "it stands left"}),
-            ("causal_reasoning", {}),
-        ),
-        1,
-    ):
+    for number, (category, more) in enumerate(categories.items(), 1):
         index = f"{category}_{number}"
         image = f"{category}_images/{index}.png"
         rows.append({"index": index, "category": category, "subtask": "x", "instruction": "edit", "image": image, **more})

@@ -7,14 +7,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import tiny_models
 import tiny_writers
-from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.rollout import TokenRollout
-from retouch.policies.weights import WeightCopies
-from retouch.types import Batch
+import tiny_writing
 from retouch_models.qwen_image.model import QwenImageEdit
 from retouch_models.qwen_image.responses import QwenResponses, ResponseEncoder, writer_for
-
-LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 
 
 def parts(dtype=torch.float32):
@@ -53,10 +48,8 @@ def policy(editor, *, longest=6):
     """Make a policy that generates responses for the editor; its LoRA is not zero, and its weight copies include the reference."""
     module = tiny_writers.module()
     tiny_writers.make_trainable(module, "lora")
-    copies = WeightCopies(module)
-    copies.snapshot_without_adapter("reference")
-    writer = writer_for(editor, module, stop=LETTERS)
-    made = AutoregressivePolicy(writer, sampling=TokenRollout(max_new_tokens=longest), microbatch=4, copies=copies)
+    writer = writer_for(editor, module, stop=tiny_writing.STOPS)
+    made = tiny_writing.policy(writer=writer, sampling={"max_new_tokens": longest})
     tiny_writers.perturb(module)
     return made
 
@@ -74,16 +67,7 @@ def tasks():
     )
 
 
-def batch(tasks, group_size=2, *, seed=3, step=5):
-    rows = range(len(tasks) * group_size)
-    return Batch(
-        seed=seed,
-        step=step,
-        tasks=tuple(tasks),
-        group_ids=tuple(7 + k for k in range(len(tasks))),
-        group=tuple(row // group_size for row in rows),
-        slot=tuple(row % group_size for row in rows),
-    )
+batch = functools.partial(tiny_models.batch, first=7)
 
 
 def tasks_and_rollout(policy, made):

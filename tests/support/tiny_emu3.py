@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
 
 import tiny_models
@@ -17,12 +16,9 @@ SPREAD = 0.12
 
 @functools.cache
 def tokenizer() -> Qwen2Tokenizer:
-    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
-    made = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
     thoughts = ["<|start thinking|>", "<|end thinking|>"]
     visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
-    made.add_special_tokens({"additional_special_tokens": [BOS, EOS, BOI, IMG, EOL, EOF, EOI, *thoughts, *visual]})
-    return made
+    return tiny_models.byte_tokenizer(BOS, EOS, BOI, IMG, EOL, EOF, EOI, *thoughts, *visual)
 
 
 def module(seed: int = 0, *, deep: bool = False) -> Emu3ForConditionalGeneration:
@@ -43,13 +39,8 @@ def module(seed: int = 0, *, deep: bool = False) -> Emu3ForConditionalGeneration
                 "temporal_downsample_factor": 1,
             },
             text_config={
+                **tiny_models.TEXT_SIZES,
                 "vocab_size": len(words) + 5,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 512,
                 "attention_dropout": 0.0,
                 "initializer_range": SPREAD,
                 "bos_token_id": words.convert_tokens_to_ids(BOS),

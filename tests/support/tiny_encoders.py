@@ -16,8 +16,9 @@ from transformers import (
     SiglipVisionModel,
 )
 
-_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-VISION = {**_TOWER, "image_size": 16, "patch_size": 8}
+from tiny_towers import TOWER, randomize
+
+VISION = {**TOWER, "image_size": 16, "patch_size": 8}
 
 
 def write(root: Path) -> Path:
@@ -25,7 +26,7 @@ def write(root: Path) -> Path:
     small = {"height": 16, "width": 16}
     clip = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=small)
     siglip = SiglipImageProcessorPil(size=small)
-    text = {**_TOWER, "vocab_size": 9}
+    text = {**TOWER, "vocab_size": 9}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         models = {
@@ -35,9 +36,7 @@ def write(root: Path) -> Path:
             "two-siglip": (SiglipModel(SiglipConfig(text_config=text, vision_config=VISION)), siglip),
         }
         for name, (model, processor) in models.items():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    torch.nn.init.normal_(parameter, 0, 0.3)
+            randomize(model, 0.3)
             model.save_pretrained(root / name)
             processor.save_pretrained(root / name)
     return root

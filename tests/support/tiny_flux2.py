@@ -34,15 +34,7 @@ def transformer(seed: int = 0, *, guidance_embeds: bool = False) -> Flux2Transfo
 def vae(seed: int = 0) -> AutoencoderKLFlux2:
     """Make an autoencoder with 4 x downsampling and 16 channels, whose latent statistics are not 0 and 1."""
     torch.manual_seed(seed)
-    blocks = 3
-    made = AutoencoderKLFlux2(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(8,) * blocks,
-        norm_num_groups=4,
-        latent_channels=16,
-        layers_per_block=1,
-    ).eval()
+    made = AutoencoderKLFlux2(**tiny_models.AUTOENCODER, layers_per_block=1).eval()
     made.bn.running_mean.normal_(std=0.3)
     made.bn.running_var.uniform_(0.5, 2.0)
     return made

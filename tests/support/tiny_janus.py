@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
 import tiny_models
@@ -18,10 +17,7 @@ SPREAD = 0.12
 
 @functools.cache
 def tokenizer() -> Qwen2Tokenizer:
-    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
-    made = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
-    made.add_special_tokens({"bos_token": BOS, "eos_token": EOS, "additional_special_tokens": [BEGIN, END, "<image_placeholder>"]})
-    return made
+    return tiny_models.byte_tokenizer(BEGIN, END, "<image_placeholder>", bos_token=BOS, eos_token=EOS)
 
 
 def whole(seed: int = 0) -> JanusForConditionalGeneration:
@@ -30,13 +26,9 @@ def whole(seed: int = 0) -> JanusForConditionalGeneration:
         torch.manual_seed(seed)
         config = JanusConfig(
             text_config={
+                **tiny_models.TEXT_SIZES,
                 "model_type": "llama",
                 "vocab_size": len(words) + 5,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
                 "max_position_embeddings": 256,
                 "initializer_range": SPREAD,
                 "bos_token_id": words.bos_token_id,

@@ -13,6 +13,7 @@ from retouch.distributed.optimizer import ReplicatedStepper
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
+from retouch.policies.engine import EngineFault
 from retouch.renderers.base import LatentRenderer
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.pixels import ShareReward
@@ -35,26 +36,21 @@ class RedJudge:
         self.sample_counts.append(len(samples))
         judged = self.judge(samples)
         lost = torch.tensor([(batch.group_ids[g], slot) in self.missing for g, slot in zip(batch.group, batch.slot, strict=True)])
+        rewards = self.rewards(batch, judged).masked_fill(lost, torch.nan)
         future = Future()
-        scores = {"share": judged.scores["share"].masked_fill(lost, torch.nan)}
-        future.set_result(replace(judged, scores=scores, rewards=judged.rewards.masked_fill(lost, torch.nan)))
+        future.set_result(replace(judged, scores={"share": rewards}, rewards=rewards))
         return future
+
+    def rewards(self, batch, judged):
+        return judged.rewards
 
 
 class RandomJudge(RedJudge):
     """A random reward for each task and slot, independent of the image, so that rounding errors of pixels do not change it."""
 
-    def __call__(self, batch, samples):
-        drawn = [
-            torch.rand((), generator=generator("reward", batch.group_ids[g], slot))
-            for g, slot in zip(batch.group, batch.slot, strict=True)
-        ]
-        judged = super().__call__(batch, samples).result()
-        lost = judged.rewards.isnan()
-        rewards = torch.stack(drawn).to(judged.rewards).masked_fill(lost, torch.nan)
-        future = Future()
-        future.set_result(replace(judged, scores={"share": rewards}, rewards=rewards))
-        return future
+    def rewards(self, batch, judged):
+        rows = [(batch.group_ids[g], slot) for g, slot in zip(batch.group, batch.slot, strict=True)]
+        return torch.stack([torch.rand((), generator=generator("reward", *row)) for row in rows]).to(judged.rewards)
 
 
 def run(policy, *, judge=None, ranks=ALONE, chunk=4, max_missing=0.5, average=lambda taken: None):
@@ -132,23 +128,39 @@ class ThreadRanks(Ranks):
         return told
 
 
+def thread_ranks(world):
+    barrier, table = threading.Barrier(world), [None] * world
+    return [ThreadRanks(rank=rank, world=world, barrier=barrier, table=table) for rank in range(world)]
+
+
 def run_on_threads(world, act):
-    """Run ``act(ranks)`` on ``world`` threads and return the results in the order of ranks; an exception is a result too."""
-    barrier, table, results = threading.Barrier(world), [None] * world, [None] * world
+    """Run ``act(ranks)`` on ``world`` threads and return the results in the order of ranks; an exception is a result too.
 
-    def one(rank):
+    ``world``: their number, or ranks that ``thread_ranks`` made, which can be used again if no exception was raised.
+    """
+    members = thread_ranks(world) if isinstance(world, int) else world
+    results = [None] * len(members)
+
+    def one(ranks):
         try:
-            results[rank] = act(ThreadRanks(rank=rank, world=world, barrier=barrier, table=table))
+            results[ranks.rank] = act(ranks)
         except BaseException as error:
-            results[rank] = error
+            results[ranks.rank] = error
+            ranks.barrier.abort()
             raise
-        finally:
-            if isinstance(results[rank], BaseException):
-                barrier.abort()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=one, args=(ranks,)) for ranks in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return results
+
+
+def engine_fault(policy, batch):
+    """Return the text of the engine's fault that a rollout raises, or None."""
+    try:
+        policy.rollout(batch)
+    except EngineFault as fault:
+        return str(fault)
+    return None

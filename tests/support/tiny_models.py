@@ -38,7 +38,9 @@ from transformers import (
     T5Tokenizer,
 )
 
-from retouch.types import Conditioning, Task
+from retouch.core.random import generator
+from retouch.policies.weights import WeightCopies
+from retouch.types import Batch, Conditioning, Task
 from retouch_models.flux.model import FluxText
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -59,59 +61,64 @@ FLUX_SCHEDULER = {
     "shift": 3.0,
     "use_dynamic_shifting": True,
 }
+TEXT_SIZES = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512},
+}
+"""The sizes of a language model, as its configuration names them."""
+VISION_SIZES = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8, "out_hidden_size": 32}
+"""The sizes of Qwen's vision towers."""
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+AUTOENCODER = {
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "block_out_channels": (8,) * 3,
+    "norm_num_groups": 4,
+    "latent_channels": 16,
+}
+"""An autoencoder with 4 x downsampling and 16 channels."""
 FILL_CHANNELS = 64 + 64 + 4 * 4**2
 VISION = "<|vision_start|><|image_pad|><|vision_end|>"
 TEXT_TEMPLATE = "<|im_start|>system\nedit<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 TEMPLATE = TEXT_TEMPLATE.replace("{}", VISION + "{}")
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Make a tokenizer with bytes as tokens and Qwen's special tokens."""
+def byte_tokenizer(*special: str, **named: str) -> Qwen2Tokenizer:
+    """Make a tokenizer with bytes as tokens and these special tokens. ``named``: tokens with a purpose, such as ``bos_token``."""
     vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tokenizer.add_special_tokens({**named, "additional_special_tokens": list(special)})
     return tokenizer
 
 
-def qwen_image_processor() -> Qwen2VLImageProcessorPil:
-    return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=64 * 64)
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    return byte_tokenizer(*SPECIAL)
+
+
+def vision_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+    """Return the ids of the tokens that mark images, as the configurations of Qwen's models name them."""
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return dict(zip(names, tokenizer.convert_tokens_to_ids(list(SPECIAL[2:])), strict=True))
+
+
+def qwen_image_processor(**options: Any) -> Qwen2VLImageProcessorPil:
+    return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=64 * 64, **options)
 
 
 def qwen_text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
     torch.manual_seed(seed)
-    ids = {
-        name: tokenizer.convert_tokens_to_ids(token)
-        for name, token in zip(
-            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), SPECIAL[2:], strict=True
-        )
-    }
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     config = Qwen2_5_VLConfig(
         text_config={
+            **TEXT_SIZES,
             "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 512,
             "bos_token_id": end,
             "eos_token_id": end,
             "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "rope_parameters": MROPE,
         },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 8,
-            "spatial_merge_size": 2,
-            "window_size": 32,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [1],
-        },
-        **ids,
+        vision_config={**VISION_SIZES, "spatial_merge_size": 2, "window_size": 32, "fullatt_block_indexes": [1]},
+        **vision_ids(tokenizer),
     )
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
@@ -143,6 +150,39 @@ def make_trainable(module: Any, train: str, targets: Sequence[str], *, seed: int
             module.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(targets)))
         for name, parameter in module.named_parameters():
             parameter.requires_grad_("lora_" in name)
+
+
+@torch.no_grad()
+def perturb(module: Any, size: float = 0.1, key: int = 0) -> None:
+    """Add random noise to the trained weights."""
+    random = generator("move", key)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.add_(size * torch.randn(parameter.shape, generator=random).to(parameter))
+
+
+def weight_copies(module: Any, names: Sequence[str], train: str) -> WeightCopies:
+    """Make copies of the weights with these names; the reference of a LoRA is the model without it."""
+    made = WeightCopies(module)
+    for name in names:
+        if name == "reference" and train == "lora":
+            made.snapshot_without_adapter(name)
+        else:
+            made.snapshot(name)
+    return made
+
+
+def batch(tasks: Sequence[Task], group_size: int = 2, *, seed: int = 3, step: int = 5, first: int = 0) -> Batch:
+    """Make a batch with a group of ``group_size`` rows per task. ``first``: the id of the first group."""
+    rows = range(len(tasks) * group_size)
+    return Batch(
+        seed=seed,
+        step=step,
+        tasks=tuple(tasks),
+        group_ids=tuple(range(first, first + len(tasks))),
+        group=tuple(row // group_size for row in rows),
+        slot=tuple(row % group_size for row in rows),
+    )
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -186,18 +226,8 @@ def t5(width: int, seed: int) -> T5EncoderModel:
 def sd3_vae(seed: int = 0) -> AutoencoderKL:
     """Make an autoencoder with 4 x downsampling and 16 channels."""
     torch.manual_seed(seed)
-    blocks = 3
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(8,) * blocks,
-        norm_num_groups=4,
-        latent_channels=16,
-        shift_factor=0.0609,
-        scaling_factor=1.5305,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    ).eval()
+    convolutions = {"use_quant_conv": False, "use_post_quant_conv": False}
+    return AutoencoderKL(**AUTOENCODER, shift_factor=0.0609, scaling_factor=1.5305, **convolutions).eval()
 
 
 def sd3_transformer(seed: int = 0) -> SD3Transformer2DModel:

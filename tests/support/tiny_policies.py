@@ -4,8 +4,8 @@ import functools
 
 import torch
 
+import tiny_editing
 import tiny_models
-from retouch.core.random import generator
 from retouch.core.surrogates import loss_weights
 from retouch.models.pipeline import Guided
 from retouch.policies.denoising import DenoisingPolicy
@@ -18,9 +18,7 @@ from retouch.policies.rollout import (
     SDETransition,
     SlidingWindow,
 )
-from retouch.policies.weights import WeightCopies
-from retouch.types import Batch, Minibatch, Task
-from retouch_models.qwen_image.model import QwenImageEdit
+from retouch.types import Minibatch, Task
 from retouch_models.sd3.model import SD3
 from retouch_worlds.testing.assertions import relative_distance
 
@@ -53,16 +51,8 @@ def _qwen_parts():
 
 def edit_model():
     """Make a Qwen-Image-Edit for images of 16 x 16 px: 4 output tokens and 4 source tokens."""
-    return QwenImageEdit(
-        **_qwen_parts(),
-        tokenizer=tiny_models.qwen_tokenizer(),
-        transformer=tiny_models.qwen_transformer(),
-        image_processor=tiny_models.qwen_image_processor(),
-        scheduler_config=tiny_models.SCHEDULER,
-        template=tiny_models.TEMPLATE,
-        condition_area="as_is",
-        source_area="as_is",
-    )
+    own = {"tokenizer": tiny_models.qwen_tokenizer(), "transformer": tiny_models.qwen_transformer()}
+    return tiny_editing.editor({**_qwen_parts(), **own})
 
 
 @functools.cache
@@ -114,12 +104,6 @@ def policy(
     """
     model = MODELS[family]()
     make_trainable(model.module, train)
-    kept = WeightCopies(model.module)
-    for name in copies:
-        if name == "reference" and train == "lora":
-            kept.snapshot_without_adapter(name)
-        else:
-            kept.snapshot(name)
     taught = objective is not None and objective.learns_from_teachers
     return DenoisingPolicy(
         Guided(model, guidance) if guidance > 1 else model,
@@ -127,7 +111,7 @@ def policy(
         acting=acting,
         eval_steps=NUM_STEPS,
         microbatch=microbatch,
-        copies=kept,
+        copies=tiny_models.weight_copies(model.module, copies, train),
         keep_means=keep_means,
         first_gradient_step=None if objective is None or taught else objective.first_gradient_step,
         keep_states=taught,
@@ -138,12 +122,8 @@ def trained(policy):
     return {name: parameter for name, parameter in policy.module.named_parameters() if parameter.requires_grad}
 
 
-@torch.no_grad()
 def perturb(policy, size=0.05, key=0):
-    """Add random noise to the trained weights."""
-    random = generator("move", key)
-    for parameter in trained(policy).values():
-        parameter.add_(size * torch.randn(parameter.shape, generator=random))
+    tiny_models.perturb(policy.module, size, key)
 
 
 def tasks(count=2, *, with_images=True):
@@ -162,15 +142,7 @@ def tasks(count=2, *, with_images=True):
 
 def batch(count=2, group_size=2, *, seed=3, step=5, tasks=tasks):
     """Make a batch with a group of ``group_size`` rows per task."""
-    rows = range(count * group_size)
-    return Batch(
-        seed=seed,
-        step=step,
-        tasks=tasks(count),
-        group_ids=tuple(range(count)),
-        group=tuple(row // group_size for row in rows),
-        slot=tuple(row % group_size for row in rows),
-    )
+    return tiny_models.batch(tasks(count), group_size, seed=seed, step=step)
 
 
 def minibatch(batch, trajectory, advantages, *, valid=None, normalise="sequence", epoch=0):

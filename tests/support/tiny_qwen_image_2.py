@@ -39,33 +39,23 @@ def processor() -> ImageProcessorOnly:
 
 def text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3VLForConditionalGeneration:
     torch.manual_seed(seed)
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, tiny_models.SPECIAL[2:], strict=True)}
     config = Qwen3VLConfig(
         text_config={
+            **tiny_models.TEXT_SIZES,
             "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 48,
             "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
             "head_dim": 16,
-            "max_position_embeddings": 512,
             "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "rope_parameters": tiny_models.MROPE,
         },
         vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
+            **tiny_models.VISION_SIZES,
             "patch_size": 16,
             "spatial_merge_size": 2,
-            "out_hidden_size": 32,
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
         },
-        **ids,
+        **tiny_models.vision_ids(tokenizer),
     )
     return Qwen3VLForConditionalGeneration(config).eval()
 

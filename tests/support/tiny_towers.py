@@ -19,7 +19,15 @@ from transformers import (
 )
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, spread: float) -> None:
+    """Draw the weights again, but not the biases: with the spread of the classes, all inputs would give about the same output."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, spread)
 
 
 def tokenizer(longest: int, *, pad: str) -> PreTrainedTokenizerFast:
@@ -36,8 +44,8 @@ def tokenizer(longest: int, *, pad: str) -> PreTrainedTokenizerFast:
 def clip(folder: Path, *, longest: int = 20, kind: str = "clip") -> Path:
     """Save a CLIP or SigLIP that reads at most ``longest`` tokens."""
     torch.manual_seed(5)
-    text = {**_TOWER, "vocab_size": 4 + len(LETTERS), "max_position_embeddings": longest}
-    vision = {**_TOWER, "image_size": 16, "patch_size": 8}
+    text = {**TOWER, "vocab_size": 4 + len(LETTERS), "max_position_embeddings": longest}
+    vision = {**TOWER, "image_size": 16, "patch_size": 8}
     if kind == "clip":
         config = CLIPConfig(
             text_config={**text, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}, vision_config=vision, projection_dim=12
@@ -49,10 +57,7 @@ def clip(folder: Path, *, longest: int = 20, kind: str = "clip") -> Path:
     else:
         config = SiglipConfig(text_config={**text, "projection_size": 16}, vision_config=vision)
         model, processor = SiglipModel(config), SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
+    randomize(model, 0.3)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     tokenizer(longest, pad="<eos>" if kind == "clip" else "<pad>").save_pretrained(folder)
@@ -61,11 +66,8 @@ def clip(folder: Path, *, longest: int = 20, kind: str = "clip") -> Path:
 
 def dino(folder: Path) -> Path:
     torch.manual_seed(6)
-    model = Dinov2Model(Dinov2Config(**{**_TOWER, "mlp_ratio": 2}, image_size=28, patch_size=7))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
+    model = Dinov2Model(Dinov2Config(**{**TOWER, "mlp_ratio": 2}, image_size=28, patch_size=7))
+    randomize(model, 0.3)
     model.save_pretrained(folder)
     return folder
 

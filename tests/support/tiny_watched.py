@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from PIL import ImageStat
 
-from retouch.config.packaged import find
-from retouch.recipe.document import evaluate
+from kill_places import document_of
 from retouch.types import Column
 from retouch_judge.base import Panel, Prompt
 from retouch_judge.questions import Answer, ScoresForm
@@ -55,19 +54,9 @@ class FallingJudge:
 
 def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None = None) -> dict[str, Any]:
     """Return a recipe of four steps on a few rows, watched every two steps. ``limit``: of the brightness rule; None: no rule."""
-    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
-    document |= {
-        "name": "watched",
-        "out": str(out),
-        "steps": 4,
-        "tasks_per_step": 2,
-        "group_size": 2,
-        "microbatch": 4,
-        "device": "cpu",
-        "trackers": [],
+    document = document_of(out, "watched") | {
         "checkpoints": {"every": 2, "keep": 2},
         "samples": {"every": 0, "tasks": 3, "groups": 1},
-        "eval": {"tasks": 4, "complexity": [1, 2], "num_steps": 1},
         "watch": {
             "every": 2,
             "tasks": 3,
@@ -77,9 +66,6 @@ def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None 
             "diversity": None,
         },
     }
-    window = {"mode": "window", "size": 2, "high": 3}
-    document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}
-    document["policy"]["ema"] = {"decay": 0.9}
     if reward is not None:
         document["reward"] = {"kind": "import", "class": reward, "combine": {"tone": 1}}
     return document

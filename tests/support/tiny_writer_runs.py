@@ -1,6 +1,5 @@
 """Model folders and recipes of tiny writers, for tests of complete runs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 import tiny_models
 import tiny_writers
-from retouch.recipe.document import apply
+from changed_recipes import changed
 from retouch_models.qwen_image.model import QwenImageEdit
 from retouch_models.sd3.model import SD3
 from retouch_worlds.models.family import PlaygroundModel
@@ -28,9 +27,9 @@ def save_writer(folder: Path) -> None:
     qwen_parts.image_processor().save_pretrained(folder)
 
 
-def save_language_model(folder: Path) -> None:
-    """Save a random Qwen2.5, a language model without vision."""
-    tiny_writers.module("qwen2.5").save_pretrained(folder)
+def save_language_model(folder: Path, **text: Any) -> None:
+    """Save a random Qwen2.5, a language model without vision. ``text``: keys of its configuration."""
+    tiny_writers.module("qwen2.5", **text).save_pretrained(folder)
     tiny_writers.tokenizer().save_pretrained(folder)
 
 
@@ -94,4 +93,4 @@ def recipe(out: Path, writer: Path, **changes: Any) -> dict[str, Any]:
         "samples": {"every": 1, "tasks": 2, "groups": 1},
         "eval": {"tasks": 4, "complexity": [1, 2]},
     }
-    return apply(document, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+    return changed(document, **changes)

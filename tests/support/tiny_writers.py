@@ -10,7 +10,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -18,7 +17,6 @@ from transformers import (
 )
 
 import tiny_models
-from retouch.core.random import generator
 from retouch.models.base import TURNS, PretrainedLanguageModel
 from retouch.types import Task
 from retouch_models.qwen_vl import QwenWriter
@@ -38,13 +36,8 @@ def tokenizer():
 def _text(**more):
     end = tokenizer().convert_tokens_to_ids("<|im_end|>")
     return {
+        **tiny_models.TEXT_SIZES,
         "vocab_size": len(tokenizer()) + 5,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
         "bos_token_id": end,
         "eos_token_id": end,
         "pad_token_id": tokenizer().pad_token_id,
@@ -53,50 +46,27 @@ def _text(**more):
     }
 
 
-def _ids():
-    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    return dict(zip(names, tokenizer().convert_tokens_to_ids(list(tokens)), strict=True))
-
-
-def _mrope(**more):
-    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], **more}
+def _whole(kind, vision, *, rope=tiny_models.MROPE, **text):
+    """Return the configuration of a vision-language model."""
+    config = _text(rope_parameters=rope, **text)
+    return kind(text_config=config, vision_config=vision, **tiny_models.vision_ids(tokenizer()))
 
 
 def _qwen2_vl():
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 8, "mlp_ratio": 2}
-    config = Qwen2VLConfig(text_config=_text(rope_parameters=_mrope()), vision_config=vision, **_ids())
-    return Qwen2VLForConditionalGeneration(config)
+    return Qwen2VLForConditionalGeneration(_whole(Qwen2VLConfig, vision))
 
 
 def _qwen2_5_vl(**text):
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 8,
-        "window_size": 32,
-        "out_hidden_size": text.get("hidden_size", 32),
-        "fullatt_block_indexes": [1],
-    }
-    config = Qwen2_5_VLConfig(text_config=_text(rope_parameters=_mrope(), **text), vision_config=vision, **_ids())
-    return Qwen2_5_VLForConditionalGeneration(config)
+    vision = {**tiny_models.VISION_SIZES, "window_size": 32, "fullatt_block_indexes": [1]}
+    vision["out_hidden_size"] = text.get("hidden_size", 32)
+    return Qwen2_5_VLForConditionalGeneration(_whole(Qwen2_5_VLConfig, vision, **text))
 
 
 def _qwen3_vl():
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 8,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    text = _text(rope_parameters=_mrope(mrope_interleaved=True), head_dim=16)
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_ids()))
+    vision = {**tiny_models.VISION_SIZES, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    rope = {**tiny_models.MROPE, "mrope_interleaved": True}
+    return Qwen3VLForConditionalGeneration(_whole(Qwen3VLConfig, vision, rope=rope, head_dim=16))
 
 
 def module(kind="qwen2.5-vl", *, seed=0, **text):
@@ -118,8 +88,7 @@ def module(kind="qwen2.5-vl", *, seed=0, **text):
 
 
 def image_processor(kind):
-    temporal = {} if kind != "qwen3-vl" else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=64 * 64, **temporal)
+    return tiny_models.qwen_image_processor(**({"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if kind == "qwen3-vl" else {}))
 
 
 def writer(kind="qwen2.5-vl", *, train="lora", seed=0, checkpointing=False, text=None, **options):
@@ -136,14 +105,7 @@ def writer(kind="qwen2.5-vl", *, train="lora", seed=0, checkpointing=False, text
 
 
 make_trainable = functools.partial(tiny_models.make_trainable, targets=PretrainedLanguageModel.lora_targets)
-
-
-@torch.no_grad()
-def perturb(module, size=0.1, key=0):
-    random = generator("move", key)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.add_(size * torch.randn(parameter.shape, generator=random).to(parameter))
+perturb = tiny_models.perturb
 
 
 def tasks(count=3, *, with_images=True):

@@ -2,11 +2,11 @@
 
 import torch
 
+import tiny_models
 import tiny_writers
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.rollout import TokenRollout
-from retouch.policies.weights import WeightCopies
-from retouch.types import Batch, Kind
+from retouch.types import Kind
 
 STOPS = tuple("abcdefghijklmnopqrstuvwxyz")  # many stop tokens, so that random completions have different lengths
 LONGEST = 7
@@ -18,28 +18,14 @@ def policy(
     """Make a new policy whose weights equal the reference. ``writer``: its model; by default a new one of this ``kind``."""
     model = tiny_writers.writer(kind, train=train, stop=STOPS) if writer is None else writer
     model.shares_prompts = model.shares_prompts and share
-    kept = WeightCopies(model.module)
-    for name in copies:
-        if name == "reference" and train == "lora":
-            kept.snapshot_without_adapter(name)
-        else:
-            kept.snapshot(name)
+    kept = tiny_models.weight_copies(model.module, copies, train)
     sampling = TokenRollout(**{"max_new_tokens": LONGEST, **(sampling or {})})
     return AutoregressivePolicy(model, sampling=sampling, microbatch=microbatch, copies=kept, **{"logits_at_once": 5, **options})
 
 
 def batch(tasks=None, group_size=2, *, seed=3, step=5):
     """Make a batch with a group of ``group_size`` rows per task."""
-    tasks = tiny_writers.tasks() if tasks is None else tasks
-    rows = range(len(tasks) * group_size)
-    return Batch(
-        seed=seed,
-        step=step,
-        tasks=tasks,
-        group_ids=tuple(range(len(tasks))),
-        group=tuple(row // group_size for row in rows),
-        slot=tuple(row % group_size for row in rows),
-    )
+    return tiny_models.batch(tiny_writers.tasks() if tasks is None else tasks, group_size, seed=seed, step=step)
 
 
 class ForcedGrammar:

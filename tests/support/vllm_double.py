@@ -11,8 +11,6 @@ import functools
 import io
 import json
 import math
-import socket
-import struct
 import sys
 import threading
 import time
@@ -469,8 +467,7 @@ class _Handler(loopback.Handler):
             case "hang":
                 self.server.ended.wait(timeout=30)
             case "reset":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.connection.close()
+                self.reset()
             case "close mid-body":
                 self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"choices"')
             case _:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+import loopback
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("RETOUCH_TEST_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
@@ -55,7 +56,7 @@ class Server:
 
     def start(self) -> None:
         """Start the server, on the same port as before. AssertionError with the end of its log if it does not start."""
-        self.port = self.port or _free_port()
+        self.port = self.port or loopback.free_port()
         command = [*map(str, (PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model))]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *COMMON, *self.flags]
         command += ["--enable-scale-out"] if self.scale_out else []
@@ -145,9 +146,3 @@ def restarted_after_first_step(server: Server, metrics: Path) -> Iterator[None]:
         yield
     finally:
         restarting.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

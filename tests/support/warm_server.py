@@ -31,37 +31,14 @@ from typing import Any, NoReturn
 import torch
 
 LIBRARIES = (
-    "sqlite3",
-    "zoneinfo",
-    "numpy",
-    "PIL.Image",
-    "PIL.PngImagePlugin",
-    "PIL.JpegImagePlugin",
-    "pydantic.deprecated.decorator",
-    "pydantic.functional_serializers",
-    "pydantic.functional_validators",
-    "pydantic.root_model",
-    "pydantic.types",
-    "jaxtyping",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.utils.tensorboard",
-    "safetensors.torch",
-    "tokenizers",
-    "transformers",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-    "transformers.models.t5.modeling_t5",
-    "peft",
-    "diffusers",
-    "diffusers.models.autoencoders",
-    "diffusers.models.transformers",
-    "diffusers.models.unets",
-    "diffusers.schedulers.scheduling_flow_match_euler_discrete",
-)
+    "sqlite3", "zoneinfo", "numpy", "PIL.Image", "PIL.PngImagePlugin", "PIL.JpegImagePlugin", "pydantic.deprecated.decorator",
+    "pydantic.functional_serializers", "pydantic.functional_validators", "pydantic.root_model", "pydantic.types", "jaxtyping",
+    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.utils.tensorboard", "safetensors.torch", "tokenizers", "transformers", "transformers.models.auto.modeling_auto",
+    "transformers.models.clip.modeling_clip", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.t5.modeling_t5", "peft", "diffusers", "diffusers.models.autoencoders", "diffusers.models.transformers",
+    "diffusers.models.unets", "diffusers.schedulers.scheduling_flow_match_euler_discrete",
+)  # fmt: skip
 """The modules that most programs import. They must not start threads, because a fork does not have them."""
 MAX_FILES = 64
 _HIGH = 500  # above the numbers of all open files

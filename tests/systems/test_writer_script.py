@@ -31,7 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps = [{"name": "ADD", "instruction": f"step {level}"} for level in range(1, 9)]
     rows = [
         {
-            "image": suite_rows.encoded(number),
+            "image": suite_rows.stored(number),
             "edit": {"sequence": steps, "original_sequence": steps, "reasoning": "", "compound": LEVELS},
         }
         for number in range(8)

@@ -1,9 +1,7 @@
 """DPO on pairs of the data: from Python and from recipes, resumed, on two ranks, and mistakes that raise before models load."""
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from retouch.records.folder import RunFolder
 from retouch.run.session import run
 from retouch_plan.checks import check_scoring
 from small_trainer import SMALL, assert_same, run_results
-from warm_python import python
+from warm_python import run_python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"
 PAIRED = {name: value for name, value in SMALL.items() if name != "group_size"}
@@ -126,13 +124,9 @@ def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path):
 
 @pytest.mark.slow
 def test_training_on_two_ranks_matches_training_on_one(tmp_path):
-    path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     runs = []
     for name, launcher in (("alone", []), ("together", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])):
-        command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(tmp_path / name)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_python(*launcher, SCRIPT, tmp_path / name, search=[SCRIPT.parent], OMP_NUM_THREADS="1")
         runs.append(RunFolder(tmp_path / name / "run"))
     alone, together = (run.read_metrics() for run in runs)
     assert [line["step"] for line in together] == [1, 2, 3]

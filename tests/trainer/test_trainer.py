@@ -3,10 +3,8 @@
 import importlib
 import json
 import logging
-import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from retouch.records.folder import RunFolder
 from retouch.rewards.function import ImportedReward
 from retouch.run.session import run
 from small_trainer import SMALL, assert_same, redness, run_results
-from warm_python import python
+from warm_python import run_python
 
 
 def prompts(count=12):
@@ -320,12 +318,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def run_script(out, *launcher):
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
-    command = [python(), "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python(*launcher, SUPPORT / "trainer_script.py", out, search=[SUPPORT], OMP_NUM_THREADS="1")
     return RunFolder(out / "run")
 
 

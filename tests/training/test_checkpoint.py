@@ -4,7 +4,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from retouch.records.folder import remove_leftovers
 from retouch.run import checkpoint
 from retouch.run.checkpoint import TrainState
-from warm_python import python
+from warm_python import run_python
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -221,9 +220,7 @@ def test_full_disk_raises_and_leaves_the_previous_checkpoint_intact(folder: Path
 
 
 def test_kill_at_any_point_of_a_save_loses_no_complete_checkpoint(folder: Path) -> None:
-    program = Path(__file__).parents[1] / "support" / "kill_saves.py"
-    done = subprocess.run([python(), program, folder, "0", "40", "20"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(Path(__file__).parents[1] / "support" / "kill_saves.py", folder, 0, 40, 20)
 
 
 def draws() -> list[object]:

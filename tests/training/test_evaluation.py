@@ -1,9 +1,6 @@
 """The held-out table, the times of stages, the details of samples, and the preflight."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -35,7 +32,7 @@ from retouch.run.recorder import Recorder, SampleDetails
 from retouch.run.step import ScoredRollout, collect
 from retouch.types import Batch, Column, Completion, Kind, Prompts, Sample, Task
 from tiny_recipes import SMALL
-from warm_python import python
+from warm_python import run_python
 
 # The held-out table
 
@@ -277,12 +274,7 @@ def preflight_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     train = {"kind": "full"} if request.param == "full" else SMALL["policy"]["train"]
     policy = {**SMALL["policy"], "train": train}
     file.write_text(json.dumps({**SMALL, "policy": policy}))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    done = subprocess.run(
-        [python(), str(SUPPORT / "preflight_memory.py"), str(file)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(run_python(SUPPORT / "preflight_memory.py", file, search=[SUPPORT]))
     return found
 
 

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +29,7 @@ from retouch.rewards.pixels import TargetReward
 from retouch.run.step import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Loss, Needs, Slice
 from token_policy import TokenPolicy
-from warm_python import python
+from warm_python import run_python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
@@ -397,10 +394,8 @@ def test_tasks_with_the_same_instruction_form_separate_groups():
 
 
 def test_gradient_of_two_rank_processes_matches_one_rank(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
-    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run_python(*launcher, SUPPORT / "two_ranks.py", tmp_path, search=[SUPPORT], OMP_NUM_THREADS="1")
     alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])
     assert tiny.distance(load_file(tmp_path / "gradient.safetensors"), alone) < 1e-5
     # Images drawn two at a time may differ by a level of 255 in a pixel or two.

@@ -12,6 +12,7 @@ from conftest import TOKEN
 from PIL import Image
 from starlette.testclient import TestClient
 
+import pictures
 import tiny_sign_runs
 from retouch.records.folder import RunFolder
 from retouch_view.live.app import build_app
@@ -43,9 +44,7 @@ def page(runs):
 
 
 def encoded(image, kind="PNG"):
-    content = io.BytesIO()
-    image.save(content, kind)
-    return base64.b64encode(content.getvalue()).decode()
+    return base64.b64encode(pictures.encoded(image, kind)).decode()
 
 
 def job(**changes):

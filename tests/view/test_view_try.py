@@ -15,6 +15,7 @@ from conftest import TOKEN
 from PIL import Image
 from starlette.testclient import TestClient
 
+import pictures
 import tiny_recipes
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
@@ -51,9 +52,7 @@ def page(runs):
 
 
 def encoded(image, kind="PNG"):
-    content = io.BytesIO()
-    image.save(content, kind)
-    return base64.b64encode(content.getvalue()).decode()
+    return base64.b64encode(pictures.encoded(image, kind)).decode()
 
 
 def source():

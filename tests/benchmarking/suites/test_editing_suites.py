@@ -17,7 +17,7 @@ from retouch_bench.suites.editing import (
     ImgEditSuite,
     PreservationSuite,
 )
-from suite_rows import encoded, parquet
+from suite_rows import parquet, stored
 
 
 def vie(table):
@@ -35,7 +35,7 @@ def vie(table):
 def gedit_row(key, task, *, language="en", intersection=True, image=1):
     return {
         "task_type": task, "key": key, "instruction": f"edit {key}", "instruction_language": language,
-        "input_image": encoded(90), "input_image_raw": encoded(image), "Intersection_exist": intersection,
+        "input_image": stored(90), "input_image_raw": stored(image), "Intersection_exist": intersection,
     }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def complex_rows(count):
     compound = [{"reasoning": "", "compound_instruction": f"level {level}"} for level in range(1, 9)]
     sequence = [{"name": names[level % 2], "instruction": f"step {level}"} for level in range(1, 9)]
     edit = {"sequence": sequence, "original_sequence": sequence, "reasoning": "", "compound": compound}
-    return [{"image": encoded(number), "edit": edit} for number in range(1, count + 1)]
+    return [{"image": stored(number), "edit": edit} for number in range(1, count + 1)]
 
 
 def test_complex_edit_averages_levels(tmp_path):
@@ -195,15 +195,15 @@ def earl_folder(tmp_path):
         tmp_path / "omniedit.parquet",
         [
             {
-                "omni_edit_id": "task_obj_1", "task": "addition", "src_img": encoded(1), "edited_img": encoded(9),
+                "omni_edit_id": "task_obj_1", "task": "addition", "src_img": stored(1), "edited_img": stored(9),
                 "edited_prompt_list": ["add a cat", "add a small grey cat to the left"],
             }
         ],
     )  # fmt: skip
-    emu = {"instruction": "e", "image": encoded(1), "task": "add", "split": "test", "idx": 1, "hash": "x"}
+    emu = {"instruction": "e", "image": stored(1), "task": "add", "split": "test", "idx": 1, "hash": "x"}
     parquet(tmp_path / "emuedit.parquet", [{**emu, "input_caption": "a room", "output_caption": "a room with a cat"}])
-    parquet(tmp_path / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])
-    vismin = {"source_image": encoded(1), "edit_instruction": "edit_instruction: v", "edited_image": encoded(2), "id": "7"}
+    parquet(tmp_path / "aurora.parquet", [{"input": stored(1), "instruction": "a", "source": "ag"}])
+    vismin = {"source_image": stored(1), "edit_instruction": "edit_instruction: v", "edited_image": stored(2), "id": "7"}
     parquet(tmp_path / "vismin" / "counting.parquet", [vismin])
     save_numbered_image(tmp_path / "magicbrush" / "images" / "242679" / "242679-input.png", 1)
     turns = [{"input": "242679-input.png", "mask": "m.png", "output": "o.png", "instruction": "m"}, {"input": None}]

@@ -1,6 +1,5 @@
 """Small copies of published data sets are converted to folders and prompt lists, which training can read."""
 
-import io
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from pictures import encoded
 from retouch.cli import main
 from retouch.data.sources.conversion import DIFFICULTY, TRAIN, convert, write_curriculum
 from retouch.data.sources.folder import read_folder, read_prompts
@@ -22,9 +22,7 @@ RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
 def png(colour):
-    content = io.BytesIO()
-    Image.new("RGB", (8, 6), colour).save(content, "PNG")
-    return content.getvalue()
+    return encoded(Image.new("RGB", (8, 6), colour))
 
 
 def put(path, content):

@@ -1,7 +1,6 @@
 """Data sets of the `datasets` library: a run sees what ``dataset[0]`` gives, or the data set is refused with the reason."""
 
 import datetime
-import io
 import json
 
 import datasets
@@ -12,6 +11,7 @@ from datasets import Array2D, ClassLabel, Dataset, Features, List, Value, concat
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from pictures import encoded
 from retouch.data.base import DataContext
 from retouch.data.kinds import check, read_path
 from retouch.data.sources.hub import TableData, read_hub
@@ -31,10 +31,8 @@ def quiet(tmp_path, monkeypatch):
         datasets.enable_progress_bars()
 
 
-def png(colour, size=(8, 6)):
-    out = io.BytesIO()
-    Image.new("RGB", size, colour).save(out, "PNG")
-    return out.getvalue()
+def png(colour):
+    return encoded(Image.new("RGB", (8, 6), colour))
 
 
 def table(**more):

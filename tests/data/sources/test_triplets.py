@@ -1,11 +1,10 @@
 """Triplets and Complex-Edit: how an item is read, every defect with its line, and no accidental training on Complex-Edit."""
 
-import io
-
 import datasets
 import pytest
 from PIL import Image, ImageDraw
 
+from pictures import encoded
 from retouch.data.checks import accept_rows
 from retouch.data.kinds import check, read_path
 from retouch.data.tasks import Tasks
@@ -125,9 +124,7 @@ def edit(picture):
 
 
 def png(number):
-    out = io.BytesIO()
-    Image.new("RGB", (24, 16), (20 * number, 90, 200)).save(out, "PNG")
-    return out.getvalue()
+    return encoded(Image.new("RGB", (24, 16), (20 * number, 90, 200)))
 
 
 def save(published, split, numbers, edits):

@@ -14,7 +14,7 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 import tiny_encoders
 import tiny_models
 from changed_recipes import differing_paths, values
-from rank_commands import on_two_ranks
+from rank_commands import on_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.inference.exporting import export_target, write_export
 from retouch.inference.opening import open_recipe, read_target
@@ -361,7 +361,7 @@ def test_training_on_two_fsdp2_ranks_matches_one_rank(world: Path, tmp_path: Pat
     assert run(alone, fresh=False) == 0
     file = tmp_path / "shared.json"
     file.write_text(json.dumps(recipe(world, name="shared", sharding="fsdp2", **settings).document()))
-    on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs")
+    on_ranks(2, ["-m", "retouch.cli", "train", str(file)], tmp_path / "logs")
     wanted, found = (RunFolder(tmp_path / name).read_metrics() for name in ("alone", "shared"))
     assert len(wanted) == len(found) == 4
     for one, other in zip(wanted, found, strict=True):

@@ -4,8 +4,6 @@ import json
 import logging
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from retouch_models.qwen_image.model import QwenImageEdit
 from retouch_models.qwen_image_2.model import QwenImage2
 from retouch_plan.checks import check_prompt_embeddings
 from slow_params import slow_except
-from warm_python import python
+from warm_python import run_python
 
 # Cached prompt embeddings equal those of the text encoders, and are computed again if anything differs
 
@@ -282,11 +280,8 @@ def step(tmp_path: Path, way: str, device: str) -> dict[str, Any]:
     file.write_text(
         json.dumps({key: value for key, value in recipe.items() if key != "device" and not (offload and key == "devices")})
     )
-    command = [python(), str(SUPPORT / "placed_denoising.py"), str(file), device, str(offload).lower()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr[-3000:]
-    found: dict[str, Any] = json.loads(made.stdout)
+    printed = run_python(SUPPORT / "placed_denoising.py", file, device, str(offload).lower(), search=[SUPPORT])
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

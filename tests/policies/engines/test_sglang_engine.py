@@ -10,9 +10,9 @@ import torch
 
 import family_runs
 import sglang_double
+import tiny_loop
 import tiny_models
 import tiny_policies as tiny
-from lockstep import Lockstep
 from retouch.distributed.ranks import Ranks
 from retouch.models.lora import write_lora
 from retouch.models.pipeline import Guided, PipelineModel
@@ -22,6 +22,7 @@ from retouch.policies.engine import EngineFault
 from retouch.policies.rollout import EngineContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
 from retouch.run.metrics import completion_metrics
 from retouch.run.session import run
 from retouch.types import Needs, Slice
@@ -267,15 +268,16 @@ def test_full_weights_that_were_not_loaded_raise(tmp_path):
 
 
 def test_all_ranks_raise_together_and_only_rank_0_loads_weights(tmp_path):
-    ranks = Lockstep()
+    ranks = tiny_loop.thread_ranks(2)
     with (
-        served(tmp_path, context={"first": True, "any_rank": ranks.any_rank(0)}) as (first, double),
-        served(tmp_path, context={"first": False, "any_rank": ranks.any_rank(1)}) as (second, other),
+        served(tmp_path, context={"first": True, "any_rank": ranks[0].any}) as (first, double),
+        served(tmp_path, context={"first": False, "any_rank": ranks[1].any}) as (second, other),
     ):
         second.engine._connect = first.engine._connect
+        parts = [(first, batch().take(slice(0, 3))), (second, batch().take(slice(3, 6)))]
 
         def both():
-            return ranks.act(lambda: first.rollout(batch().take(slice(0, 3))), lambda: second.rollout(batch().take(slice(3, 6))))
+            return tiny_loop.run_on_threads(ranks, lambda own: tiny_loop.engine_fault(*parts[own.rank]))
 
         assert both() == [None, None]
         assert len(double.bodies(SET_LORA)) == 1
@@ -384,7 +386,7 @@ def test_a_recipe_runs_with_the_engine(tmp_path):
         read = parse(recipe)
         assert parse(read.document()) == read
         assert run(read, fresh=False) == 0
-    lines = family_runs.metrics_rows(read)
+    lines = RunFolder(read.folder).read_metrics()
     assert len(double.bodies(SET_LORA)) == 2
     for line in lines[-2:]:
         assert line["engine/deviation"] < 0.05

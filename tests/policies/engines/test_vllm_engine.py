@@ -15,13 +15,13 @@ from transformers import Qwen2VLImageProcessorPil
 import loopback
 import served_models
 import tiny_emu3
+import tiny_loop
 import tiny_models
 import tiny_policies
 import tiny_writers
 import tiny_writing
 import vllm_double
 import vllm_runner
-from lockstep import Lockstep
 from retouch.models.lora import write_lora
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engine import EngineFault
@@ -361,18 +361,18 @@ def test_closing_removes_the_adapter_from_the_server_and_the_disk(tmp_path):
 
 
 def test_all_ranks_raise_if_one_rank_fails(tmp_path):
-    ranks = Lockstep()
+    ranks = tiny_loop.thread_ranks(2)
     with (
-        served(tmp_path / "a", ranks={"first": True, "any_rank": ranks.any_rank(0)}) as (first, double, _),
-        served(tmp_path / "b", ranks={"first": False, "any_rank": ranks.any_rank(1)}) as (second, _, _),
+        served(tmp_path / "a", ranks={"first": True, "any_rank": ranks[0].any}) as (first, double, _),
+        served(tmp_path / "b", ranks={"first": False, "any_rank": ranks[1].any}) as (second, _, _),
     ):
         second.engine._connect = first.engine._connect
         second.engine._weights._folder = tmp_path / "a" / "adapters"
-        first.any_rank, second.any_rank = ranks.any_rank(0), ranks.any_rank(1)
-        rows = tiny_writing.batch()
+        first.any_rank, second.any_rank = ranks[0].any, ranks[1].any
+        parts = [(first, tiny_writing.batch().take(slice(0, 3))), (second, tiny_writing.batch().take(slice(3, 6)))]
 
         def both():
-            return ranks.act(lambda: first.rollout(rows.take(slice(0, 3))), lambda: second.rollout(rows.take(slice(3, 6))))
+            return tiny_loop.run_on_threads(ranks, lambda own: tiny_loop.engine_fault(*parts[own.rank]))
 
         assert both() == [None, None]
         assert len(double.loaded) == 1

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +11,7 @@ from transformers import OwlViTImageProcessorPil
 
 import tiny_detectors
 import tiny_towers
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_rewards.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
 from retouch_rewards.networks import Detection, load_detector, suppress_overlaps
@@ -28,10 +28,6 @@ def folder(tmp_path_factory):
     tiny_detectors.grounding_dino(root / "dino")
     tiny_towers.clip(root / "clip", longest=48)
     return root
-
-
-def picture(seed, size):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 @pytest.mark.parametrize("kind", ["owlvit", "owlv2"])

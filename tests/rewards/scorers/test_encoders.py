@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, Dinov2Model, SiglipModel
 
 import tiny_towers
+from pictures import picture
 from retouch.objectives.reward_gradient import DIFFERENTIABLE_REWARDS
 from retouch.protocols import DifferentiableReward
 from retouch.rewards.pixels import GradeReward, ShareReward, TargetReward
@@ -31,10 +32,6 @@ def folder(tmp_path_factory):
     tiny_towers.dino(root / "dino")
     tiny_towers.head(root / "head.safetensors")
     return root
-
-
-def picture(seed, size=(20, 16)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 def samples(count=4, draw=picture, **how):

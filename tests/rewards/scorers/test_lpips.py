@@ -7,13 +7,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_rewards.dino import LpipsReward
 from retouch_worlds.testing import check_reward
 
-
-def picture(seed, size=64):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+SIZE = (64, 64)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def weights(network, tmp_path_factory):
 
 
 def test_the_distance_matches_the_published_definition(weights, network):
-    a, b = picture(1), picture(2)
+    a, b = picture(1, SIZE), picture(2, SIZE)
     layers, linear = network
 
     def maps(image):
@@ -59,9 +58,9 @@ def test_the_distance_matches_the_published_definition(weights, network):
 
 
 def test_changes_under_the_mask_weigh_less(weights):
-    source = picture(5, 128)
+    source = picture(5, (128, 128))
     edited = source.copy()
-    edited.paste(picture(6, 64), (0, 0))
+    edited.paste(picture(6, SIZE), (0, 0))
     corner = Image.new("L", (128, 128), 0)
     corner.paste(255, (0, 0, 64, 64))
     reward = LpipsReward(weights=weights, size=128)
@@ -69,8 +68,8 @@ def test_changes_under_the_mask_weigh_less(weights):
     assert outside < reward.distance(source, edited) < inside
     assert reward.distance(source, edited, Image.new("L", (128, 128), 255)) == 0
     reward = LpipsReward(weights=weights, size=64)
-    check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k),)), picture(k)) for k in range(3)])
-    same = Sample(Task("t", "", images=(picture(1),)), picture(1))
+    check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k, SIZE),)), picture(k, SIZE)) for k in range(3)])
+    same = Sample(Task("t", "", images=(picture(1, SIZE),)), picture(1, SIZE))
     assert reward([same, Sample(same.task, None)])["preservation"].tolist() == [1, 0]
 
 
@@ -83,4 +82,4 @@ def test_invalid_weights_size_or_samples_raise(weights, tmp_path):
         ({"weights": weights}, "no source"),
     ):
         with pytest.raises(ValueError, match=says):
-            LpipsReward(**keys).build()([Sample(Task("t", ""), picture(1))])
+            LpipsReward(**keys).build()([Sample(Task("t", ""), picture(1, SIZE))])

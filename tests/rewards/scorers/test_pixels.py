@@ -1,6 +1,5 @@
 """Rewards of an image's pixels (appearance, compressibility, grade, photos, share), against closed forms."""
 
-import io
 import itertools
 import math
 
@@ -11,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from pictures import encoded, picture
 from retouch.rewards.pixels import AppearanceReward, CompressibilityReward, GradeReward, PhotosReward, ShareReward
 from retouch.types import Sample, Task
 from retouch_worlds.testing import check_reward
 
 RED = (200, 60, 40)
-
-
-def noise_of(seed, size=(24, 20)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 def photograph(width=24, height=16):
@@ -42,9 +38,9 @@ REWARDS = [AppearanceReward(), CompressibilityReward(), GradeReward(), PhotosRew
 def test_rewards_of_pixels_pass_the_contract_checks(reward):
     mask = Image.new("L", (24, 20))
     mask.paste(255, (0, 0, 12, 20))
-    images = [noise_of(0), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9)), noise_of(3)]
+    images = [picture(0, (24, 20)), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9)), picture(3, (24, 20))]
     images[0].paste(0, (0, 0, 1, 1))
-    check_reward(reward, [Sample(Task(str(k), "", (noise_of(9),), mask), image) for k, image in enumerate(images)])
+    check_reward(reward, [Sample(Task(str(k), "", (picture(9, (24, 20)),), mask), image) for k, image in enumerate(images)])
 
 
 @pytest.mark.parametrize(
@@ -124,9 +120,9 @@ def compressibility(*images, quality=95):
 
 
 def test_the_score_is_the_share_of_bytes_saved_by_jpeg():
-    image, buffer = noise_of(2, (64, 64)), io.BytesIO()
-    image.save(buffer, "JPEG", quality=30)
-    assert compressibility(image, quality=30) == [pytest.approx(1 - len(buffer.getvalue()) / (3 * 64 * 64))]
+    image = picture(2, (64, 64))
+    saved = encoded(image, "JPEG", quality=30)
+    assert compressibility(image, quality=30) == [pytest.approx(1 - len(saved) / (3 * 64 * 64))]
     assert compressibility(Image.new("RGB", (2, 2))) == [0]  # smaller than the header of a JPEG
 
 

@@ -6,7 +6,6 @@ import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import retouch_rewards
 import tiny_writers
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_rewards.clip import EditReward, HPSv3Reward
 from retouch_rewards.weights import MissingWeights
@@ -23,10 +23,6 @@ REWARD = "<|Reward|>"
 PIXELS = 256 * 28 * 28
 KINDS = {"hpsv3": "qwen2-vl", "editreward": "qwen2.5-vl"}
 HEADS = {"hpsv3": ["rm_head"], "editreward": ["rm_heads.head_0", "rm_heads.head_1"]}
-
-
-def picture(seed, size=(40, 28)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 SAMPLES = [

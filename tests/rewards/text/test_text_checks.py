@@ -73,13 +73,10 @@ LONGEST = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("sentences")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = BertModel(BertConfig(**sizes, vocab_size=40, max_position_embeddings=64), add_pooling_layer=False)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, 0, 0.5)
+        model = BertModel(BertConfig(**tiny_towers.TOWER, vocab_size=40, max_position_embeddings=64), add_pooling_layer=False)
+        tiny_towers.randomize(model, 0.5)
     model.save_pretrained(path)
     tiny_towers.tokenizer(512, pad="<pad>").save_pretrained(path)
     (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": LONGEST}))

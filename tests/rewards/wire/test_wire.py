@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from live_server import BodyForm, body_of, encode, noise_image
+from live_server import BodyForm, body_of, encode
+from pictures import picture
 from retouch.types import Sample, Task
 from retouch_serve.requests import Limits, decode
 from retouch_serve.wire import ImageEncoding, RequestError, decode_body, pack
@@ -22,10 +23,10 @@ def full_task():
     return Task(
         id="photos/ü 17",
         instruction='make "it" 😀 red\n',
-        images=(noise_image(0), noise_image(1, size=(9, 31))),
-        mask=noise_image(2, mode="L"),
-        reference=noise_image(3),
-        target=noise_image(4),
+        images=(picture(0), picture(1, size=(9, 31))),
+        mask=picture(2, mode="L"),
+        reference=picture(3),
+        target=picture(4),
         text="open",
         tags={"complexity": "2"},
         meta={"scene": [1, 2.5, None, {"a": True}], "name": "é"},
@@ -47,7 +48,7 @@ def same(a, b):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_all_fields_of_a_sample_arrive_bitwise(form, encoding):
     task = full_task()
-    sent = [Sample(task, noise_image(5)), Sample(task, None), Sample(Task(id="bare", instruction=""), noise_image(6, mode="L"))]
+    sent = [Sample(task, picture(5)), Sample(task, None), Sample(Task(id="bare", instruction=""), picture(6, mode="L"))]
     decoded = round_trip(sent, form, encoding)
     assert decoded.ids == ("0", "1", "2")
     for before, after in zip(sent, decoded.samples, strict=True):
@@ -65,11 +66,11 @@ def test_all_fields_of_a_sample_arrive_bitwise(form, encoding):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_other_image_modes_arrive_converted_to_rgb_and_rotation_or_width_change_no_pixel(encoding):
-    rotated = noise_image(0, size=(8, 4))
+    rotated = picture(0, size=(8, 4))
     rotated.info["exif"] = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06" + bytes(6)
     rotated.info["icc_profile"] = b"profile"
-    too_wide_for_webp = noise_image(0, size=(16400, 1))
-    for image in (rotated, too_wide_for_webp, *map(noise_image(0).convert, ("RGBA", "P", "1", "LA", "CMYK"))):
+    too_wide_for_webp = picture(0, size=(16400, 1))
+    for image in (rotated, too_wide_for_webp, *map(picture(0).convert, ("RGBA", "P", "1", "LA", "CMYK"))):
         (sample,) = round_trip([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
         assert isinstance(sample, Sample)
         assert same(sample.image, image.convert("RGB"))
@@ -77,7 +78,7 @@ def test_other_image_modes_arrive_converted_to_rgb_and_rotation_or_width_change_
 
 def test_a_group_sends_its_source_once():
     task = replace(full_task(), mask=None, reference=None, target=None)
-    _, blobs = pack([Sample(task, noise_image(k)) for k in range(8)], [str(k) for k in range(8)], encoding="raw")
+    _, blobs = pack([Sample(task, picture(k)) for k in range(8)], [str(k) for k in range(8)], encoding="raw")
     assert len(blobs) == 8 + 2
 
 
