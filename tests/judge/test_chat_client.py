@@ -293,6 +293,7 @@ def test_images_are_sent_in_the_chosen_format_and_only_a_lossy_one_is_another_ju
 
 
 def test_a_wait_for_a_rate_limit_is_logged_while_it_lasts_and_an_unusable_answer_is_quoted(open_client, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="retouch")
     monkeypatch.setattr(chat_client, "_QUIET", 0.02)
     with Double(once("429")) as double:
         assert open_client(double).ask([question()])[0].scores
