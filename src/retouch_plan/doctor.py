@@ -17,9 +17,10 @@ from unittest.mock import patch
 
 from retouch.distributed.ranks import Ranks
 from retouch.models.base import SINGLE_FILES
-from retouch.models.pretrained import IncompleteWeights, require_complete
+from retouch.models.pretrained import DENOISER, MODEL, IncompleteWeights, find_weights, require_complete
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.libraries import silence_libraries
+from retouch.run.build import teachers
 from retouch.trainer.trainer import Trainer
 from retouch_judge.calls import Calls
 from retouch_plan.checks import (
@@ -242,9 +243,9 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     if sized is None:
         report.add(missing)
     else:
-        folder, weights_here = _weights(sized)
+        folder, absent = _weights(sized)
         joined = None if report.world is None else group.ranks.device
-        target, finding = check_device(device_name, device=joined, weights_here=weights_here and not missing)
+        target, finding = check_device(device_name, device=joined, weights_here=not (absent or missing))
         report.add([finding])
         report.add(check_kernels(sized, target))
         disk = not report.is_main
@@ -255,13 +256,12 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
                 report.add([check_disk(sized, checkpoint, steps=steps)])
         if missing:
             report.add(missing)
-        elif weights_here:
+        elif not absent:
             report.add([ok("weights", f"loaded by {sized.image_model.source}" if folder is None else str(folder))])
         else:
-            absent = sized.image_model if sized.policy.model.find_weights()[1] else sized.policy.model
-            text = f"the weights of {absent.source} are not on this machine: they will be downloaded when training starts"
+            text = f"the weights of {' and '.join(absent)} are not on this machine: they will be downloaded when training starts"
             report.add([note("weights", text)])
-        if target is not None and weights_here and not missing:
+        if target is not None and not (absent or missing):
             device = target.device
     devices = group.gather_texts("" if device is None else str(device))
     if not group.gather_failures(report.found) and "" not in devices:
@@ -333,9 +333,10 @@ def _with_known_size(recipe: Recipe, base: str | None) -> tuple[Recipe | None, l
     return None if base is None else parse(recipe.document(), [f"policy.model.path={base}"]), [finding]
 
 
-def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
-    """The folder of the image model's weights if it has one, and whether all weights are local. Raises ValueError for a wrong
-    path."""
-    folder, here = recipe.image_model.find_weights()
-    _, policy_here = recipe.policy.model.find_weights()
-    return folder, here and policy_here
+def _weights(recipe: Recipe) -> tuple[Path | None, list[str]]:
+    """The folder of the image model's weights if it has one, and the models, also those that teach, whose weights are not on this
+    machine. Raises ValueError for a wrong path."""
+    models, files = (recipe.policy.model, recipe.image_model), MODEL if recipe.policy.is_autoregressive else DENOISER
+    absent = [each.source for each in models if not each.find_weights()[1]]
+    absent += [path for path in teachers(recipe, "model").values() if find_weights(path, files, key="objective.teachers") is None]
+    return recipe.image_model.find_weights()[0], list(dict.fromkeys(absent))

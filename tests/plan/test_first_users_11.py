@@ -1,5 +1,6 @@
 """Problems of first users of `retouch doctor`: missing variables, weights and files, advice that does not fit, time and cost."""
 
+import json
 import os
 import re
 import subprocess
@@ -114,6 +115,11 @@ def test_fault_11_downloadable_weights_are_not_reported_as_missing(tmp_path, mon
         "note    weights       the weights of some/one are not on this machine: they will be downloaded when training starts. "
         "The dry run uses a model of its size, Qwen/Qwen2-VL-7B-Instruct"
     ) in lines
+    objective = {"kind": "opd", "teachers": {"large": {"model": "some/teacher"}}}
+    of_teacher = ["quickstart", "--no-rehearsal", "--set", f"objective={json.dumps(objective)}"]
+    there = "the weights of some/teacher are not on this machine: they will be downloaded when training starts"
+    assert cli.main(["doctor", *of_teacher]) == 0
+    assert f"note    weights       {there}" in capsys.readouterr().out.splitlines()
     lines = doctor(capsys, *words, "policy.model.path=mine/exported")
     assert any(line.startswith("FAILED  weights       mine/exported does not exist yet: there is no run mine") for line in lines)
 
