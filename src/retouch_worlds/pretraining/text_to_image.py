@@ -15,7 +15,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 
 from retouch.core.random import generator
 from retouch.models.base import TURNS
-from retouch.policies.autoregressive import COMPLETION, AutoregressivePolicy
+from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.records import files
@@ -227,7 +227,6 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
         renderer=renderer.build(model, writer),
         reward=SceneReward(),
         column="overall",
-        demonstrates=lambda task: COMPLETION in task.meta,
     )
     found: dict[str, float] = {}
     for words, evaluated in (("right words", right), ("enhancer", enhanced)):

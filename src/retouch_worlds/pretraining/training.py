@@ -27,6 +27,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer, Reward
 from retouch.records import files
 from retouch.rewards.judging import RewardScorer
+from retouch.run.build import has_demonstration
 from retouch.run.evaluation import EvaluationResult, Evaluator
 from retouch.run.metrics import Clock
 from retouch.run.step import Phase, Run, train
@@ -291,7 +292,6 @@ def held_out(
     renderer: Renderer,
     reward: Reward,
     column: str,
-    demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
 ) -> tuple[EvaluationResult, EvaluationResult]:
     """The scores of the targets or completions of the tasks (the ceiling), and the scores of the policy's outputs. ``column``: the
     column of ``reward`` that is used as the reward. All tasks are one batch, and each must have a target or a completion."""
@@ -302,7 +302,7 @@ def held_out(
         ranks=Ranks(),
         seed=1,
         batch=len(tasks),
-        demonstrates=demonstrates,
+        demonstrates=has_demonstration(policy.model),
     )
     ceiling = evaluate.ceiling(policy)
     assert ceiling is not None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.objectives.imitation import CrossEntropy
-from retouch.policies.autoregressive import COMPLETION, AutoregressivePolicy
+from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.run.evaluation import score_table
@@ -194,7 +194,6 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
             renderer=ResponseSampler(QwenResponses(editor, ResponseEncoder.frozen(encoder)), config),
             reward=PlaygroundReward(),
             column="overall",
-            demonstrates=lambda task: COMPLETION in task.meta,
         )
         for said, found in (("right words", right), ("its own words", own)):
             rows = {row: means for row, means in score_table(found)[0].items() if "kinds" not in row}
