@@ -336,7 +336,7 @@ def _with_known_size(recipe: Recipe, base: str | None) -> tuple[Recipe | None, l
 def _weights(recipe: Recipe) -> tuple[Path | None, list[str]]:
     """The folder of the image model's weights if it has one, and the models, also those that teach, whose weights are not on this
     machine. Raises ValueError for a wrong path."""
-    models, files = (recipe.policy.model, recipe.image_model), MODEL if recipe.policy.is_autoregressive else DENOISER
-    absent = [each.source for each in models if not each.find_weights()[1]]
-    absent += [path for path in teachers(recipe, "model").values() if find_weights(path, files, key="objective.teachers") is None]
-    return recipe.image_model.find_weights()[0], list(dict.fromkeys(absent))
+    found = [(each.source, *each.find_weights()) for each in (recipe.policy.model, recipe.image_model)]
+    files = MODEL if recipe.policy.is_autoregressive else DENOISER
+    taught = [path for path in teachers(recipe, "model").values() if find_weights(path, files, key="objective.teachers") is None]
+    return found[-1][1], list(dict.fromkeys([*(source for source, _, here in found if not here), *taught]))
