@@ -61,9 +61,8 @@ judges, between kinds of tasks and between two sizes of the editor. [Scaling](sc
 of one algorithm.
 
 For a run of your own: try first what is in the first third of all worlds of your kind of policy, as listed above, and nothing that
-is in the last third of all of them. The order in between carries over in part, as the correlations show: mostly from an exact judge
-to one that errs, less from one kind of task or one size of network to another. So compare the algorithms that you consider on a
-small run with your own reward.
+is in the last third of all of them. The order in between carries over only in part to another judge, another kind of task or
+another size of network, as the correlations show. So compare the algorithms that you consider on a small run with your own reward.
 """
 LIMITS = """## What this page does not show
 

@@ -286,7 +286,8 @@ class AutoregressivePolicy:
     ) -> Float[Tensor, "r t"]:
         """The KL of each token over all ids that may follow, with gradient; 0 where no token was sampled.
 
-        The teacher's log-probabilities of a microbatch are in memory at once: its tokens times the vocabulary.
+        The teacher's log-probabilities of a microbatch are in memory at once: its tokens times the vocabulary. A teacher that is
+        another model is copied to the device for each microbatch.
         """
         columns = _used_columns(trajectory, part)
         sampled, vocabulary = trajectory.mask[part.rows, columns], trajectory.vocabulary[part.rows, columns]
